@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pkgutil
 import re
 import statistics
@@ -266,23 +267,27 @@ def test_the_page_of_reliability_is_made_from_its_files():
 def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
     def git(*words: str) -> str:
         who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True,
+                              env=os.environ | {"GIT_COMMITTER_DATE": f"2026-01-0{len(commits) + 1}T12:00:00Z"}).stdout.strip()
 
+    commits: list[str] = []
     git("init", "-q")
     (tmp_path / "lpkit").mkdir()
-    commits = []
     for name in ("lpkit/a.py", "b.py", "lpkit/c.py"):
         (tmp_path / name).write_text("")
         git("add", "-A")
         git("commit", "-qm", name)
         commits.append(git("rev-parse", "--short=12", "HEAD"))
     rows = "\n".join(f"| {name} | 1 |" for name in NAMES)
-    pages = [f"Measured 2026-01-01 at commit {commit} with x\n{rows}" for commit in [*commits, "0123456789ab"]]
-    assert [re.findall(r"in (\d+) commits", _page.age(page, tmp_path)) for page in pages] == [["1"], ["1"], [], []]
-    gone = "a commit that it was measured at is not in this history"
-    assert [gone in _page.age(page, tmp_path) for page in pages] == [False, False, False, True]
+    pages = [f"# Reliability\n\n## A machine\n\nMeasured 2026-01-01 at commit {commit} with x\n{rows}" for commit in commits]
+    assert [re.findall(r"in (\d+) commits", _page.age(page, tmp_path)) for page in pages] == [["1"], ["1"], []]
+    gone = [pages[0].replace("2026-01-01", day).replace(commits[0], "0123456789ab") for day in ("2026-01-01", "2026-01-02", "2026-01-04")]
+    said = [re.findall(r"\d+ commits to lpkit/ since \S+", _page.age(page, tmp_path)) for page in gone]
+    assert said == [["2 commits to lpkit/ since 2026-01-01."], ["1 commits to lpkit/ since 2026-01-02."], []], "of branches that were squashed"
+    newer = f"{gone[0]}\n\n## Another\n\nMeasured 2026-01-03 at commit {commits[2]} with x\n"
+    assert _page.age(newer, tmp_path) == "", "renewed on one machine"
     git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
-    assert _page.age(pages[3], tmp_path / "shallow") == "", "git cannot tell"
+    assert _page.age(gone[0], tmp_path / "shallow") == "", "git cannot tell"
     kept = pages[2].replace(f"| {NAMES[0]} | 1 |", f"| {NAMES[0]} | 1 | {commits[0]} | |")
     assert "in 1 commits" in _page.age(kept, tmp_path), "a row that was measured before"
     assert _page.age(pages[0], tmp_path / "nowhere") == _page.age(pages[2], tmp_path) == ""

@@ -41,22 +41,26 @@ def _row(case: dict) -> tuple[str, ...]:
 
 def age(text: str, root: Path = ROOT) -> str:
     """What is to be said of a page that is older than the code; nothing where git cannot tell (no checkout, a shallow one)."""
-    whole = _git(root, "rev-parse", "--is-shallow-repository") == "false"
-    sections = [re.findall(r"(?: at commit |\| )([0-9a-f]{12})(?: with | \|)", section) for section in text.split("\n## ")]
-    counts = [[_commits_since(commit, root) for commit in set(commits)] for commits in sections]
-    since = min((max(some) for some in counts if some and None not in some), default=0)
-    gone = whole and any(None in some for some in counts)
+    machines = [found for section in text.split("\n## ")[1:] if (found := _changes(section, root))]
+    count, words = min(map(max, machines), default=(0, ""))
+    said = [words] * (count > 0)
     absent = [name for name in NAMES if f"| {name} |" not in text]
-    said = [f"lpkit/ has changed in {since} commits since it was measured"] * (since > 0)
-    said += ["a commit that it was measured at is not in this history"] * gone
     said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
     renew = "`lpkit bench reliability --out data/measured` and `python -m tests.pages reliability` renew it"
     return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
 
 
-def _commits_since(commit: str, root: Path) -> int | None:
-    said = _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit")
-    return int(said) if said else None
+def _changes(section: str, root: Path) -> list[tuple[int, str]]:
+    """How often lpkit/ has changed since rows of a machine were measured, by commit, and that in words. A commit that left the
+    history, as those of branches that are squashed do, is of the day of its record at the latest."""
+    day, found = re.search(r"^Measured (\S+)", section, re.M), []
+    for commit in set(re.findall(r"(?: at commit |\| )([0-9a-f]{12})(?: with | \|)", section)):
+        if count := _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"):
+            found.append((int(count), f"lpkit/ has changed in {count} commits since it was measured"))
+        elif day and _git(root, "rev-parse", "--is-shallow-repository") == "false":
+            count = _git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--", "lpkit") or "0"
+            found.append((int(count), f"{count} commits to lpkit/ since {day[1]}"))
+    return found
 
 
 def _git(root: Path, *words: str) -> str:
