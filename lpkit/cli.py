@@ -15,7 +15,7 @@ import signal
 import sys
 
 from lpkit import __version__
-from lpkit.errors import ConfigError, named, nearest, out_of_memory, printable, shown
+from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
@@ -83,9 +83,13 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "'--' is no value")
         return super()._get_values(action, words)
 
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        if action.choices is not None:
+            pick(dict.fromkeys(action.choices), value, action.dest)
+
     def error(self, message: str):
-        self.print_usage(sys.stderr)
-        sys.exit(complain(" ".join(message.split())[:MOST_CHARACTERS]))
+        said = " ".join(message.split())[:MOST_CHARACTERS]
+        sys.exit(complain(f"{said}; see `{self.prog} --help`"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """`key=value` and `--set key=value` are two spellings of one thing, on every command that takes either."""
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ import lpkit
 from lpkit import cli
 from lpkit.commands import train
 from lpkit.errors import ConfigError
+from lpkit.presets import resolve
+from lpkit.training import runs
 
 NOTEBOOK = str(Path(__file__).parents[1] / "notebooks" / "00_start_here.ipynb")
 # what comes before a setting, what may come after it, a setting that changes the answer, the same with a slip
@@ -66,6 +69,46 @@ def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
     code, _, err = answer("train", "--resume", "--out", "nowhere", "steps=3")
     assert code == 2 and "'nowhere' holds no run" in err
     assert "cannot read a=b.yaml" in answer("train", "a=b.yaml")[2], "a file's name may hold an ="
+
+
+def parsers(name):
+    """What reads the words of a command, and of each of its subcommands."""
+    parser = cli._Parser(prog=f"lpkit {name}")
+    importlib.import_module(f"lpkit.commands.{name}").arguments(parser)
+    below = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {name: parser, **{f"{name} {sub}": one for choices in below for sub, one in choices.items()}}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
+    """Every option that has choices or a number, a value or none that may not be, a word that is missing, an option that is not there."""
+    for prog, parser in parsers(name).items():
+        words = prog.split()
+        wrong = [[*words, "--nothing-of-the-kind"]]
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                wrong.append([*words, "huge"])
+            elif action.option_strings and (action.choices or action.type in (int, float)):
+                wrong += [[*words, f"{action.option_strings[-1]}=huge"], [*words, action.option_strings[-1]]]
+            elif action.required and action.nargs != "*":
+                wrong.append(words)
+        for line in wrong:
+            with pytest.raises(SystemExit) as left:
+                sys.exit(cli.main(line))
+            out, err = capsys.readouterr()
+            assert (left.value.code, out) == (2, "") and err.count("\n") == 1 and err.startswith("lpkit: "), (line, err)
+            assert any(way_out in err for way_out in (f"; see `lpkit {name}", "; choose one of ", "; did you mean ")), err
+
+
+def test_a_wrong_choice_is_told_what_there_is(capsys):
+    for words, said in ((["notebook", "00", "--tier", "huge"], "there is no tier 'huge'; choose one of cpu, gpu, smoke"),
+                        (["notebook", "00", "--tier", "smok"], "there is no tier 'smok'; did you mean 'smoke'?"),
+                        (["data", "sho"], "there is no action 'sho'; did you mean 'show'?"),
+                        (["plan"], "the following arguments are required: --model, --tokens; see"),
+                        (["predict"], "the following arguments are required: PRESET|config.yaml; see")):
+        with pytest.raises(SystemExit):
+            sys.exit(cli.main(words))
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -200,6 +243,9 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"), (["export", "nowhere", "--out", "x"], "holds no run"),
     (["train", "cpu-3m", "steps=many"], "whole number"), (["train", "--resume", "--out", "nowhere"], "holds no run"),
     (["train", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
+    (["train", "cpu-3m", "data.source=nowhere"], "there is no file, folder or glob 'nowhere'"), (["train", "cpu-3m", "--out", "six"], "already holds a run"),
+    (["train", "--resume", "--out", "six", "seed=5"], "with other settings: seed was 0 and is 5"),
+    (["train", "cpu-3m", "--processes", "1", "--out", "six"], "already holds a run"), (["train", "cpu-3m", "--out", "papers"], "holds no run"),
     (["warm", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
     (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
     (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"), (["lab", "--reset", "42"], "choose one of 00, 01"),
@@ -208,6 +254,10 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
 ])
 def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):
     """torch takes seconds to import. tests/attack/command_line.py draws wrong words and counts the same."""
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.txt").write_text("mine")
+    (tmp_path / "six").mkdir()
+    (tmp_path / "six" / runs.CONFIG).write_text(runs.sealed_yaml(resolve("cpu-3m")))
     code = f"import sys\nfrom lpkit.cli import main\ncode = main({words!r})\nprint('torch' in sys.modules)\nsys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XDG_DATA_HOME": str(tmp_path)})

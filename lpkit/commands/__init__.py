@@ -61,7 +61,7 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
     """`KEY=VALUE` and `--set KEY=VALUE`, which mean the same, before, between and after options.
     Comes after the other positional arguments; `asked` reads what was given."""
     parser.parse_args = parser.parse_intermixed_args
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE",
+    parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE",
                         help=f"{what}; as many as needed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
                         help="the same")

@@ -12,6 +12,7 @@ so that equal texts never straddle the split.
 """
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -86,6 +87,7 @@ def _local(source: str, path: Path) -> "Files":
                       f"hf:owner/name, or python-stdlib, which needs no download")
 
 
+@functools.cache    # some 700 files, which every run asks for twice
 def python_stdlib() -> "Files":
     """The interpreter's own library, without its tests and without what others installed."""
     root = Path(sysconfig.get_path("stdlib"))

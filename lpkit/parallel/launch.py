@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores, gpus
 from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes, WarmParent
 from lpkit.techniques import layouts
-from lpkit.training.background import Background, default_folder, signals_stop
+from lpkit.training.background import Background, default_folder, refuse, signals_stop
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Count, Folder, Positive, checked
 
@@ -40,6 +40,7 @@ class Launched(Background):
                  parent: WarmParent | None = None):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
+        refuse(config, self.path, resume)
         self.title = self.path.name
         self.records: list[StepRecord] = []
         self.ranks: dict[int, dict[str, Any]] = {}

@@ -101,11 +101,21 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
     from lpkit.parallel.processes import told  # its package has launch, which stands on this module
 
-    told(config)        # what is wrong about its place is said at once: torch takes seconds to import
+    if told(config)["world"] == 1:      # of several, the first may have begun the folder already
+        refuse(config, path, resume)
     from lpkit.training.exhausted import said
 
     with _let_go(), said(config, "this run"):
         return _trained(config, path, resume, observers, control)
+
+
+def refuse(config: Config, path: Path, resume: bool) -> None:
+    """Raises ConfigError for a folder or a text that does not serve: at once, without torch."""
+    from lpkit.datasets import sources, tokens  # NumPy, and every command imports this module
+
+    Run.at(path).refuse_another(config, resume=resume)
+    if not tokens.is_prepared(config.data.source):
+        sources.find(config.data.source)
 
 
 def _trained(config: Config, path: Path, resume: bool, observers: Observers,

@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 
 from lpkit import hardware, records
-from lpkit.config import Config, flat
+from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
@@ -327,15 +327,8 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
     """Makes the folder this run's, or refuses it. Returns what the record says of a run that is
     trained longer than it was meant to be."""
     config, path = training.config, run.path
-    extended = {}
-    if not (path / runs.CONFIG).exists():
-        if any(not p.name.startswith(".") for p in path.iterdir()):
-            raise ConfigError(f"{str(path)!r} is not empty and holds no run; choose another --out")
-    elif not resume:
-        raise ConfigError(f"{str(path)!r} already holds a run; choose another --out, or go on "
-                          f"with --resume")
-    else:
-        extended = _refuse_another(run, training)
+    extended = run.refuse_another(config, resume=resume)
+    _refuse_other_data(run, training)
     if not (path / runs.IDENTITY).exists():
         who = runs.identify(config, training.tokens, training.tokenizer, born=uuid4().hex,
                             start=training.start.sha256)
@@ -346,37 +339,23 @@ def _identified(training: Training, run: Run, resume: bool) -> dict[str, Any]:
     return extended
 
 
-def _refuse_another(run: Run, training: Training) -> dict[str, Any]:
-    """A run goes on as what it was begun as. Raises ConfigError, which names what differs."""
-    config = training.config
-    was, now = flat(run.config), flat(config)
-    changes = [f"{key} was {was.get(key)} and is {now[key]}" for key in now
-               if now[key] != was.get(key) and key not in runs.MAY_CHANGE]
-    if now["steps"] < was["steps"]:
-        changes.append(f"steps was {was['steps']} and is {now['steps']}")
-    if changes:
-        raise ConfigError(f"cannot resume {str(run.path)!r} with other settings: "
-                          f"{', '.join(changes)}; leave them, or start anew with another "
-                          f"--out. Only steps may be raised")
+def _refuse_other_data(run: Run, training: Training) -> None:
+    """A run goes on with the weights and the text that it was begun with. Raises ConfigError."""
     # a kill in the first moments came between the files
-    if (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
+    if not (any((run.path / name).exists() for name in (runs.IDENTITY, runs.ENVIRONMENT))
             or checkpoint.folders(run.checkpoints)):
-        said = run.identity
-        training.start.refuse_other(run)
-        if said["tokens"] != training.tokens:
-            raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
-                              f"{said['tokens']}, and data.source={config.data.source} now gives "
-                              f"{training.tokens}; give back the text that it was begun with, or "
-                              f"start anew with another --out")
-        if said["tokenizer"] != records.digest(training.tokenizer):
-            raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={config.data.source} "
-                              f"now gives another tokenizer than the one that it was begun with; "
-                              f"start anew with another --out")
-    if now["steps"] == was["steps"]:
-        return {}
-    return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
-                        f"learning rate follows the schedule of {now['steps']} steps, as if the "
-                        f"run had been begun with them"}
+        return
+    said, source = run.identity, training.config.data.source
+    training.start.refuse_other(run)
+    if said["tokens"] != training.tokens:
+        raise ConfigError(f"cannot resume {str(run.path)!r}: its tokens have the SHA-256 "
+                          f"{said['tokens']}, and data.source={source} now gives "
+                          f"{training.tokens}; give back the text that it was begun with, or "
+                          f"start anew with another --out")
+    if said["tokenizer"] != records.digest(training.tokenizer):
+        raise ConfigError(f"cannot resume {str(run.path)!r}: data.source={source} now gives "
+                          f"another tokenizer than the one that it was begun with; start anew "
+                          f"with another --out")
 
 
 def _finite(record: StepRecord) -> bool:

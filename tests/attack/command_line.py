@@ -235,7 +235,7 @@ def complaints(code: int, said: str, seconds: float, left: set[Path], wrote: str
     """What is wrong about how a wrong command line ended."""
     lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
-    others = [line for line in lines if line not in sentences and not line.startswith(("usage: ", " ", "bench ", TORCH))]
+    others = [line for line in lines if line not in sentences and not line.startswith((" ", "bench ", TORCH))]
     found = {
         "hangs": seconds > SECONDS * patience(),
         "a traceback": "Traceback" in said,
