@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from datetime import date
@@ -13,6 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lpkit import cli, files
 from lpkit.course import copies
+from lpkit.course.attempts import asked
 from lpkit.errors import ConfigError
 
 NAME = "03_formats.ipynb"
@@ -289,7 +291,67 @@ def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, cour
     mine.unlink()
     assert copies.update(folder) == [] and mine.read_text() == "x = 4\n"
     mine.unlink()
+    change = copies.reset(folder, "03")
+    assert mine.read_text() == "x = 4\n" and change["notes"][-1] == "your lessons/l03_formats.py was missing, and is there again"
+    mine.write_bytes(b"x = \xff")
+    assert copies.update(folder) == [] and mine.read_bytes() == b"x = \xff", "what is no text keeps no lab from opening"
+    copies.reset(folder, "03")
+    assert mine.read_text() == "x = 4\n" and mine.with_name(f"l03_formats-{date.today()}-1.py").read_bytes() == b"x = \xff"
+    mine.unlink()
     mine.symlink_to(theirs)
     with pytest.raises(ConfigError, match="link"):
         copies.update(folder)
     assert theirs.read_text() == "x = 4\n"
+
+
+# ---- a lesson that its learner broke
+
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
+BROKEN = {
+    "SyntaxError": ("x = 1\ndef f(:\n", 2, "SyntaxError: invalid syntax"), "IndentationError": ("if 1:\nx = 1\n", 2, "IndentationError: expected an indented block"),
+    "at import": ("def f():\n    return 1 / 0\n\n\nx = f()\n", 2, "ZeroDivisionError: division by zero"),
+    "a word": ("import json\n\nprint(jsn)\n", 3, "NameError: name 'jsn' is not defined"),
+    "a module": ("\nimport nothing_of_the_kind\n", 2, "ModuleNotFoundError: No module named 'nothing_of_the_kind'"),
+    "in what it calls": ("import json\n\njson.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+    "bytes": (b"x = '\xff'\n", 1, "SyntaxError: ")}
+
+
+@pytest.fixture
+def lessons(tmp_path):
+    """`say(code)`: the last line of what Python says of `code` beside a copy of the lessons."""
+    shutil.copytree(NOTEBOOKS / "lessons", tmp_path / "lessons")
+
+    def say(code: str) -> str:
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | {"PYTHONPATH": str(NOTEBOOKS.parent)})
+        return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+    return say
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, tmp_path):
+    text, line, why = BROKEN[what]
+    (tmp_path / "lessons" / "l03_number_formats.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    for code in ("from lessons.l03_number_formats import EXERCISES", "from lessons import l03_number_formats as lesson",
+                 "from lpkit.course.lessons import lesson; lesson('03.value_of')"):
+        said = lessons(code)
+        assert said.startswith(f"lpkit.errors.ConfigError: your copy of lessons/l03_number_formats.py fails in line {line} ({why}"), said
+        assert said.endswith("; `lpkit lab --reset 03` puts the course's there and keeps yours beside it")
+
+
+def test_what_no_reset_would_mend_is_told_as_it_is(lessons, tmp_path):
+    """A package that is missing, a lesson of one's own; and what several lessons share comes back another way."""
+    assert lessons("import sys; sys.modules['torch'] = None; import lessons.l03_number_formats").startswith("ModuleNotFoundError: import of torch")
+    (tmp_path / "lessons" / "mine.py").write_text("1 / 0")
+    assert lessons("import lessons.mine") == "ZeroDivisionError: division by zero"
+    (tmp_path / "lessons" / "draws.py").write_text("1 / 0")
+    assert lessons("import lessons.draws").endswith("rename it, and `lpkit lab --update` brings the course's")
+
+
+def test_a_lesson_that_broke_meanwhile_makes_no_answer_wrong(lessons, tmp_path, monkeypatch):
+    """The judge imports it anew."""
+    (tmp_path / "lessons" / "l03_number_formats.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = asked("03.value_of", 60, env={"OF_THIS_TEST": "1"}, parcel={})
+    assert found["status"] == "to do" and "fails in line 1 (ZeroDivisionError: division by zero); `lpkit lab --reset 03`" in found["detail"]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpkit import files
+from lpkit.course.lessons import way_back
 from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
 from lpkit.errors import ConfigError, named, shown
 
@@ -62,28 +63,25 @@ def reset(folder: Path, name: str) -> dict[str, Any]:
     with _alone(folder):
         said = [note for lesson in _lessons() if lesson.name == f"l{path.stem}.py"
                 for note in _reset_lesson(folder, lesson)]
-    change = _reset(folder, path)
+        change = _reset(folder, path)
     change["notes"] += said
     return change | {"done": "reset"} if said and change["done"] == "unchanged" else change
 
 
 def _reset(folder: Path, path: Path) -> dict[str, Any]:
     mine, new, notes = folder / path.name, parse(text := path.read_text(), path.name), []
-    with _alone(folder):
-        if not _is_there(mine):
-            return _bring(folder, path, text, text, "copied")
-        try:
-            answers = {cell.id: cell.source for cell in _read(mine).cells}
-        except ConfigError as error:
-            answers, notes = {}, [f"{error}; no answer could be kept"]
-        for cell in tagged(new, "exercise"):
-            cell.source = answers.get(cell.id, cell.source)
-        if answers and _written(new) == mine.read_text():
-            return _change(path, "unchanged", ["it is the course's already"])
-        backup = files.free(mine.with_stem(f"{mine.stem}-{date.today()}"))
-        with files.whole_file(backup) as temporary:
-            shutil.copyfile(mine, temporary)
-        return _bring(folder, path, text, _written(new), "reset", notes) | {"backup": str(backup)}
+    if not _is_there(mine):
+        return _bring(folder, path, text, text, "copied")
+    try:
+        answers = {cell.id: cell.source for cell in _read(mine).cells}
+    except ConfigError as error:
+        answers, notes = {}, [f"{error}; no answer could be kept"]
+    for cell in tagged(new, "exercise"):
+        cell.source = answers.get(cell.id, cell.source)
+    if answers and _written(new) == mine.read_text():
+        return _change(path, "unchanged", ["it is the course's already"])
+    backup = str(_beside_today(mine))
+    return _bring(folder, path, text, _written(new), "reset", notes) | {"backup": backup}
 
 
 def merged(course: "NotebookNode", mine: "NotebookNode",
@@ -173,14 +171,13 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
     text, here = path.read_text(), files.own_folder(folder / LESSONS) / path.name
     was = files.own_folder(folder / PRISTINE / LESSONS) / path.name
     before, there = was.read_text() if was.exists() else None, _is_there(here)
-    mine = files.read_text(here, MOST_BYTES) if there else None
+    mine = here.read_text("utf-8", "replace") if there else None    # bytes that are none were changed
     if there and mine not in (before, text):
         if text == before:
             return None
         files.write_atomically(was, text)       # it is said once
         return {"notebook": f"{LESSONS}/{path.stem}", "done": "updated", "notes": [
-            f"you and the course both changed it: yours stays; `lpkit lab --reset "
-            f"{path.stem[1:3]}` puts the course's there and keeps yours beside it"]}
+            f"you and the course both changed it: yours stays; {way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
         if old != text:
             files.write_atomically(place, text)
@@ -189,13 +186,21 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
 
 def _reset_lesson(folder: Path, path: Path) -> list[str]:
     """The course's in place of the copy; where the learner's is now, if it was another."""
-    here, text = files.own_folder(folder / LESSONS) / path.name, path.read_text()
-    if not _is_there(here) or (mine := files.read_text(here, MOST_BYTES)) == text:
-        return []
-    backup = files.free(here.with_stem(f"{here.stem}-{date.today()}"))
-    files.write_atomically(backup, mine)
-    files.write_atomically(here, text)
-    return [f"your {LESSONS}/{here.name} is now {backup.name}"]
+    here, said = files.own_folder(folder / LESSONS) / path.name, "was missing, and is there again"
+    if _is_there(here):
+        if here.read_bytes() == path.read_bytes():
+            return []
+        said = f"is now {_beside_today(here).name}"
+    files.write_atomically(here, path.read_text())
+    return [f"your {LESSONS}/{here.name} {said}"]
+
+
+def _beside_today(mine: Path) -> Path:
+    """A copy of the learner's file, under today's date."""
+    backup = files.free(mine.with_stem(f"{mine.stem}-{date.today()}"))
+    with files.whole_file(backup) as temporary:
+        shutil.copyfile(mine, temporary)
+    return backup
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch
 
 from lpkit.course import lessons
 from lpkit.course.attempts import NO_ANSWERS, Frames
+from lpkit.errors import ConfigError
 from lpkit.measure import tracking as tracking  # what counts bytes is there before the first fork
 from lpkit.processes import adopt_orphans, end_with_parent, sweep
 
@@ -38,6 +39,8 @@ def judge(line: socket.socket) -> None:
             finding = lessons.exercise(job["name"]).found(job, line.fileno())
         except ConnectionError:
             raise
+        except ConfigError as error:    # of a lesson that is broken now
+            finding = {"status": "to do", "detail": str(error)}
         except Exception:           # they are of a shape that no case has
             finding = {"status": "wrong", "detail": NO_ANSWERS}
         sweep()                     # before the nonce comes: nothing that is hostile hears it

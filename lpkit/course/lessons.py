@@ -7,6 +7,7 @@ kernel starts (`lpkit.parallel.processes`). A learner may change his or her copy
 
 import importlib
 import pkgutil
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,14 @@ from lpkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from lpkit.course.judge import Exercise
+
+
+def way_back(lesson: Path) -> str:
+    """How the course's takes the place of the learner's copy."""
+    if lesson.name[1:3].isdecimal():
+        return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
+                f"beside it")
+    return "rename it, and `lpkit lab --update` brings the course's"
 
 
 def names() -> list[str]:

@@ -3,3 +3,34 @@
 They are there to be read, and a copy of them to be changed: `lpkit lab --reset 06` brings notebook 06
 and its lesson back as the course has them. What several lessons need is in `lpkit`.
 """
+
+import sys
+import traceback
+from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+from lpkit.course.lessons import way_back
+from lpkit.errors import ConfigError
+from lpkit.files import resource
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module of this folder. Where yours is not the course's any more and fails, a sentence says in which line."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        try:
+            super().exec_module(module)
+        except Exception as error:
+            here = Path(self.path)
+            theirs = resource("notebooks") / "lessons" / here.name
+            if not theirs.is_file() or here.read_bytes() == theirs.read_bytes():
+                raise       # it is none of yours, or another lesson that this one imports
+            lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
+            line = lines[-1] if lines else getattr(error, "lineno", None) or 1      # Python could not read it
+            what = str(getattr(error, "msg", error)).partition("\n")[0]
+            raise ConfigError(f"your copy of lessons/{here.name} fails in line {line} ({type(error).__name__}: {what}); "
+                              f"{way_back(here)}") from error
+
+
+sys.path_importer_cache[__path__[0]] = FileFinder(__path__[0], (_Loader, SOURCE_SUFFIXES))
