@@ -5,6 +5,7 @@ On a CPU Triton's interpreter runs them (conftest.py asks for it), with PyTorch'
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -284,6 +285,33 @@ def test_a_planted_record_of_a_race_is_passed_over_and_named(plant, said, tmp_pa
     chosen = choose("rms-norm", kernel, "auto", at_hand(), cache=tmp_path / "raced")
     assert chosen.choice.used in RIGHT and "triton" in chosen.refused and chosen.choice.why.isprintable()
     assert re.search(f"a record of an earlier race is passed over: .*{said}", chosen.choice.why)
+
+
+WRONG_AT = {"on an example": lambda x: True, "at hand": lambda x: x.shape == at_hand()[0][0].shape, "at the run's size": lambda x: len(x) > 2048,
+            "nowhere": lambda x: False}
+
+
+@pytest.mark.parametrize("place", WRONG_AT)
+def test_a_planted_order_of_seconds_can_only_choose_what_is_right(place, tmp_path):
+    """Well formed, and of the candidates that there are: what it names as the fastest is verified, or another race is run."""
+    norm, draw = KERNELS["rms-norm"].load(), torch.Generator().manual_seed(0)
+    raced = [(torch.randn(4096, 64, generator=draw), torch.randn(64, generator=draw), 1e-5)]
+
+    def off(x, weight, eps):
+        y = norm.definition(x, weight, eps)
+        return torch.cat((y[:-1], y[-1:] * 0)) if WRONG_AT[place](x) else y
+
+    kernel = dataclasses.replace(norm, versions={"cpu": off, "right": lambda *a: norm.definition(*a)})
+    choose("rms-norm", kernel, "auto", at_hand(), raced=raced, cache=tmp_path / "raced")
+    [record] = (tmp_path / "raced").iterdir()
+    for order in itertools.permutations(("reference", "cpu", "right")):
+        planted(record, dict(zip(order, (1.0, 2.0, 3.0))), NO_COMPILE)
+        chosen = choose("rms-norm", kernel, "auto", at_hand(), raced=raced, cache=tmp_path / "raced")
+        if order[0] == "cpu" and place != "nowhere":
+            assert re.search("passed over: its winner, cpu, differs from its definition", chosen.choice.why) and chosen.choice.used != "cpu"
+            assert chosen.refused["cpu"].startswith("differs"), "and the record is another now"
+        else:
+            assert chosen.choice.used == order[0] and "passed over" not in chosen.choice.why
 
 
 def test_a_record_that_is_passed_over_is_said_by_the_doctor(tmp_path, monkeypatch):

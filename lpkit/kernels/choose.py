@@ -10,7 +10,7 @@ for as few as can be.
 
 A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
 where it could have been written now: it names the candidates that there are, and its winner is
-right on an example and at hand. Any other is passed over, and the choice says why.
+right on an example, at hand and at the run's size. Any other is passed over, and the choice says why.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     try:
         private_folder(path.parent)
         found = _kept(path)
-        _check(found, kernel, offered, at_hand)
+        _check(found, kernel, offered, at_hand, raced)
     except FileNotFoundError:       # none yet
         pass
     except (OSError, ConfigError) as error:
@@ -272,19 +272,19 @@ def _kept(path: Path) -> dict:
 
 
 def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
-           at_hand: Sequence[tuple]) -> None:
+           at_hand: Sequence[tuple], raced: Sequence[tuple]) -> None:
     """Raises DamagedError for what this machine would not have written now."""
-    raced, refused = found["seconds"], found["refused"]
-    if not raced or sorted([*raced, *refused]) != sorted(offered):
-        raise DamagedError(f"it is of {shown(', '.join([*raced, *refused]))}, and the candidates "
+    seconds, refused = found["seconds"], found["refused"]
+    if not seconds or sorted([*seconds, *refused]) != sorted(offered):
+        raise DamagedError(f"it is of {shown(', '.join([*seconds, *refused]))}, and the candidates "
                            f"are {', '.join(offered)}")
-    for key in raced:
+    for key in seconds:
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
-    winner = min(raced, key=raced.__getitem__)
-    call = offered[winner]
-    if winner not in (*TRUSTED, COMPILE) and call is not kernel.definition \
-            and (why := wrong(kernel, call, at_hand, examples=1)):
+    winner = min(seconds, key=seconds.__getitem__)
+    if winner not in (*TRUSTED, COMPILE) and (call := offered[winner]) is not kernel.definition and (
+            why := wrong(kernel, call, at_hand, examples=1)
+            or (raced is not at_hand and _wrong_at_size(kernel, winner, offered, raced))):
         raise DamagedError(f"its winner, {winner}, {why}")
 
 
