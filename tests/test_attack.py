@@ -42,8 +42,9 @@ def test_the_nursery_tells_of_what_is_written_elsewhere(tmp_path):
 @pytest.mark.parametrize("name, trials, seen", [
     ("python_calls", ["Config()", "1 / 0", "open('../a', 'w') and predict(Config(), 'h201')", "open('b', 'w') and predict(Config(), 'h201')"],
      {"nothing raised": 1, "another error": 1, "writes elsewhere": 1, "leaves something": 1}),
-    ("command_line", [["predict", "cpu-3m"], ["doctor", "--help"], ["train", "cpu-3m", "data.source=nowhere"]],
-     {"exit code": 2, "not one sentence": 2, "imports torch": 1}),
+    ("command_line", [["predict", "cpu-3m"], ["doctor", "--help"], ["train", "cpu-3m", "data.source=odd/short.txt"],
+                      ["data", "prepare", "odd/short.txt", "--out", "../tokens"]],
+     {"exit code": 2, "not one sentence": 2, "imports torch": 1, "writes elsewhere": 1}),
 ])
 def test_attacks_see_what_gives_way(name, trials, seen, tmp_path, monkeypatch):
     module = importlib.import_module(f"tests.attack.{name}")
