@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -17,6 +18,8 @@ from papermill.inspection import inspect_notebook
 
 import lpkit
 from lessons import l04_scaling_recipes as outliers
+from lessons import l14_data_parallel_and_zero as ranks
+from lpkit.config import Config
 from lpkit.course import notebooks
 from lpkit.precision.formats import listed
 from lpkit.predict import CATALOGUE, memory, quantity
@@ -368,3 +371,50 @@ def test_a_recomputed_forward_casts_again():
         products = sum(seconds for row, seconds in plain.items() if row.startswith(("attention.", "mlp."))) / 3
         saved[name] = (plain["recomputation"] - fp8["recomputation"]) / products
     assert saved["gpt2-350m"] < 0.02 and 0.02 < saved["llama-8b"] < 0.5, saved
+
+
+def begun(number, *words, **parameters):
+    """(what a notebook's first cells leave, those cells): its parameters and imports, and the cells with these words, in order."""
+    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4)
+    first, imports, *others = code_of(book)
+    cells = [first, imports, *(cell for cell in others if any(word in cell.source for word in words))]
+    there: dict = {}
+    for cell in cells:
+        exec(cell.source.replace("\ncheck_parameters()", ""), there)
+        there |= parameters
+    return there, cells
+
+
+def test_00_begins_without_a_red_line(capsys, monkeypatch, tmp_path):
+    """What a kernel hears on standard error is red: also where the corpus is not prepared yet, which shows how far it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, cells = begun("00", "taste =", "alone = ", "keep(", "datasets.prepare(", tier="smoke")
+    out, err = capsys.readouterr()
+    assert err == "" and "tokens of python-stdlib" in out and len(cells) == 7
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_01_says_to_the_byte_above_rows_that_are_equal(recipe):
+    there, cells = begun("01", "size =", "lpkit.reconcile(", "here = hardware.machine()", "by_operation = kept(", tier="smoke", recipe=recipe)
+    measured = {"batch": there["measured"].most["batch"], **there["measured"].operations}
+    off = {name: measured.get(name, 0) - size for name, size in there["formulas"].items() if measured.get(name, 0) != size}
+    assert off == {"loss": 8} and measured.keys() <= there["formulas"].keys() and len(cells) == 6, "two single numbers"
+    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith("01")), as_version=4)
+    above = book.cells[[cell.source for cell in book.cells].index(cells[-1].source) - 1]
+    assert "On a CPU, in 32 or 16 bits, they agree to the byte, but for two single numbers that the loss\nkeeps" in above.source
+
+
+def test_14_names_what_trains_in_place_of_the_papers_zero_2():
+    """In every figure and table of real ranks, here of stand-ins for them."""
+    names, shown = [f"ZeRO {stage}" for stage in range(4)], []
+    states = dict.fromkeys(ranks.STATES, 1.0)
+    rank = SimpleNamespace(most=states, losses=[1.0] * 4, sent_bytes={"all-gather": 1.0}, messages={})
+    stand_ins = dict(vars(ranks), spread=lambda *_, **told: dict.fromkeys(names, Config()), states=lambda _: states, losses=lambda *_: [1.0] * 4,
+                     steps=lambda configs, **_: dict.fromkeys(configs, rank), sent=lambda _: {}, counted=lambda _: {"all-gather": 1.0})
+    begun("14", "called", tier="smoke", tiny=Config(), device="cpu", sequences=2, lesson=SimpleNamespace(**stand_ins), Figure=shown.append,
+          HTML=shown.append, lpkit=SimpleNamespace(predict_trace=lambda *_, **__: rank), large={1: dict.fromkeys(names, Config())},
+          least=dict.fromkeys(names, 1.0), Comparison=shown.append,
+          **{f"guess_{name}": SimpleNamespace(scored=lambda row: row) for name in ("one", "two", "sent", "three", "more")})
+    assert len(shown) >= 3
+    for one in shown:
+        assert "FSDP2, gathered once" in repr(one) and "ZeRO 2" not in repr(one), one
