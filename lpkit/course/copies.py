@@ -171,7 +171,7 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
     text, here = path.read_text(), files.own_folder(folder / LESSONS) / path.name
     was = files.own_folder(folder / PRISTINE / LESSONS) / path.name
     before, there = was.read_text() if was.exists() else None, _is_there(here)
-    mine = here.read_text("utf-8", "replace") if there else None    # bytes that are none were changed
+    mine = here.read_text("utf-8", "replace") if there else None    # no text: a learner's
     if there and mine not in (before, text):
         if text == before:
             return None

@@ -10,7 +10,7 @@ for as few as can be.
 
 A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
 where it could have been written now: it names the candidates that there are, and its winner is
-right on an example, at hand and at the run's size. Any other is passed over, and the choice says why.
+right on an example, at hand and at the run's size. Any other is passed over; the choice says why.
 """
 
 from __future__ import annotations
@@ -282,9 +282,10 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
     winner = min(seconds, key=seconds.__getitem__)
-    if winner not in (*TRUSTED, COMPILE) and (call := offered[winner]) is not kernel.definition and (
-            why := wrong(kernel, call, at_hand, examples=1)
-            or (raced is not at_hand and _wrong_at_size(kernel, winner, offered, raced))):
+    call = offered[winner]
+    if winner not in (*TRUSTED, COMPILE) and call is not kernel.definition and (
+            why := wrong(kernel, call, at_hand, examples=1) or (
+                raced is not at_hand and _wrong_at_size(kernel, winner, offered, raced))):
         raise DamagedError(f"its winner, {winner}, {why}")
 
 

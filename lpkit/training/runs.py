@@ -99,17 +99,16 @@ class Run(Checked):
         refuse_links(self.checkpoints)
 
     def refuse_another(self, config: Config, *, resume: bool) -> dict[str, Any]:
-        """A run goes on as what it was begun as. Raises ConfigError for a folder that holds another
-        run, which names what differs, and for one that holds other things. Returns what the record
-        says of a run that is trained longer."""
+        """A run goes on as it was begun: raises ConfigError for a folder of another run or of
+        other things. Returns what the record says of a run that is trained longer."""
         if not (self.path / CONFIG).exists():
             if any(self.path.glob("[!.]*")):
-                raise ConfigError(f"{str(self.path)!r} is not empty and holds no run; choose another "
-                                  f"--out")
+                raise ConfigError(f"{str(self.path)!r} is not empty and holds no run; choose "
+                                  f"another --out")
             return {}
         if not resume:
-            raise ConfigError(f"{str(self.path)!r} already holds a run; choose another --out, or go "
-                              f"on with --resume")
+            raise ConfigError(f"{str(self.path)!r} already holds a run; choose another --out, or "
+                              f"go on with --resume")
         was, now = flat(self.config), flat(config)
         changes = [f"{key} was {was.get(key)} and is {now[key]}" for key in now
                    if now[key] != was.get(key) and key not in MAY_CHANGE]
@@ -122,8 +121,8 @@ class Run(Checked):
         if now["steps"] == was["steps"]:
             return {}
         return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
-                            f"learning rate follows the schedule of {now['steps']} steps, as if the "
-                            f"run had been begun with them"}
+                            f"learning rate follows the schedule of {now['steps']} steps, as if "
+                            f"the run had been begun with them"}
 
     @property
     def config(self) -> Config:
