@@ -13,14 +13,20 @@ import torch
 
 import lpkit
 from lessons import l14_data_parallel_and_zero as data_parallel
-from lessons.l14_data_parallel_and_zero import overlap_figure, stages_view
+from lessons.l14_data_parallel_and_zero import (
+    BACKWARD,
+    FORWARD,
+    Span,
+    Timeline,
+    overlap_figure,
+    stages_view,
+)
 from lessons.l15_multi_gpu_fp8 import gathers_view
 from lpkit import cli
 from lpkit.course import rank_exercises
 from lpkit.course.learner import check
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
-from lpkit.measure.overlap import BACKWARD, FORWARD, Span, Timeline
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity

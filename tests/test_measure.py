@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+from lessons.l02_where_the_time_goes import roofline
 from lpkit import hardware, machine_facts, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import SMALL_FLOPS, bf16_choice, machine, peak_bytes, reset_peak, threads_choice
 from lpkit.measure.advice import advise
-from lpkit.measure.updates import memory, roofline, saved_bytes, turns
+from lpkit.measure.updates import memory, saved_bytes, turns
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
 from lpkit.presets import preset

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import attrgetter
 
@@ -20,17 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
 from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.ranks import Ranks
 from lpkit.predict.compare import Comparison
-from lpkit.predict.flops import Product, products
+from lpkit.predict.flops import products
 from lpkit.predict.messages import Message
-from lpkit.predict.time import StepTime, step_floor, step_time
-from lpkit.techniques.machines import Machine
+from lpkit.predict.time import step_time
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.build import Decisions, decide, refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
@@ -171,77 +170,6 @@ def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflineMeasurement:
-    """A step beside the ceilings of the machine, measured in turns. The machine's speed may change
-    meanwhile, so each round has its own ceilings and its own floor; shown are medians over the
-    rounds, except where it says best."""
-
-    machine: Machine                        # best ceilings
-    product_seconds: dict[Product, float]   # best time of one call, forward and backward, alone
-    floors: tuple[StepTime, ...]            # by round
-    phases: tuple[tuple[float, float, float], ...]   # seconds of each of PHASES by round
-    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
-    precision: Choice
-    where: str
-
-    @property
-    def floor_seconds(self) -> dict[str, float]:
-        return _medians([[floor.phases[name] for name in PHASES] for floor in self.floors])
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return _medians(self.phases)
-
-    @property
-    def ratio_to_floor(self) -> list[float]:
-        """How many times its floor the step of each round took."""
-        return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
-
-    @property
-    def product_rates(self) -> dict[Product, float]:
-        """FLOP/s of each product."""
-        return {p: p.flops / p.calls / seconds for p, seconds in self.product_seconds.items()}
-
-
-def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
-             watch: Watch = iter) -> RooflineMeasurement:
-    """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
-    bench = Bench(config, device)
-    dtype = bench.precision.used
-    pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
-    squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
-    forward = products(config.model, batch=config.micro_batch)
-    alone = {}
-    gradients = [gradient for p in forward for gradient in p.backward()]
-    for p in (*forward, *gradients):
-        group = () if p.group == 1 else (p.group,)
-        alone[p] = hardware.product((*group, p.M, p.K), (*group, p.K, p.N), dtype, bench.device)
-    phases = []
-    times, other_cpu_share = _take_turns(
-        [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds,
-        watch)
-    # the model's own products count too: their shapes may suit the machine better than squares
-    flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
-    peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
-    sweeps = [moved / seconds for seconds in times[len(flops)]]
-    here = hardware.machine(str(bench.device))
-    each = [replace(here, flops={dtype: peak}, bytes_per_second=sweep)
-            for peak, sweep in zip(peaks, sweeps)]
-    return RooflineMeasurement(
-        machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
-        product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
-        floors=tuple(step_floor(config, one, precision=dtype) for one in each),
-        phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
-        precision=bench.precision, where=bench.where)
-
-
-def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Of each phase over the rounds, and of their sum."""
-    columns = zip(*((*phases, sum(phases)) for phases in rounds))
-    return dict(zip((*PHASES, "step"), map(statistics.median, columns)))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Turns:
     """Updates of several models that took turns: a slow moment of the machine met all of them."""
 
@@ -255,13 +183,13 @@ def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int =
           watch: Watch = iter) -> Turns:
     """Update the model of each config `rounds` times, one after the other."""
     benches = [Bench(config, device) for config in configs]
-    times, other_cpu_share = _take_turns([bench.update for bench in benches], rounds, watch)
+    times, other_cpu_share = take_turns([bench.update for bench in benches], rounds, watch)
     return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
                  precision=benches[-1].precision,
                  where=f"{benches[-1].where}, the best of {rounds} turns")
 
 
-def _take_turns(runners: Sequence[Callable[[], object]], rounds: int,
+def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
                 watch: Watch) -> tuple[list[list[float]], float]:
     """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
     share = hardware.others()

@@ -1,20 +1,101 @@
 """Lesson 02, where the time goes: its study, its figures and its exercises."""
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 
 import torch
 from torch import Tensor
 
+from lpkit import hardware
+from lpkit.config import Config
+from lpkit.contracts import Choice
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.errors import ConfigError
-from lpkit.predict.flops import Product
+from lpkit.errors import ConfigError, pick
+from lpkit.measure.updates import PHASES, Bench, take_turns
+from lpkit.predict.flops import Product, products
 from lpkit.predict.roofline import attainable_flops
+from lpkit.predict.time import StepTime, step_floor
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
+from lpkit.timing import Watch
 from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
+
+# ---- The study
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineMeasurement:
+    """A step beside the ceilings of the machine, measured in turns. The machine's speed may change
+    meanwhile, so each round has its own ceilings and its own floor; shown are medians over the
+    rounds, except where it says best."""
+
+    machine: Machine                        # best ceilings
+    product_seconds: dict[Product, float]   # best time of one call, forward and backward, alone
+    floors: tuple[StepTime, ...]            # by round
+    phases: tuple[tuple[float, float, float], ...]   # seconds of each of PHASES by round
+    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
+    precision: Choice
+    where: str
+
+    @property
+    def floor_seconds(self) -> dict[str, float]:
+        return _medians([[floor.phases[name] for name in PHASES] for floor in self.floors])
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return _medians(self.phases)
+
+    @property
+    def ratio_to_floor(self) -> list[float]:
+        """How many times its floor the step of each round took."""
+        return [sum(phases) / floor.step_seconds for phases, floor in zip(self.phases, self.floors)]
+
+    @property
+    def product_rates(self) -> dict[Product, float]:
+        """FLOP/s of each product."""
+        return {p: p.flops / p.calls / seconds for p, seconds in self.product_seconds.items()}
+
+
+def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
+             watch: Watch = iter) -> RooflineMeasurement:
+    """Take turns: the ceilings, each product of the model alone, one update of the whole model."""
+    bench = Bench(config, device)
+    dtype = bench.precision.used
+    pick(hardware.DTYPES, dtype, "precision.recipe with a roofline")
+    squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
+    forward = products(config.model, batch=config.micro_batch)
+    alone = {}
+    gradients = [gradient for p in forward for gradient in p.backward()]
+    for p in (*forward, *gradients):
+        group = () if p.group == 1 else (p.group,)
+        alone[p] = hardware.product((*group, p.M, p.K), (*group, p.K, p.N), dtype, bench.device)
+    phases = []
+    times, other_cpu_share = take_turns(
+        [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds,
+        watch)
+    # the model's own products count too: their shapes may suit the machine better than squares
+    flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
+    peaks = [max(work / seconds for work, seconds in zip(flops, row)) for row in zip(*times)]
+    sweeps = [moved / seconds for seconds in times[len(flops)]]
+    here = hardware.machine(str(bench.device))
+    each = [replace(here, flops={dtype: peak}, bytes_per_second=sweep)
+            for peak, sweep in zip(peaks, sweeps)]
+    return RooflineMeasurement(
+        machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
+        product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
+        floors=tuple(step_floor(config, one, precision=dtype) for one in each),
+        phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
+        precision=bench.precision, where=bench.where)
+
+
+def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:
+    """Of each phase over the rounds, and of their sum."""
+    columns = zip(*((*phases, sum(phases)) for phases in rounds))
+    return dict(zip((*PHASES, "step"), map(statistics.median, columns)))
+
 
 # ---- Figures
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -32,7 +32,7 @@ from lpkit.measure.tracking import Footprint
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
-from lpkit.tables import FAINT, INK
+from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
@@ -252,72 +252,49 @@ def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callabl
 
 # What techniques buy: bytes against time paid, a point for each.
 
-# pixels of the axes, about: where names go is decided here, and the browser draws them
-INSIDE = (820, 420)
-HIGH, WIDE = 16, 6.6    # pixels of a name, and of a letter
-# by plotly's name: where the middle of a name is, in its width and height
-ANCHORS: dict[str, tuple[float, float]] = {
-    "middle right": (0.5, 0), "middle left": (-0.5, 0), "top center": (0, 1),
-    "bottom center": (0, -1), "top right": (0.5, 0.9), "bottom right": (0.5, -0.9),
-    "top left": (-0.5, 0.9), "bottom left": (-0.5, -0.9)}
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "pentagon")    # with COLOURS: 35 looks
 
 Gains = Mapping[str, tuple[float, float]]   # by technique: percent of time more, bytes less
-Box = tuple[float, float, float, float]     # left, low, right, high; pixels
 
 
 def bought_figure(predicted: Mapping[str, tuple[float, float | None]],
                   measured: Mapping[str, tuple[float, float]], *, title: str = "",
                   others: float = 0.0) -> dict:
     """The plotly spec. Both by name: bytes at the peak, and time as a multiple of the plain step's,
-    None without a formula: such a prediction is a dash at the measured time. Edge: what no other
-    technique beats in both, as measured. Raises ConfigError without "plain"."""
+    None without a formula: such a prediction is at the measured time. Edge: what no other technique
+    beats in both, as measured. Raises ConfigError without "plain"."""
     if PLAIN not in predicted or PLAIN not in measured:
         raise ConfigError(f"what is bought is counted from {PLAIN!r}, and it is missing")
     most = measured[PLAIN][0]
-    at, timed, untimed = {}, {}, {}
-    for name, (size, time) in measured.items():
-        if name == PLAIN:
-            continue
-        at[name] = (100 * (time - 1), most - size)
-        if name in predicted:
-            less, time = predicted[PLAIN][0] - predicted[name][0], predicted[name][1]
-            if time is None:
-                untimed[name] = (at[name][0], less)
-            else:
-                timed[name] = (100 * (time - 1), less)
-    said, edge = timed | untimed, _edge(at)
-    xs, ys = zip((0, 0), (1, 1), *at.values(), *said.values())
-    wide, high = max(xs) - min(xs), max(ys) - min(ys)
-    x_range = [min(xs) - 0.12 * wide, max(xs) + 0.25 * wide]
-    y_range = [min(ys) - 0.08 * high, max(ys) + 0.1 * high]
-    joined = [point for name in said for point in (at[name], said[name], (None, None))]
-    names = {"mode": "markers+text", "text": [escape(name) for name in at],
-             "textfont": {"size": 12, "color": INK}, "cliponaxis": False,
-             "textposition": list(_positions(at, said, edge, x_range, y_range))}
-    data = [
-        scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
-                "not beaten by another", COLOURS[2], line={"width": 3, "shape": "hv"}, hover=None),
-        scatter([x for x, _ in joined], [y for _, y in joined], "", FAINT, line={"width": 1.5},
-                showlegend=False, hover=None),
-        _marks("formula", timed, "circle-open", ANSWER_COLOURS["formula"]),
-        _marks("formula for the bytes alone", untimed, "line-ew-open",
-               ANSWER_COLOURS["formula"]),
-        _marks("measured", at, "circle", ANSWER_COLOURS["measured"]) | names | SECONDS,
-    ]
+    at = {name: (100 * (time - 1), most - size) for name, (size, time) in measured.items()
+          if name != PLAIN}
+    said = {name: (at[name][0] if time is None else 100 * (time - 1), predicted[PLAIN][0] - size)
+            for name, (size, time) in predicted.items() if name in at}
+    edge = _edge(at)
+    data = [scatter([at[name][0] for name in edge], [at[name][1] for name in edge],
+                    "not beaten by another", FAINT, line={"width": 3, "shape": "hv"}, hover=None)]
+    for (name, point), colour, symbol in zip(at.items(), itertools.cycle(COLOURS),
+                                             itertools.cycle(SYMBOLS)):
+        if name in said:
+            data.append(scatter(*zip(point, said[name]), "", colour, mode="lines", hover=None,
+                                legendgroup=name, showlegend=False, line={"width": 1.5}))
+            data.append(_mark(name, said[name], "predicted", f"{symbol}-open", colour)
+                        | {"showlegend": False})
+        data.append(_mark(name, point, "measured", symbol, colour) | SECONDS)
     return figure(
-        [trace for trace in data if trace["x"]], title, others=others, height=560,
-        xaxis=axis("time of a step, over plain", range=x_range, ticksuffix="%", zeroline=False),
-        yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", **BYTES, range=y_range,
-                   zeroline=False),
+        data, title, others=others, height=560,
+        xaxis=axis("time of a step, over plain; filled: measured, open: by formula",
+                   ticksuffix="%", zeroline=False),
+        yaxis=axis(f"bytes less than plain's {quantity(most, 'bytes')}", **BYTES, zeroline=False),
         shapes=[rule(x=0, layer="below"), rule(y=0, layer="below")])
 
 
-def _marks(name: str, gains: Gains, symbol: str, colour: str) -> dict:
-    words = [f"{escape(technique)}: {quantity(less, 'bytes')} less, {more:+.0f}% time"
-             for technique, (more, less) in gains.items()]
-    return scatter([more for more, _ in gains.values()], [less for _, less in gains.values()], name,
-                   colour, mode="markers", customdata=words, hover="%{customdata}",
-                   marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}})
+def _mark(name: str, gain: tuple[float, float], how: str, symbol: str, colour: str) -> dict:
+    more, less = gain
+    return scatter([more], [less], escape(name), colour, mode="markers", legendgroup=name,
+                   marker={"symbol": symbol, "size": 11, "line": {"width": 2, "color": colour}},
+                   hover=f"{escape(name)}, {how}: {quantity(less, 'bytes')} less, {more:+.0f}% time"
+                         f"<extra></extra>")
 
 
 def _edge(at: Gains) -> list[str]:
@@ -328,42 +305,6 @@ def _edge(at: Gains) -> list[str]:
             best = at[name][1]
             edge.append(name)
     return edge
-
-
-def _positions(at: Gains, said: Gains, edge: Sequence[str], x_range: Sequence[float],
-               y_range: Sequence[float]) -> Iterator[str]:
-    """For each name the side of its point on which it covers least: other names, points, and
-    lines."""
-    def pixel(point: tuple[float, float]) -> tuple[float, float]:
-        return tuple(size * (value - low) / (high - low)
-                     for size, value, (low, high) in zip(INSIDE, point, (x_range, y_range)))
-
-    taken = []
-    for name in at:
-        (x, y), (u, v) = pixel(at[name]), pixel(said.get(name, at[name]))
-        taken.append((min(x, u) - 7, min(y, v) - 7, max(x, u) + 7, max(y, v) + 7))
-    # to the right, then up
-    for (x, y), (u, v) in itertools.pairwise(pixel(at[name]) for name in edge):
-        taken += [(x, y - 2, u, y + 2), (u - 2, y, u + 2, v)]
-    for name in at:
-        boxes = {anchor: _box(*pixel(at[name]), WIDE * len(name), anchor) for anchor in ANCHORS}
-        best = min(boxes, key=lambda anchor: _hidden(boxes[anchor], taken))
-        taken.append(boxes[best])
-        yield best
-
-
-def _box(x: float, y: float, width: float, anchor: str) -> Box:
-    x, y = x + ANCHORS[anchor][0] * (width + 20), y + ANCHORS[anchor][1] * HIGH
-    return x - width / 2, y - HIGH / 2, x + width / 2, y + HIGH / 2
-
-
-def _hidden(box: Box, others: Sequence[Box]) -> float:
-    """Square pixels, those outside the axes too."""
-    left, low, right, high = box
-    area = HIGH * (max(0.0, -left) + max(0.0, right - INSIDE[0] - 20))
-    for a, b, c, d in others:
-        area += max(0.0, min(right, c) - max(left, a)) * max(0.0, min(high, d) - max(low, b))
-    return area
 
 
 # ---- Exercises
