@@ -97,7 +97,7 @@ def test_a_hundred_planted_backends_are_refused():
             for right in attention.candidates(given):
                 passed[right] = passed.get(right, "") or wrong(kernel, attention._told(right, given.rule), hand)
     assert sum(refused) == 100
-    assert set(passed) >= {"plain", "sdpa", "sdpa-flash", "sdpa-math"} and not any(passed.values()), passed
+    assert set(passed) >= {"plain", "sdpa", "tiled"} and not any(passed.values()), passed
 
 
 # ---- the race
@@ -128,7 +128,7 @@ def test_a_race_refuses_names_and_remembers(planted, monkeypatch):
 def test_what_is_asked_for_by_name_is_verified(planted):
     with pytest.raises(ConfigError, match=r"^system\.attention=planted: .* differs from its definition: .*; the nearest that is right: plain$"):
         build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu", "precision.recipe": "fp32"}))
-    chosen = build.decide(Config().replace({"system.attention": "sdpa-math", "system.device": "cpu", "precision.recipe": "fp32"}))
+    chosen = build.decide(Config().replace({"system.attention": "blocked-wide", "system.device": "cpu", "precision.recipe": "fp32"}))
     assert chosen.choices["attention"].why == "asked for, and verified here"
     with pytest.raises(ConfigError, match=r"system\.attention=flex has no backward on a CPU; sdpa can"):
         build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
@@ -184,7 +184,7 @@ def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
     given = asked("documents")
     assert attention.ran(given, 2, CPU) == "; here flash"
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: 0)
-    with pytest.raises(ConfigError, match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; blocked|sdpa-flash"):
+    with pytest.raises(ConfigError, match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; tiled|blocked"):
         attention.ran(given, 2, CPU, refuse=True)
 
 

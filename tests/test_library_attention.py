@@ -105,19 +105,6 @@ def cute_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max
     return of_cuts(q, k, v, cu_seqlens_q, lambda *one: cute_func(*one, **how)[0]), None
 
 
-class DotProductAttention:
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-                 attn_mask_type="causal", window_size=None):
-        self.format, self.rule = qkv_format, window_of(window_size or (-1, 0), True)
-        assert attn_mask_type == {"bshd": "causal", "thd": "padding_causal"}[qkv_format]
-
-    def __call__(self, q, k, v, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None):
-        assert libraries.os.environ["NVTE_UNFUSED_ATTN"] == "0"
-        if self.format == "bshd":
-            return tokens_first(q, k, v, self.rule).flatten(2)
-        return of_cuts(q, k, v, cu_seqlens_q, lambda *one: tokens_first(*one, self.rule)).flatten(1)
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
     def module(name, **functions):
@@ -127,12 +114,7 @@ def stand_ins(monkeypatch):
 
     module("flash_attn", flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
     module("flash_attn.cute", flash_attn_func=cute_func, flash_attn_varlen_func=cute_varlen_func)
-    module("transformer_engine")
-    module("transformer_engine.pytorch", DotProductAttention=DotProductAttention)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    libraries._te.cache_clear()
-    yield
-    libraries._te.cache_clear()
 
 
 def can(row, rule):
@@ -140,7 +122,7 @@ def can(row, rule):
     return all(name in row.why_not.rule for name in WORDS if getattr(rule, name) != getattr(Rule(), name))
 
 
-@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("varlen", "flash-attn", "flash-attn-4", "te") for kind in RULES
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("varlen", "flash-attn", "flash-attn-4") for kind in RULES
                                         if can(ATTENTION[name], RULES[kind])])
 def test_a_library_is_told_the_rule(name, kind, stand_ins):
     same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
@@ -168,19 +150,11 @@ def test_flex_is_told_the_rule(kind):
     assert "has no backward on a CPU; sdpa can" in ATTENTION["flex"].why_not(asked())
 
 
-@pytest.mark.parametrize("kind", ["full", "window", "global", "blocks", "documents"])
-@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-math"])
-def test_pytorchs_kernels_by_name(name, kind):
-    same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
-
-
 def test_a_kernel_by_name_never_falls_to_another():
     q, k, v, *_ = tensors(Rule())
-    for name in ("sdpa-efficient", "sdpa-cudnn"):
-        with pytest.raises(RuntimeError, match="No viable backend"):
-            ATTENTION[name].load()(q, k, v)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        ATTENTION["sdpa-cudnn"].load()(q, k, v)
     assert libraries.sdpa_flash(q, k, v).grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
-    assert "Flash" not in libraries.sdpa_math(q, k, v).grad_fn.name()
 
 
 def test_another_flash_is_there_for_forward_and_backward_alone(monkeypatch):
@@ -221,14 +195,13 @@ def test_fp8_is_the_definition_of_what_it_cast(kind):
 # ---- who cannot says why, and what can
 
 @pytest.mark.parametrize("name, given, why", [
-    ("sdpa-flash", {"head_dim": 264}, "takes heads up to 256, not 264; sdpa can"),
+    ("varlen", {"head_dim": 264}, "takes heads up to 256 that are multiples of 8, not 264; sdpa can"),
     ("sdpa-cudnn", {"head_dim": 60}, "takes heads up to 256 that are multiples of 8, not 60; sdpa can"),
-    ("sdpa-efficient", {"kv_heads": 2}, "has no grouped heads, 4 on 2; sdpa can"),
     ("flash-attn", {"dtype": "float32"}, "takes bfloat16 or float16, not float32; sdpa can"),
     ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; triton can"),
     ("varlen", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; triton can"),
-    ("te", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
-    ("te", {"here": True}, "needs the package transformer-engine, which is not installed here; sdpa can"),
+    ("varlen", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
+    ("flash-attn-4", {"here": True}, "needs the package flash-attn-4, which is not installed here; sdpa can"),
     ("flash-attn-4", {"capability": (8, 0)}, "needs compute capability 9.0, and here is 8.0; sdpa can")])
 def test_why_not_is_one_clause_with_what_can(name, given, why):
     given = {"device": "gpu", "dtype": "bfloat16", **given}

@@ -11,7 +11,6 @@ from lpkit.measure.messages import MessageCount
 from lpkit.measure.trace import _machine, _world
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import all_gather, reduce_scatter
-from lpkit.parallel.shown import parts
 from lpkit.predict import memory
 from lpkit.predict.messages import Message, buckets, messages, padded, parameter_shapes, sent_bytes
 from lpkit.techniques.layouts import Layout
@@ -141,18 +140,3 @@ def test_bytes_of_ranks_that_gather_casts(on_ranks, zero, changes):
     assert traced.peak_bytes == pytest.approx(said.peak_bytes, rel=0.03) and said.peak_bytes < 0.95 * whole.peak_bytes
     for *_, peak_bytes, _ in on_ranks("counted", config):
         assert peak_bytes == pytest.approx(said.peak_bytes, rel=0.03)
-
-
-# ---- all ranks in one process
-
-@pytest.mark.parametrize("shape", [(5, 4), (8,), (2, 3)])
-def test_parts_are_cut_as_fsdp_cuts_them(shape):
-    whole = torch.randn(shape)
-    want = [*torch.chunk(whole, 4), *[whole[:0]] * 4][:4]
-    assert all(map(torch.equal, want, parts(whole, 4))) and not dist.is_initialized()
-
-
-def test_without_the_private_mode_there_is_one_sentence(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.distributed._local_tensor", None)
-    with pytest.raises(ConfigError, match=r"does not show all ranks in one process .*; cut the rows with torch.chunk\(whole, 4\)"):
-        parts(torch.ones(4), 4)

@@ -87,11 +87,10 @@ def test_lion_is_algorithm_2_of_the_paper():
     assert torch.allclose(by_rule(rules.lion, settings, 1, grads).double(), theta, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("nesterov", [False, True])
-def test_momentum_is_pytorchs_sgd_with_decoupled_decay(nesterov):
+def test_momentum_is_pytorchs_sgd_with_decoupled_decay():
     """torch.optim.SGD adds its decay to the gradient; here the weight is scaled, as AdamW does it."""
-    settings, grads = MomentumSettings(name="momentum", lr=1e-2, momentum=0.8, nesterov=nesterov), gradients(20)
-    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.8, nesterov=nesterov, foreach=False),
+    settings, grads = MomentumSettings(name="momentum", lr=1e-2, momentum=0.8), gradients(20)
+    theirs = by_torch(lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.8, foreach=False),
                       grads, decay=1 - 1e-2 * 0.1)
     assert torch.allclose(by_rule(rules.momentum, settings, 1, grads), theirs, rtol=0, atol=1e-6)
 
@@ -349,7 +348,7 @@ def toy_rule(w, g, slots, settings, update):
     ({"optimizer": "lion", "optimizer.groups": "embed.*:lr_scale=0.5"}, {"exp_avg"}),
     ({"optimizer": "lion", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
       "memory.param_dtype": "bf16", "precision.recipe": "bf16"}, {"exp_avg", "exp_avg_scale"}),
-    ({"optimizer": "momentum", "optimizer.nesterov": True, "optimizer.lr": 0.1, "memory.optimizer_state": "disk"},
+    ({"optimizer": "momentum", "optimizer.lr": 0.1, "memory.optimizer_state": "disk"},
      {"momentum_buffer"}),
     ({"optimizer": "sgd", "optimizer.lr": 0.5, "optimizer.clip": 0, "memory.optimizer_step": "in-backward"}, set()),
 ], ids=["lion", "lion-8bit-disk-bf16", "momentum-disk", "sgd-in-backward"])

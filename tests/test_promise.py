@@ -26,7 +26,7 @@ from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.layers import GeluMLP
 from lpkit.parallel.processes import WarmParent
-from lpkit.predict import flops, memory, predict
+from lpkit.predict import memory, predict
 from lpkit.predict.flops import training_flops
 from lpkit.predict.plan import plan
 from lpkit.presets import resolve
@@ -546,10 +546,7 @@ def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_p
     run = lpkit.train(config, out=tmp_path / "run")
     T = config.model.context
     assert [line["tokens"] for line in run.metrics] == [2 * T, 4 * T, 6 * T, 10 * T, 14 * T] and run.summary["tokens"] == 14 * T
-    assert flops.run_flops(config) == 14 * flops.training_flops(config.model)
-    assert flops.run_flops(with_toys) == 4 * flops.training_flops(with_toys.model, batch=4)
-    short = config.replace({"sizes.short": True})
-    assert flops.run_flops(short) < flops.run_flops(config) and predict(config, "h200").run.tokens == 14 * T
+    assert predict(config, "h200").run.tokens == 14 * T
     with pytest.raises(ConfigError, match="sizes=ramp gives update 1 2 sequences of 24 tokens; let it give a multiple of 4"):
         build.decide(config.replace({"parallel.data": 4}), ranks=None)
 

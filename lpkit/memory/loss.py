@@ -82,13 +82,6 @@ def _trained(head: nn.Module) -> list[nn.Parameter]:
     return [p for p in head.parameters() if p.requires_grad]
 
 
-def gradients_in_pieces(h: Tensor, w: Tensor, y: Tensor, chunk: int) -> Tensor:
-    """`linear_cross_entropy` under a head that is no module, w (V, D)."""
-    head = nn.Linear(*w.T.shape, bias=False, device="meta")
-    head.weight = nn.Parameter(w.detach(), requires_grad=False)
-    return _LinearCrossEntropy.apply(h, y, None, head, chunk, "", w)
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,

@@ -1,10 +1,10 @@
-"""Attention by libraries: PyTorch's kernels by name, FlexAttention, varlen, flash-attn, Transformer
-Engine; and FP8, emulated.
+"""Attention by libraries: PyTorch's kernels by name, FlexAttention, varlen, flash-attn; and FP8,
+emulated.
 
 Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
-2.13, flash-attn at 0251105 (`flash_attn_interface.py`, `cute/interface.py`) and Transformer Engine
-at d0067d0 (`dot_product_attention.py`). Packed documents lie one after the other.
+2.13 and flash-attn at 0251105 (`flash_attn_interface.py`, `cute/interface.py`). Packed documents lie
+one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -12,7 +12,6 @@ Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,8 +44,7 @@ def _by(kernel: SDPBackend) -> Callable[..., Tensor]:
     return attend
 
 
-sdpa_flash, sdpa_efficient = _by(SDPBackend.FLASH_ATTENTION), _by(SDPBackend.EFFICIENT_ATTENTION)
-sdpa_cudnn, sdpa_math = _by(SDPBackend.CUDNN_ATTENTION), _by(SDPBackend.MATH)
+sdpa_flash, sdpa_cudnn = _by(SDPBackend.FLASH_ATTENTION), _by(SDPBackend.CUDNN_ATTENTION)
 
 
 def sdpa_fa3(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
@@ -224,42 +222,6 @@ def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = Non
         return _heads(out, q)
     out, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
     return out.transpose(1, 2)
-
-
-def te(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-       sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    module = _te(q.shape[1], k.shape[1], q.shape[3], rule.window, rule.documents)
-    with _fused_alone():
-        if not rule.documents:
-            return _heads(module(*(t.transpose(1, 2).contiguous() for t in (q, k, v))), q)
-        at, longest = _packed(q, documents, rule)
-        return _heads(module(*_tokens(q, k, v), cu_seqlens_q=at, cu_seqlens_kv=at,
-                             max_seqlen_q=longest, max_seqlen_kv=longest), q)
-
-
-@functools.lru_cache(maxsize=16)
-def _te(H: int, G: int, E: int, window: int | None, packed: bool) -> Callable[..., Tensor]:
-    from transformer_engine.pytorch import DotProductAttention
-
-    return DotProductAttention(
-        num_attention_heads=H, kv_channels=E, num_gqa_groups=G,
-        qkv_format="thd" if packed else "bshd",
-        attn_mask_type="padding_causal" if packed else "causal",
-        window_size=None if window is None else (window - 1, 0))
-
-
-@contextmanager
-def _fused_alone() -> Iterator[None]:
-    """Transformer Engine reads its environment at each choice of a kernel; without a fused one it
-    would make all scores."""
-    before = os.environ.get("NVTE_UNFUSED_ATTN")
-    os.environ["NVTE_UNFUSED_ATTN"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["NVTE_UNFUSED_ATTN"]
-        if before is not None:
-            os.environ["NVTE_UNFUSED_ATTN"] = before
 
 
 # FP8

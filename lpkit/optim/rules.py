@@ -58,16 +58,11 @@ def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int
 
 
 def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int) -> None:
-    """The velocity is a fading sum, not a mean. Nesterov's looks one step ahead of it, as
-    torch.optim.SGD does (Sutskever et al. 2013,
-    https://proceedings.mlr.press/v28/sutskever13.html)."""
+    """The velocity is a fading sum, not a mean, as torch.optim.SGD has it."""
     (velocity,) = slots
     velocity.mul_(settings.momentum).add_(g)
     w.mul_(1 - settings.lr * settings.weight_decay)
-    if settings.nesterov:
-        w.add_(g, alpha=-settings.lr).add_(velocity, alpha=-settings.lr * settings.momentum)
-    else:
-        w.add_(velocity, alpha=-settings.lr)
+    w.add_(velocity, alpha=-settings.lr)
 
 
 def sgd(w: Tensor, g: Tensor, slots: Slots, settings: OptimizerSettings, update: int) -> None:

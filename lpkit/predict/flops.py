@@ -7,11 +7,10 @@ model worth training and is bound by memory, not by arithmetic. Equal to
 """
 
 import functools
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lpkit.config import Config, ModelConfig
+from lpkit.config import ModelConfig
 from lpkit.predict.params import of
 from lpkit.techniques.blocks import Operations
 
@@ -126,13 +125,6 @@ def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention =
     """
     frozen = sum(p.flops for p in products(model, batch=1) if not p.trained) if model.changes else 0
     return 3 * forward_flops(model, batch=batch, attention=attention) - batch * frozen
-
-
-def run_flops(config: Config) -> int:
-    """Of all updates, of whatever sizes."""
-    each = Counter(map(config.sizes_at, range(config.steps)))
-    return sum(times * training_flops(replace(config.model, context=tokens), batch=count)
-               for (count, tokens), times in each.items())
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:

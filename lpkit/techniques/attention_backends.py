@@ -70,10 +70,8 @@ class Limits:
     """A row's `why_not`, from what its library takes. Softmax kinds alone."""
 
     rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
-    masks_on_cpu: tuple[str, ...] = ()  # and there
-    gpu_alone: str = "runs on a GPU alone"      # empty: on a CPU too
-    dtypes: tuple[str, ...] = HALF      # on a GPU
-    grouped: bool = True                # k and v may have fewer heads
+    gpu_alone: str = "runs on a GPU alone"
+    dtypes: tuple[str, ...] = HALF
     widest: int = 0                     # head; 0: any. Multiples of `multiple`
     multiple: int = 1
     capability: tuple[int, int] = (0, 0)
@@ -84,23 +82,20 @@ class Limits:
         return f"{said}; {nearest(asked)} can" if said else ""
 
     def _problems(self, asked: Attending) -> Iterator[str]:
-        m, rule, on_gpu = asked.model, asked.rule, asked.device == "gpu"
-        if self.gpu_alone and not on_gpu:
+        m, rule = asked.model, asked.rule
+        if asked.device != "gpu":
             yield self.gpu_alone
         if asked.here and self.package and not _installed(self.package):
             yield f"needs the package {self.package}, which is not installed here"
-        if on_gpu and asked.capability is not None and asked.capability < self.capability:
+        if asked.capability is not None and asked.capability < self.capability:
             yield "needs compute capability {}.{}, and here is {}.{}".format(*self.capability,
                                                                              *asked.capability)
-        if on_gpu and asked.dtype not in self.dtypes:
+        if asked.dtype not in self.dtypes:
             yield f"takes {' or '.join(self.dtypes)}, not {asked.dtype}"
-        can = self.rule if on_gpu else self.rule + self.masks_on_cpu
         for name, word in WORDS.items():
-            if name not in can and getattr(rule, name) != getattr(FULL, name):
+            if name not in self.rule and getattr(rule, name) != getattr(FULL, name):
                 yield f"has no {word}"
-        if on_gpu and not self.grouped and m.G != m.H:
-            yield f"has no grouped heads, {m.H} on {m.G}"
-        if on_gpu and ((self.widest and m.E > self.widest) or m.E % self.multiple):
+        if (self.widest and m.E > self.widest) or m.E % self.multiple:
             room = f"up to {self.widest}" if self.widest else "wide"
             kind = f" that are multiples of {self.multiple}" if self.multiple > 1 else ""
             yield f"takes heads {room}{kind}, not {m.E}"
@@ -430,17 +425,6 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
                  backward=(Hold(nbytes=4 * wide, frees=1.0), Hold()))
 
 
-def sdpa_math(s: MicroBatch) -> Op:
-    """As plain in float32, without the mask; q and k scaled anew."""
-    m, heads = s.model, s.model.H * s.model.E
-    is_view = s.heads_are_views and m.G == m.H and s.compute_bytes == FP32
-    v = _kept_qkv(s) if is_view else heads
-    wide = FP32 // s.compute_bytes
-    scores, given = s.batch * m.H * m.T * m.T * FP32, s.tokens * heads * s.compute_bytes
-    return _attention(s, numbers=wide * (2 * heads + v), views=v if is_view else 0, saved=scores,
-                      out=3 * given, work=given * wide + 2 * scores, score_passes=(8, 12))
-
-
 def fp8(s: MicroBatch) -> Op:
     """As plain, emulated: q, k, v and the probabilities are copied when they are cast."""
     m, heads = s.model, s.model.H * s.model.E
@@ -505,29 +489,12 @@ ATTENTION: dict[str, Backend] = {
     "triton": Backend(why="the kit's own flash kernel, of every kind", operations=flash,
                       implementation="lpkit.kernels.flash_attention:flash_attention",
                       why_not=_needs_a_gpu, source="Dao 2023, https://arxiv.org/abs/2307.08691"),
-    # PyTorch's kernels by name: without room for a mask on a GPU, but for two
-    "sdpa-flash": Backend(
-        why="PyTorch's flash kernel, or none", operations=sdpa, assumed=False,
-        implementation="lpkit.nn.library_attention:sdpa_flash",
-        why_not=Limits(gpu_alone="", masks_on_cpu=MASKS, widest=256, capability=(8, 0)),
-        source="Dao 2023, https://arxiv.org/abs/2307.08691"),
-    "sdpa-efficient": Backend(
-        why="PyTorch's memory-efficient kernel, or none", operations=sdpa, assumed=False,
-        implementation="lpkit.nn.library_attention:sdpa_efficient",
-        why_not=Limits(rule=MASKS, dtypes=("float32", *HALF), grouped=False),
-        source="Rabe and Staats 2021, https://arxiv.org/abs/2112.05682"),
+    # kernels that PyTorch does not choose by itself
     "sdpa-cudnn": Backend(
         why="cuDNN's kernel, or none", operations=sdpa, assumed=False,
         implementation="lpkit.nn.library_attention:sdpa_cudnn",
         why_not=Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0)),
         source="https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html"),
-    "sdpa-math": Backend(
-        why="PyTorch's own formula, with all T x T scores", operations=sdpa_math, assumed=False,
-        implementation="lpkit.nn.library_attention:sdpa_math",
-        why_not=Limits(gpu_alone="", masks_on_cpu=MASKS, rule=MASKS,
-                       dtypes=("float64", "float32", *HALF)),
-        source="https://docs.pytorch.org/docs/stable/generated/"
-               "torch.nn.functional.scaled_dot_product_attention.html"),
     "sdpa-fa3": Backend(
         why="FlashAttention 3 in the place of PyTorch's flash kernel", operations=sdpa,
         assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa3",
@@ -556,17 +523,9 @@ ATTENTION: dict[str, Backend] = {
         why_not=Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
                        capability=(9, 0), package="flash-attn-4"),
         source="https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute"),
-    "te": Backend(
-        why="Transformer Engine's DotProductAttention, fused or none", operations=sdpa,
-        assumed=False, implementation="lpkit.nn.library_attention:te",
-        why_not=Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0),
-                       package="transformer-engine"),
-        source="https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html"),
     "fp8": Backend(
         why="q, k, v and the probabilities in E4M3, emulated", operations=fp8, assumed=False,
         rounding=2**-4, implementation="lpkit.nn.library_attention:fp8",
-        why_not=Limits(gpu_alone="", masks_on_cpu=tuple(WORDS), rule=tuple(WORDS),
-                       dtypes=("float32", *HALF)),
         source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=linear_chunks,

@@ -65,7 +65,6 @@ class LionSettings(OptimizerSettings):
 @dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
     momentum: Rate = 0.9
-    nesterov: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,8 +176,8 @@ def ran(given: Attending, batch: int, device: torch.device, *, refuse: bool = Fa
                                                 enable_gqa=m.G != m.H))
     name = kernel.name.lower().removesuffix("_attention")
     if refuse and kernel == SDPBackend.MATH:
-        able = [key for key in candidates(given) if key not in ("plain", "sdpa", "sdpa-math")]
+        able = [key for key in candidates(given) if key not in ("plain", "sdpa")]
         raise ConfigError(f"{WHERE}=sdpa would fall to PyTorch's formula here, which holds all "
-                          f"scores; {', '.join(able) or 'sdpa-math'} can, by name")
+                          f"scores; {', '.join(able) or 'plain'} can, by name")
     return f"; here {name}"
 
