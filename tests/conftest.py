@@ -129,11 +129,10 @@ def on_ranks(parent):
 @pytest.fixture(scope="session")
 def cells():
     """Every recipe with every backend, tried on this CPU: a process of its own and some seconds."""
-    import torch
 
     from lpkit.measure import matrix
 
-    return matrix.probe(torch.device("cpu"))
+    return matrix.probes("cpu")
 
 
 @pytest.fixture(scope="session")
@@ -145,7 +144,7 @@ def doctors_report(cells):
 
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
-            patch.setattr(matrix, "probe", lambda device: cells)
+            patch.setattr(matrix, "probes", lambda device: cells)
         return doctor.examine()
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lpkit import cli
-from lpkit.measure import attention, doctor
+from lpkit.measure import attention, doctor, matrix
+from lpkit.measure.probes import Check, UnavailableError, compare, probe
 from lpkit.nn.attention import backend
 
 CPU = torch.device("cpu")
@@ -25,7 +26,8 @@ def report(doctors_report):
 
 def test_the_report_is_json_and_each_row_has_its_reason(report):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
-    assert [found["name"] for found in report["probes"]] == [check.name for check in doctor.CHECKS]
+    names = [check.name for check in doctor.CHECKS]
+    assert [found["name"] for found in report["probes"]] == [*names, *matrix.checks()]
     for found in report["probes"]:
         assert found["works"] != bool(found["why"]) and found["works"] == bool(found["detail"]), found
         assert found["works"] or found["nearest"], f"{found['name']} does not work here, and nothing is offered instead"
@@ -41,26 +43,26 @@ def test_the_machine_is_this_one(report):
 
 def test_what_every_torch_can_do_works_here(report):
     works = {found["name"] for found in report["probes"] if found["works"]}
-    assert {"fp32", "bf16", "plain", "sdpa", "sdpa-flash", "sdpa-math", "gloo", "DDP", "FSDP2"} <= works
+    assert {"fp32", "bf16", "plain", "sdpa", "tiled", "gloo", "DDP", "FSDP2"} <= works
     assert report["chosen"]["precision"]["used"] in ("bf16", "fp32") and report["chosen"]["precision"]["why"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_the_gpu_rows_say_so(report):
     found = {row["name"]: row for row in report["probes"]}
-    for name in ("tf32", "mxfp8", "nvfp4", "flash-attn", "nccl", "triton", "fp8 stores"):
+    for name in ("tf32", "mxfp8, scaled_mm", "nvfp4, scaled_mm", "flash-attn", "nccl", "triton", "fp8 stores"):
         assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
 
 
 def test_a_wrong_product_does_not_count_as_working(monkeypatch):
     a, b = doctor._operands(CPU)
-    with pytest.raises(doctor.UnavailableError, match="wrong: relative error"):
-        doctor.compare("the product is wrong", [a @ b], [a @ b.T], 1e-2)      # not transposed
-    with pytest.raises(doctor.UnavailableError, match="nan"):
-        doctor.compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
+    with pytest.raises(UnavailableError, match="wrong: relative error"):
+        compare("the product is wrong", [a @ b], [a @ b.T], 1e-2)      # not transposed
+    with pytest.raises(UnavailableError, match="nan"):
+        compare("the product is wrong", [torch.full((64, 64), torch.nan)], [a @ b.T], 1e-2)
     monkeypatch.setattr(attention, "backend", lambda name, model: backend("plain", model) if name == "plain" else
                         lambda q, k, v, documents: torch.nn.functional.scaled_dot_product_attention(q, k, v))   # not causal
-    with pytest.raises(ArithmeticError, match=r"the numbers are wrong, relative error .* can$"):
+    with pytest.raises(UnavailableError, match=r"the numbers are wrong, relative error .* can$"):
         attention.check("sdpa", CPU)
 
 
@@ -77,11 +79,11 @@ def test_compiled_fp8_stores_are_compared_bit_by_bit():
             return run
         return compiled
 
-    with pytest.raises(doctor.UnavailableError, match=r"e4m3fn, stored transposed, has 1 wrong values of 196,608, 1 of them NaN.*11111"):
+    with pytest.raises(UnavailableError, match=r"e4m3fn, stored transposed, has 1 wrong values of 196,608, 1 of them NaN.*11111"):
         doctor.fp8_stores(CPU, spoiled(1, 0x7F))
-    with pytest.raises(doctor.UnavailableError, match=r"stored as it is, has 1 wrong values of 196,608, 0 of them NaN"):
+    with pytest.raises(UnavailableError, match=r"stored as it is, has 1 wrong values of 196,608, 0 of them NaN"):
         doctor.fp8_stores(CPU, spoiled(0, 0x31))
-    found = doctor.probe(row("fp8 stores"), CPU)
+    found = probe(row("fp8 stores"), CPU)
     assert not found.works and "nothing compiles with Triton for a CPU" in found.why and "system.compile=false" in found.nearest
 
 
@@ -100,7 +102,7 @@ def test_what_a_check_raises_is_its_reason(error, why):
     def run(device):
         raise error
 
-    found = doctor.probe(doctor.Check(name="x", kind="precision", run=run, nearest="y"), CPU)
+    found = probe(Check(name="x", kind="precision", run=run, nearest="y"), CPU)
     assert (found.works, found.why, found.nearest, found.detail) == (False, why, "y", "")
 
 
@@ -111,7 +113,7 @@ def test_processes_that_crash_or_hang_are_a_row(function, why, monkeypatch, pare
     monkeypatch.setattr(doctor, "_warm_parent", lambda: parent)
     monkeypatch.setattr(doctor, "PROGRAM", f"tests.rank_functions:{function}")
     monkeypatch.setattr(doctor, "PROCESS_SECONDS", 3.0)
-    found = doctor.probe(doctor.Check(name="x", kind="parallel", run=partial(doctor._processes, function, "gloo")), CPU)
+    found = probe(Check(name="x", kind="parallel", run=partial(doctor._processes, function, "gloo")), CPU)
     assert not found.works and why in found.why
 
 

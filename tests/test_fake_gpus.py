@@ -14,6 +14,7 @@ from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.kernels import choose
 from lpkit.measure import doctor
+from lpkit.measure.probes import UnavailableError
 from lpkit.memory.state import Host
 from lpkit.parallel.ranks import joined
 from lpkit.training import ahead, checkpoint
@@ -277,7 +278,7 @@ def test_the_doctor_lists_what_is_there():
         assert [gpu["capability"] for gpu in doctor.machine()["gpus"]] == ["9.0", "9.0"]
         there = choose._machine()
         assert doctor._tf32(CUDA) and torch.get_float32_matmul_precision() == "highest"
-    with gpus(major=7, minor=5), pytest.raises(doctor.UnavailableError, match=r"came with compute capability 8.0"):
+    with gpus(major=7, minor=5), pytest.raises(UnavailableError, match=r"came with compute capability 8.0"):
         doctor._tf32(CUDA)
     assert there != choose._machine(), "what was raced on one machine is not taken on another"
 

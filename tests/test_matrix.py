@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
+from lpkit.commands.doctor import _grid
 from lpkit.measure import matrix
+from lpkit.measure.probes import Probe, probe
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
@@ -17,38 +20,35 @@ from tests.pages import matrix as rules
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def here(cells):
-    return cells
+def by_pair(probes):
+    return {tuple(found.name.split(", ")): found for found in probes}
 
 
-def status(cells, recipe, backend, feature="forward"):
-    (cell,) = [c for c in cells if (c.recipe, c.backend, c.feature) == (recipe, backend, feature)]
+def status(cells, recipe, backend):
+    (cell,) = [c for c in cells if (c.recipe, c.backend) == (recipe, backend)]
     return cell.status
 
 
-def test_every_recipe_is_emulated_here_in_every_way(here):
+def test_every_recipe_is_emulated_here_in_every_way(cells):
     """Run, against the definition in float64: the README may say that each recipe trains on a CPU."""
     for name, recipe in RECIPES.items():
-        backend, want = ("emulated", "emulated") if recipe.products else ("pytorch", "native")
-        for feature in matrix.FEATURES:
-            assert status(here, name, backend, feature) == want, (name, feature)
+        backend, want = ("emulated", "emulated, ") if recipe.products else ("pytorch", "native, ")
+        found = by_pair(cells)[name, backend]
+        assert found.works and found.detail.startswith(want) and ";" not in found.detail, found
 
 
-def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(here):
-    pairs = {(c.recipe, c.backend, c.feature) for c in here}
-    assert len(pairs) == len(here) == len(matrix.FEATURES) * sum(len(matrix.backends_of(r)) for r in RECIPES.values())
-    for cell in here:
-        assert cell.why and cell.source == matrix.HERE, cell
-        assert bool(cell.nearest) == (cell.status == "no"), cell
-    assert json.loads(json.dumps(matrix.to_dicts(here))) == matrix.to_dicts(here)
+def test_every_pair_is_answered_and_a_no_says_why_and_what_instead(cells):
+    assert [found.name for found in cells] == list(matrix.checks())
+    assert len(cells) == sum(len(matrix.backends_of(recipe)) for recipe in RECIPES.values())
+    for found in cells:
+        assert found.works == bool(found.detail) != bool(found.why) and bool(found.nearest) == (not found.works), found
 
 
-def test_on_a_cpu_rules_and_probes_agree(here):
+def test_on_a_cpu_rules_and_probes_agree(cells):
     """Where a library is not installed only the rule can answer."""
     for ruled in rules.by_rule("cpu"):
-        (run,) = [c for c in here if (c.recipe, c.backend, c.feature) == (ruled.recipe, ruled.backend, ruled.feature)]
-        assert run.status == ruled.status or "not installed" in run.why, (ruled, run)
+        run = by_pair(cells)[ruled.recipe, ruled.backend]
+        assert (run.detail or "no,").partition(",")[0] == ruled.status or "not installed" in run.why, (ruled, run)
 
 
 @pytest.mark.parametrize("machine, recipe, backend, want", [
@@ -98,9 +98,8 @@ def test_wrong_numbers_are_a_no(monkeypatch):
             return super().product(a, b, dtype, bias) * 1.1
 
     monkeypatch.setitem(BACKENDS, "emulated", Wrong())
-    cells = {cell.feature: cell for cell in matrix._try("fp8-tensorwise", "emulated", CPU)}
-    assert cells["forward"].status == cells["backward"].status == "no"
-    assert "not the recipe's" in cells["forward"].why and cells["forward"].nearest
+    found = probe(matrix.checks()["fp8-tensorwise, emulated"], CPU)
+    assert not found.works and "not the recipe's" in found.why and found.nearest
 
 
 def test_state_that_moves_twice_is_seen(monkeypatch):
@@ -124,18 +123,28 @@ def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, why):
 
     def run(command, **options):
         calls.append(command)
-        program = ends if len(calls) == 1 else "print('[{}]')".replace(
-            "{}", json.dumps(matrix.to_dicts(matrix._refused("mxfp8", "emulated", "x"))[0]))
+        right = json.dumps(asdict(Probe(name="mxfp8, emulated", kind="recipe", works=True, detail="emulated, x")))
+        program = ends if len(calls) == 1 else f"print({right!r})"
         return real([sys.executable, "-c", program], **options | {"timeout": 0.5 if "sleep" in program else 60})
 
     monkeypatch.setattr(subprocess, "run", run)
-    cells = matrix.probe(CPU, seconds=0.5, only=[("nvfp4", "emulated"), ("mxfp8", "emulated")])
-    assert [cell.recipe for cell in cells] == ["nvfp4"] * len(matrix.FEATURES) + ["mxfp8"]
-    assert why in cells[0].why and len(calls) == 2
+    found = matrix.probes(CPU, seconds=0.5, only=["nvfp4, emulated", "mxfp8, emulated"])
+    assert [one.name for one in found] == ["nvfp4, emulated", "mxfp8, emulated"] and found[1].works
+    assert why in found[0].why and found[0].nearest and len(calls) == 2
 
 
 def test_the_grid_says_what_fails():
-    cells = [matrix.Cell(machine="this", recipe="fp8-tensorwise", backend=backend, feature=feature, source="x", why="y",
-                         status="no" if (backend, feature) == ("torchao", "compile") else "native")
-             for backend in ("scaled_mm", "torchao") for feature in matrix.FEATURES]
-    assert matrix.grid(cells) == (("recipe", "scaled_mm", "torchao"), [("fp8-tensorwise", "native", "native, no compile")])
+    probes = [{"name": "fp8-tensorwise, scaled_mm", "detail": "native, relative error 1e-2"},
+              {"name": "fp8-tensorwise, torchao", "detail": "native, relative error 1e-2; no compile: y"},
+              {"name": "fp8-tensorwise, emulated", "detail": ""}]
+    assert _grid(probes) == [("recipe", "scaled_mm", "torchao", "emulated"), ("fp8-tensorwise", "native", "native, no compile", "-")]
+
+
+@pytest.mark.parametrize("feature", matrix.FEATURES)
+def test_what_does_not_work_with_a_pair_is_named(feature, monkeypatch):
+    def fails(self):
+        raise ArithmeticError("for a reason")
+
+    monkeypatch.setattr(matrix.Trial, feature, fails)
+    found = probe(matrix.checks()["fp32, pytorch"], CPU)
+    assert found.works and found.detail.endswith(f"; no {feature}: for a reason")

@@ -12,7 +12,8 @@ from lpkit.errors import ConfigError
 from lpkit.kernels import wide_product
 from lpkit.kernels.choose import refused_here
 from lpkit.kernels.wide_product import WideLinear, WideProduct, multiply
-from lpkit.measure.doctor import CHECKS, probe
+from lpkit.measure.doctor import CHECKS
+from lpkit.measure.probes import probe
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import scaled_linears
 from lpkit.training.training import Training

@@ -1,6 +1,8 @@
 """What this machine can do, found by trying it; for what it cannot, why and what works instead."""
 
 import argparse
+import re
+from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
@@ -44,21 +46,32 @@ def text(result: dict[str, Any]) -> str:
         rows["Reached"] = ", ".join([f"{ceilings['bytes_per_second'] / 1e9:,.0f} GB/s", *(
             f"{name} {flops / 1e12:,.2f} TFLOP/s" for name, flops in speeds.items() if flops)])
     lines = [_row(name, value) for name, value in rows.items()]
-    for kind, probes in groupby(result["probes"], key=lambda row: row["kind"]):
+    recipes = [row for row in result["probes"] if row["kind"] == "recipe"]
+    others = [row for row in result["probes"] if row not in recipes]
+    for kind, probes in groupby(others, key=lambda row: row["kind"]):
         lines += ["", kind.capitalize()]
         for row in probes:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
             lines.append(_row(("+ " if row["works"] else "- ") + row["name"],
                               row["detail"] or row["why"] + nearest, 16))
-    if result["recipes"]:
-        from lpkit.measure import matrix
-
-        heads, cells = matrix.grid([matrix.Cell(**cell) for cell in result["recipes"]])
+    if recipes:
         lines += ["", "Recipes, forward and backward; the reasons are in --json",
-                  text_table([heads, *cells], indent="  ")]
+                  text_table(_grid(recipes), indent="  ")]
     choice = result["chosen"]["precision"]
     return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
 
 
 def _row(name: str, value: str, width: int = 10) -> str:
     return beside(f"  {name}", value, width + 4, 118)
+
+
+def _grid(probes: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A line a recipe: with each backend how it runs, and what does not work with it."""
+    words: dict[str, dict[str, str]] = {}
+    for row in probes:
+        recipe, backend = row["name"].split(", ")
+        how = [row["detail"].partition(",")[0] or "-", *re.findall(r"no \w+(?=:)", row["detail"])]
+        words.setdefault(recipe, {})[backend] = ", ".join(how)
+    backends = list(dict.fromkeys(backend for of_recipe in words.values() for backend in of_recipe))
+    return [("recipe", *backends), *((recipe, *(of_recipe.get(backend, "") for backend in backends))
+                                     for recipe, of_recipe in words.items())]

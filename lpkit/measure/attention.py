@@ -7,13 +7,13 @@ full attention; docs/attention.md has them all.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lpkit.config import ModelConfig
+from lpkit.measure.probes import Check, Probe, UnavailableError, probe, reason
 from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
@@ -21,57 +21,37 @@ from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, w
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
-SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out
-# every other block; and queries that see nothing
-TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a in range(9))
 MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """`error`: the largest of its results and gradients, relative; `why`: it does not work."""
-
-    kind: str
-    backend: str
-    dtype: str
-    error: float = math.nan
-    why: str = ""
+def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
+    """One, here and now."""
+    run = partial(tried, name, model, dtype)
+    return probe(Check(f"{name}, {kind} in {dtype}", "attention", run), device)
 
 
-def models() -> dict[str, ModelConfig]:
-    """Every kind of the table, and what any can have besides, by name."""
-    found = {}
-    for name, row in KINDS.items():
-        smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
-        found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
-    full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
-    return found | {
-        "table": replace(MODEL, attention=replace(blocks, table=TABLE)),
-        "global": replace(MODEL, attention=replace(window, global_tokens=3)),
-        "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
-        "sinks": replace(MODEL, attention=replace(full, sinks=True)),
-        "grouped": replace(MODEL, kv_heads=2), "one group": replace(MODEL, kv_heads=1)}
-
-
-def cell(kind: str, name: str, dtype: str, device: torch.device,
-         model: ModelConfig | None = None) -> Cell:
-    """One, here and now. Whatever it raises is the reason why not."""
-    model = model or models()[kind]
-    on_gpu, said = device.type != "cpu", Cell(kind=kind, backend=name, dtype=dtype)
+def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> str:
+    """The largest relative error of its results and gradients. Raises UnavailableError, which says
+    why not and who can."""
+    on_gpu = device.type != "cpu"
     asked = Attending(model=model, dtype=dtype, device="gpu" if on_gpu else "cpu", here=True,
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
     if why := why_not(name, asked):
-        return replace(said, why=why)
+        raise UnavailableError(why)
     try:
         error = max(_error(name, model, dtype, device, T) for T in LENGTHS)
     except Exception as failure:
-        first = str(failure).strip().partition("\n")[0][:160]
-        return replace(said, why=f"{type(failure).__name__}: {first}; {nearest(asked)} can")
-    limit = 4 * ATTENTION[name].rounding or LIMITS[dtype]
-    if not error <= limit:
-        return replace(said, why=f"the numbers are wrong, relative error {error:.1e}; "
-                                 f"{nearest(asked)} can")
-    return replace(said, error=error)
+        raise UnavailableError(f"{type(failure).__name__}: {reason(failure)[:160]}; "
+                               f"{nearest(asked)} can") from failure
+    if not error <= (4 * ATTENTION[name].rounding or LIMITS[dtype]):
+        raise UnavailableError(f"the numbers are wrong, relative error {error:.1e}; "
+                               f"{nearest(asked)} can")
+    return f"forward and backward in {dtype}, relative error {error:.0e}"
+
+
+def check(name: str, device: torch.device) -> str:
+    """For the doctor: full attention in the dtype that a run has there."""
+    return tried(name, MODEL, "float32" if device.type == "cpu" else "bfloat16", device)
 
 
 def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: int) -> float:
@@ -104,12 +84,3 @@ def _results(name: str, model: ModelConfig, given: list[Tensor],
     out = backend(name, model)(q, k, v, documents, *own)
     learned = [t for t in leaves if t.requires_grad]
     return [out.detach(), *torch.autograd.grad(out, learned, weights)]
-
-
-def check(name: str, device: torch.device) -> str:
-    """For the doctor: full attention in the dtype that a run has there. Raises ArithmeticError,
-    which says why not."""
-    found = cell("full", name, "float32" if device.type == "cpu" else "bfloat16", device)
-    if found.why:
-        raise ArithmeticError(found.why)
-    return f"forward and backward in {found.dtype}, relative error {found.error:.0e}"

@@ -4,15 +4,14 @@ and now.
 A row that does not work says why, in the library's own words where it has some, and names the
 nearest thing that does. To add a row, add a `Check` to `CHECKS`: its `run` takes the device,
 returns a detail and raises when it cannot. What may crash or hang (processes that talk to each
-other) runs in a process of its own with a time limit.
+other, the recipes of `matrix`) runs in a process of its own with a time limit.
 """
 
 import functools
 import platform
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,15 @@ import psutil
 import torch
 from torch import Tensor
 
+from lpkit import hardware
 from lpkit.kernels import defects, jit
 from lpkit.kernels.choose import refused_here
 from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
-from lpkit.measure import attention
+from lpkit.measure import attention, matrix
+from lpkit.measure.probes import Check, Probe, UnavailableError, compare, probe
 from lpkit.parallel.processes import Processes, WarmParent
-from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import FAMILIES
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Row
 
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
@@ -40,60 +39,6 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", 
 PROCESS_SECONDS = 60.0
 PROGRAM = "lpkit.measure.ranks:run"
 FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
-
-
-class UnavailableError(Exception):
-    """Not here. The message is the reason, for a person."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing to try. `run(device) -> detail`; anything it raises is the reason why not."""
-
-    name: str
-    kind: str
-    run: Callable[[torch.device], str]
-    nearest: str = ""       # what to use where it does not work
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """What came of a Check."""
-
-    name: str
-    kind: str
-    works: bool
-    detail: str = ""        # how it was found to work
-    why: str = ""           # why it does not
-    nearest: str = ""       # and what to use instead
-
-
-def reason(error: Exception) -> str:
-    """The first line that says something."""
-    lines = filter(None, map(str.strip, str(error).splitlines()))
-    return next(lines, type(error).__name__)[:200]
-
-
-def probe(check: Check, device: torch.device) -> Probe:
-    found = partial(Probe, name=check.name, kind=check.kind)
-    try:
-        with warnings.catch_warnings():
-            # torch explains at length why it will not; the reason is asked below
-            warnings.simplefilter("ignore")
-            return found(works=True, detail=check.run(device))
-    except Exception as error:
-        return found(works=False, why=reason(error), nearest=check.nearest)
-
-
-def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:
-    """The largest relative error. Raises UnavailableError, which says `what`, beyond `limit`."""
-    errors = []
-    for a, b in zip(got, want, strict=True):
-        a, b = a.detach().double().cpu(), b.detach().double().cpu()
-        errors.append(float((a - b).norm() / b.norm()))
-    if not all(error <= limit for error in errors):
-        raise UnavailableError(f"{what}: relative error {', '.join(f'{e:.1e}' for e in errors)}")
-    return f"relative error {max(errors):.0e}"
 
 
 def _need(device: torch.device, kind: str, why: str) -> None:
@@ -131,15 +76,6 @@ def _tf32(device: torch.device) -> str:
         return _cast(torch.float32, 1e-3, device)
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _recipe(name: str, device: torch.device) -> str:
-    """The forward product of a recipe against its definition in float64, as in the matrix."""
-    from lpkit.measure import matrix
-
-    if why := BACKENDS["scaled_mm"].why_not(name, RECIPES[name], device):
-        raise UnavailableError(why)
-    return f"torch._scaled_mm, {matrix.Trial(name, 'scaled_mm', device).forward()}"
 
 
 def _triton(device: torch.device) -> str:
@@ -226,11 +162,6 @@ CHECKS: tuple[Check, ...] = (
     Check("bf16", "precision", partial(_cast, torch.bfloat16, 1e-2), "fp32"),
     Check("fp16", "precision", partial(_cast, torch.float16, 1e-2),
           "bf16, which needs no loss scaling"),
-    Check("fp8", "precision", partial(_recipe, "fp8-tensorwise"),
-          "fp8 by emulation: the same numbers, without the speed"),
-    Check("mxfp8", "precision", partial(_recipe, "mxfp8"), "mxfp8 by emulation"),
-    Check("nvfp4", "precision", partial(_recipe, "nvfp4"), "nvfp4 by emulation"),
-    Check("int8", "precision", partial(_recipe, "int8"), "bf16"),
     *(Check(name, "attention", partial(attention.check, name),
             "" if name == "plain" else "plain, the definition")
       for name in ATTENTION),
@@ -254,10 +185,7 @@ CHECKS: tuple[Check, ...] = (
 def machine() -> dict[str, Any]:
     """What was found, without trying anything. Bytes."""
     flags, memory = cpu_flags(), psutil.virtual_memory()
-    driver = Path("/sys/module/nvidia/version")
-    from lpkit.hardware import why_no_gpu
-
-    problem = why_no_gpu()
+    driver, problem = Path("/sys/module/nvidia/version"), hardware.why_no_gpu()
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     gpus = map(torch.cuda.get_device_properties, range(count))
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
@@ -288,25 +216,22 @@ def _loaded(row: Row, device: torch.device) -> str:
 
 
 def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
-    """The whole report, JSON-ready: the machine, the device that was tried, one row per check,
-    which dtype a run takes here by itself, and every precision recipe with every backend. That bf16
-    works says nothing of its speed, so that choice comes from a race.
+    """The whole report, JSON-ready: the machine, the device that was tried, a row for each check and
+    for every precision recipe with every backend, and which dtype a run takes here by itself. That
+    bf16 works says nothing of its speed, so that choice comes from a race.
 
     Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB
     for some seconds.
     """
-    from lpkit import hardware
-    from lpkit.hardware import bf16_choice
-    from lpkit.measure import matrix
-
     device = torch.device(hardware.usable())
-    choice, here = bf16_choice(device), hardware.machine(str(device))   # while all is quiet
+    # while all is quiet
+    choice, here = hardware.bf16_choice(device), hardware.machine(str(device))
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
-        cells = beside.submit(matrix.probe, device) if recipes else None
-        probes = [asdict(probe(check, device)) for check in checks]
-        probes += [asdict(found) for found in techniques() if not found.works]
-    return {"machine": machine(), "device": str(device), "probes": probes,
-            "recipes": matrix.to_dicts(cells.result()) if cells else [],
+        pairs = beside.submit(matrix.probes, device) if recipes else None
+        probes = [probe(check, device) for check in checks]
+        probes += [found for found in techniques() if not found.works]
+    return {"machine": machine(), "device": str(device),
+            "probes": list(map(asdict, [*probes, *(pairs.result() if pairs else ())])),
             "ceilings": {
                 "bytes_per_second": here.bytes_per_second, "flops": here.flops,
                 "fp8_without_fast_accumulation": here.details.get("fp8_without_fast_accumulation")},

@@ -1,13 +1,12 @@
-"""Which recipe runs where, on what, and with what: native, emulated, or no; why; and the nearest
-thing that works.
+"""Which recipe runs here with which backend: native, emulated, or not, and why.
 
-`probe` runs each on this machine: forward and backward of a tiny Linear against its definition in
+Each is tried on this machine: forward and backward of a tiny Linear against its definition in
 float64, torch.compile, recomputation, accumulation; in a process of its own, with a time limit.
 docs/matrix.md says the same of machines that are not here, from what the libraries say they need.
 
-Statuses: native, the device multiplies these formats itself; emulated, the same numbers in wider
-products, slower than the wider recipe alone; no. `python -m lpkit.measure.matrix DEVICE` probes and
-prints one JSON line a pair.
+Native: the device multiplies these formats itself; emulated: the same numbers in wider products,
+slower than the wider recipe alone. `python -m lpkit.measure.matrix DEVICE NAMES` tries those that
+are named in a JSON list and prints one JSON line each.
 """
 
 from __future__ import annotations
@@ -15,44 +14,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lpkit.kernels import jit
-from lpkit.measure.doctor import compare, reason
+from lpkit.measure.probes import Check, Probe, UnavailableError, compare, probe, reason
 from lpkit.precision.backends import BACKENDS, Emulated, Library
 from lpkit.precision.compute import autocast
 from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
 from lpkit.precision.scaled import Scaled, quantise, reference
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
 
-FEATURES = ("forward", "backward", "compile", "recompute", "accumulate")
+KIND = "recipe"
+FEATURES = ("compile", "recompute", "accumulate")   # without which a pair still works
 PROBE_SECONDS = 90.0
 SIZE = 128      # of the tiny Linear: tiles every recipe
 ERROR = 0.5     # relative, beyond which a result is not the recipe's
-HERE = "run on this machine"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One answer. `source` is an address, or HERE when it was run."""
-
-    machine: str
-    recipe: str
-    backend: str
-    feature: str
-    status: str         # native, emulated, no
-    why: str
-    nearest: str = ""   # what to use where the answer is no
-    source: str
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
@@ -60,24 +43,25 @@ def backends_of(recipe: Recipe) -> tuple[str, ...]:
     return tuple(name for name in BACKENDS if (name == "pytorch") != bool(recipe.products))
 
 
-def _pairs() -> list[tuple[str, str]]:
-    return [(name, backend) for name, recipe in RECIPES.items() for backend in backends_of(recipe)]
+def checks() -> dict[str, Check]:
+    """By name: every recipe with every backend."""
+    found = {}
+    for recipe, row in RECIPES.items():
+        instead = f"{recipe} emulated: the same numbers, without the speed" if row.products else "fp32"
+        for backend in backends_of(row):
+            name = f"{recipe}, {backend}"
+            found[name] = Check(name, KIND, partial(tried, recipe, backend), instead)
+    return found
 
 
-# This machine: run it.
-
-def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SECONDS,
-          only: Iterable[tuple[str, str]] | None = None) -> tuple[Cell, ...]:
-    """Every recipe, backend and feature here, by running each, in another process.
-
-    A pair that crashes it or takes longer than what is left of `seconds` is a no with that reason,
-    and a fresh process goes on behind it.
-    """
-    device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    waiting = list(only or _pairs())
-    cells: list[Cell] = []
+def probes(device: torch.device | str, *, seconds: float = PROBE_SECONDS,
+           only: Iterable[str] | None = None) -> list[Probe]:
+    """What came of each, in another process. One that crashes it or takes longer than `seconds`
+    does not work, for that reason, and a fresh process goes on behind it."""
+    known, found = checks(), []
+    waiting = list(known if only is None else only)
     while waiting:
-        command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", device,
+        command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", str(device),
                    json.dumps(waiting)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=seconds)
@@ -85,41 +69,30 @@ def probe(device: torch.device | str | None = None, *, seconds: float = PROBE_SE
         except subprocess.TimeoutExpired as late:
             out, why = late.stdout or b"", f"no answer within {seconds:g} s"
         for line in out.decode(errors="replace").splitlines():
-            if line.startswith("[{"):
-                cells += [Cell(**cell) for cell in json.loads(line)]
+            if line.startswith('{"name"'):
+                found.append(Probe(**json.loads(line)))
                 waiting.pop(0)
         if waiting:
-            cells += _refused(*waiting.pop(0), why)
-    return tuple(cells)
+            name = waiting.pop(0)
+            found.append(Probe(name=name, kind=KIND, works=False, why=why,
+                               nearest=known[name].nearest))
+    return found
 
 
-_here = partial(Cell, machine="this", source=HERE)
-
-
-def _refused(recipe: str, backend: str, why: str) -> list[Cell]:
-    instead = "fp32"
-    if RECIPES[recipe].products:
-        instead = f"{recipe} emulated: the same numbers, without the speed"
-    return [_here(recipe=recipe, backend=backend, feature=feature, status="no", why=why,
-                  nearest=instead) for feature in FEATURES]
-
-
-def _try(recipe: str, backend: str, device: torch.device) -> list[Cell]:
-    """One pair, here and now. Whatever it raises is the reason why not."""
+def tried(recipe: str, backend: str, device: torch.device) -> str:
+    """native or emulated, by how much its numbers are off, and what does not work with it."""
     row = RECIPES[recipe]
     if why := BACKENDS[backend].why_not(recipe, row, device):
-        return _refused(recipe, backend, why)
+        raise UnavailableError(why)
     emulated = backend == "emulated" or (row.products and device.type == "cpu")
-    cells, trial = [], Trial(recipe, backend, device)
+    trial = Trial(recipe, backend, device)
+    said = [f"{'emulated' if emulated else 'native'}, {trial.numbers()}"]
     for feature in FEATURES:
         try:
-            why, instead = getattr(trial, feature)(), ""
-            status = "emulated" if emulated else "native"
+            getattr(trial, feature)()
         except Exception as error:
-            why, status, instead = reason(error), "no", f"{recipe} emulated"
-        cells.append(_here(recipe=recipe, backend=backend, feature=feature, status=status, why=why,
-                           nearest=instead))
-    return cells
+            said.append(f"no {feature}: {reason(error)}")
+    return "; ".join(said)
 
 
 _compare = partial(compare, "the numbers are not the recipe's")
@@ -180,11 +153,9 @@ class Trial:
             model = self.model(partial(ScaledLinear.wrap, arithmetic=Definition()))
         return self.gradients(model)
 
-    def forward(self) -> str:
-        return _compare(self.gradients(self.model())[:1], self.definition()[:1], self.limit)
-
-    def backward(self) -> str:
-        return _compare(self.gradients(self.model())[1:], self.definition()[1:], self.limit)
+    def numbers(self) -> str:
+        """y, dx and dw beside the definition's."""
+        return _compare(self.gradients(self.model()), self.definition(), self.limit)
 
     def compile(self) -> str:
         """Traced and run, forward and backward. Code is not generated, which would take minutes for
@@ -215,41 +186,12 @@ class Trial:
         return _compare([model.weight.grad], [total], 1e-3)
 
 
-# Shown
-
-def grid(cells: Iterable[Cell]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Heads, and a row a recipe: one word a backend, with the features that fail. For a notebook:
-    `html_table(*grid(cells))`."""
-    pairs: dict[tuple[str, str], dict[str, str]] = {}
-    for cell in cells:
-        pairs.setdefault((cell.recipe, cell.backend), {})[cell.feature] = cell.status
-    columns = [name for name in BACKENDS if name in {backend for _, backend in pairs}]
-    rows = []
-    for recipe in dict.fromkeys(recipe for recipe, _ in pairs):
-        words = [_word(pairs.get((recipe, backend), {})) for backend in columns]
-        rows.append((recipe, *words))
-    return ("recipe", *columns), rows
-
-
-def _word(statuses: dict[str, str]) -> str:
-    works = [status for status in statuses.values() if status != "no"]
-    missing = [feature for feature, status in statuses.items() if status == "no"]
-    if not works:
-        return "-" if missing else ""
-    return works[0] + (f", no {', '.join(missing)}" if missing else "")
-
-
-def to_dicts(cells: Iterable[Cell]) -> list[dict[str, Any]]:
-    return [asdict(cell) for cell in cells]
-
-
-def _main(words: list[str]) -> None:
-    device, pairs = torch.device(words[0]), json.loads(words[1])
+def _main(device: str, names: str) -> None:
     torch.set_num_threads(1)    # tiny products; more would only wait for one another
-    warnings.simplefilter("ignore")
-    for recipe, backend in pairs:
-        print(json.dumps(to_dicts(_try(recipe, backend, device))), flush=True)
+    known = checks()
+    for name in json.loads(names):
+        print(json.dumps(asdict(probe(known[name], torch.device(device)))), flush=True)
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(*sys.argv[1:])

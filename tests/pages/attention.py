@@ -3,38 +3,58 @@ itself on a GPU."""
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
-from lpkit.measure.attention import LENGTHS, MODEL, Cell, cell, models
+from lpkit.config import ModelConfig
+from lpkit.measure.attention import LENGTHS, MODEL, cell
+from lpkit.measure.probes import Probe
 from lpkit.tables import markdown_table
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 
 DTYPES = ("float32", "bfloat16", "float16")
+SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out
+# every other block; and queries that see nothing
+TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a in range(9))
+
+
+def models() -> dict[str, ModelConfig]:
+    """Every kind of the table, and what any can have besides, by name."""
+    found = {}
+    for name, row in KINDS.items():
+        smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
+        found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
+    full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
+    return found | {
+        "table": replace(MODEL, attention=replace(blocks, table=TABLE)),
+        "global": replace(MODEL, attention=replace(window, global_tokens=3)),
+        "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
+        "sinks": replace(MODEL, attention=replace(full, sinks=True)),
+        "grouped": replace(MODEL, kv_heads=2), "one group": replace(MODEL, kv_heads=1)}
+
+
+Found = Mapping[tuple[str, str], Mapping[str, Probe]]       # by backend and kind, by dtype
 
 
 def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = None,
-        backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> tuple[Cell, ...]:
-    """The cells asked for; None: all."""
+        backends: Iterable[str] | None = None, dtypes: Iterable[str] = DTYPES) -> Found:
+    """What is asked for; None: all."""
     device, named = torch.device(device), models()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
-        return tuple(cell(kind, name, dtype, device, named[kind])
-                     for kind in (kinds or named) for name in (backends or ATTENTION)
-                     for dtype in dtypes)
+        return {(name, kind): {dtype: cell(kind, name, dtype, device, named[kind]) for dtype in dtypes}
+                for kind in (kinds or named) for name in (backends or ATTENTION)}
 
 
-def errors(cells: Iterable[Cell]) -> dict[tuple[str, str], dict[str, Cell]]:
-    """By backend and kind, by dtype."""
-    found: dict[tuple[str, str], dict[str, Cell]] = {}
-    for one in cells:
-        found.setdefault((one.backend, one.kind), {})[one.dtype] = one
-    return found
+def error(found: Probe) -> str:
+    """Relative; a dash where it does not work."""
+    return found.detail.rpartition(" ")[2] or "-"
 
 
-def _word(cells: Mapping[str, Cell]) -> str:
-    return "-" if all(one.why for one in cells.values()) else " ".join(
-        "-" if one.why else f"{one.error:.0e}" for one in cells.values())
+def _word(cells: Mapping[str, Probe]) -> str:
+    return "-" if all(one.why for one in cells.values()) else " ".join(map(error, cells.values()))
 
 
 INTRODUCTION = """\
@@ -61,7 +81,7 @@ it uses it.
 
 def page() -> str:
     """Every kind by every backend, run on this CPU; and what libraries say of themselves."""
-    kinds, found = list(models()), errors(run("cpu"))
+    kinds, found = list(models()), run("cpu")
     table = [(name, *(_word(found[name, kind]) for kind in kinds)) for name in ATTENTION]
     why: dict[tuple[str, str], list[str]] = {}
     for (name, kind), cells in found.items():

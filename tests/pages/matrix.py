@@ -2,8 +2,9 @@
 they need. Each rule has its source; `lpkit.measure.matrix` tries the machine at hand."""
 
 from functools import cache
+from typing import NamedTuple
 
-from lpkit.measure.matrix import FEATURES, Cell, _pairs, backends_of
+from lpkit.measure.matrix import backends_of
 from lpkit.precision.backends import BACKENDS, Library
 from lpkit.tables import markdown_table
 from lpkit.techniques.hardware import (
@@ -40,18 +41,25 @@ FEATURE_RULES: dict[tuple[str, str], str] = {   # what is worth knowing where it
 }
 
 
+class Cell(NamedTuple):
+    """One answer. `source`: an address."""
+
+    recipe: str
+    backend: str
+    status: str         # native, emulated, no
+    why: str
+    nearest: str        # what to use where the answer is no
+    source: str
+
+
 def by_rule(machine: str) -> tuple[Cell, ...]:
-    """Every recipe, backend and feature on a machine of the catalogue, or on "cpu"."""
+    """Every recipe with every backend on a machine of the catalogue, or on "cpu"."""
     cells = []
-    for recipe, backend in _pairs():
-        status, why, source = _rule(machine, recipe, backend)
-        instead = nearest(machine, recipe) if status == "no" else ""
-        for feature in FEATURES:
-            words = [why]
-            if status != "no" and (backend, feature) in FEATURE_RULES:
-                words.append(FEATURE_RULES[backend, feature])
-            cells.append(Cell(machine=machine, recipe=recipe, backend=backend, feature=feature,
-                              status=status, why="; ".join(words), source=source, nearest=instead))
+    for recipe, row in RECIPES.items():
+        for backend in backends_of(row):
+            status, why, source = _rule(machine, recipe, backend)
+            instead = nearest(machine, recipe) if status == "no" else ""
+            cells.append(Cell(recipe, backend, status, why, instead, source))
     return tuple(cells)
 
 
@@ -140,7 +148,7 @@ def page() -> str:
         title = CATALOGUE[machine].title if machine in CATALOGUE else "any CPU"
         best.append((title, *(_best(machine, recipe) for recipe in RECIPES)))
         for cell in by_rule(machine):
-            if cell.status == "no" and cell.feature == "forward":
+            if cell.status == "no":
                 link = cell.source
                 if link.startswith("https"):
                     link = f"[source]({link})"
