@@ -10,16 +10,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-import warnings
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from lpkit.errors import ConfigError, named
-
-if TYPE_CHECKING:
-    from filelock import SoftFileLock
 
 PACKAGE = Path(__file__).resolve().parent
 LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names are longer
@@ -384,96 +381,68 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 LOOK_SECONDS = 0.25     # for which another may look whether a lock is held
 POLL_SECONDS = 0.005
-SILENT_SECONDS = 1.0    # of waiting where a holder may have ended without our knowing
+
+
+def _flock(file: IO, how: int, folder: Path, way_out: str) -> None:
+    """Raises BlockingIOError where another has it, ConfigError where there is no flock; OSError."""
+    import fcntl  # Unix alone has it
+
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in NO_FLOCK:
+            raise
+        raise ConfigError(f"nothing can be locked in {named(folder)} ({error.strerror}), and two "
+                          f"processes could write there at once; {way_out}") from None
 
 
 def lockable(folder: Path, by: str) -> None:
-    """Raises ConfigError where there is no flock: PyTorch has no other way, as `locked` has one.
-    `by`: the variable that chose the folder. Raises OSError."""
+    """Raises ConfigError where there is no flock. `by`: the variable that chose the folder. Raises
+    OSError."""
     import fcntl
 
     with tempfile.TemporaryFile(dir=folder) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"nothing can be locked in {named(folder)} ({error.strerror}); set "
-                              f"{by} to a folder on a local disk") from None
+        _flock(file, fcntl.LOCK_EX, folder, f"set {by} to a folder on a local disk")
 
 
 @contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the lock file `path` alone. The kernel lets go of it when its holder dies.
 
-    Where the filesystem has no flock, the file `path`.held says who holds it. It is taken over from
-    a process that has ended on this machine; of another machine's that cannot be known.
     Raises BlockingIOError, whose `strerror` says who, when another process holds it and this one
-    does not `wait`; ConfigError as `open_own`, and where no lock can be had; OSError.
+    does not `wait`; ConfigError as `open_own`, and where the filesystem has no flock; OSError.
     """
-    from filelock import FileLock, Timeout  # takes a while to import
+    import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    open_own(path, "ab").close()
-    lock = FileLock(path, poll_interval=POLL_SECONDS, thread_local=False, fallback_to_soft=False)
-    try:
-        lock.acquire(-1 if wait else LOOK_SECONDS)
-    except Timeout:
-        raise BlockingIOError(errno.EAGAIN, f"it holds the lock {named(path)}") from None
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-        lock = _held(path, wait)
-    try:
-        yield
-    finally:
-        lock.release()
+    with open_own(path, "ab") as file:
+        begun = time.monotonic()
+        while True:
+            try:
+                _flock(file, fcntl.LOCK_EX, path.parent, f"choose a folder on a local disk, below "
+                                                         f"{tempfile.gettempdir()} for example")
+                break
+            except BlockingIOError:
+                if not wait and time.monotonic() - begun > LOOK_SECONDS:
+                    raise BlockingIOError(errno.EAGAIN,
+                                          f"it holds the lock {named(path)}") from None
+                time.sleep(POLL_SECONDS)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)    # forks of this process have the file open, too
 
 
 def is_locked(path: Path) -> bool:
     """Whether somebody, this process included, holds the lock file `path` now. Needs no right to
-    write. Raises ConfigError as `open_own`, OSError when it cannot be read."""
-    import fcntl  # Unix alone has it
+    write. Raises ConfigError as `locked`, OSError when it cannot be read."""
+    import fcntl
 
     try:
         with open_own(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _flock(file, fcntl.LOCK_SH, path.parent, "choose a folder on a local disk")
             return False
     except FileNotFoundError:
         return False
     except BlockingIOError:
         return True
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-    if not os.path.lexists(_holder_file(path)):
-        return False
-    try:
-        _held(path, wait=False).release()
-    except OSError:
-        return True
-    return False
-
-
-def _holder_file(path: Path) -> Path:
-    return path.with_name(f"{path.name}.held")
-
-
-def _held(path: Path, wait: bool) -> "SoftFileLock":
-    """The lock of who made the file that says who holds it, acquired."""
-    from filelock import SoftFileLock, Timeout
-
-    lock = SoftFileLock(_holder_file(path), poll_interval=POLL_SECONDS, thread_local=False)
-    try:
-        lock.acquire(SILENT_SECONDS if wait else LOOK_SECONDS)
-    except Timeout as error:
-        sentence = f"{error} If that process is gone, remove the file"
-        if not wait:
-            raise BlockingIOError(errno.EAGAIN, sentence) from None
-        warnings.warn(f"waiting: {sentence}", stacklevel=4)
-        lock.acquire()
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-        raise ConfigError(f"nothing can be locked in {str(path.parent)!r} ({error.strerror}), and "
-                          f"two processes could write there at once; choose a folder on a local "
-                          f"disk, below {tempfile.gettempdir()} for example") from None
-    return lock

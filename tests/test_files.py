@@ -1,4 +1,4 @@
-"""Locks that two real processes fight for, with and without flock; links and names that lead out of a folder."""
+"""Locks that two real processes fight for; links and names that lead out of a folder."""
 
 import errno
 import fcntl
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from filelock import SoftFileLock
 
 from lpkit import files, records
 from lpkit.config import Config
@@ -19,14 +18,7 @@ from lpkit.training import loop
 from lpkit.training.background import start_each
 from tests.attack import until
 
-REFUSED = [None, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]      # None: flock works
-
-
-@pytest.fixture(params=REFUSED, ids=lambda code: errno.errorcode.get(code, "flock"))
-def filesystem(request, monkeypatch):
-    if request.param is not None:
-        monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(request.param))
-    return request.param
+REFUSED = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL]
 
 
 def refuse(code):
@@ -69,7 +61,7 @@ def hold(lock, ready):
         time.sleep(60)
 
 
-def test_another_process_is_kept_out_and_a_killed_one_lets_go(filesystem, tmp_path):
+def test_another_process_is_kept_out_and_a_killed_one_lets_go(tmp_path):
     lock, ready = tmp_path / "run" / ".lock", tmp_path / "ready"
     assert not files.is_locked(lock)
     with child(lambda: hold(lock, ready)) as pid:
@@ -88,8 +80,7 @@ def test_another_process_is_kept_out_and_a_killed_one_lets_go(filesystem, tmp_pa
     assert {path.name for path in lock.parent.iterdir()} == {".lock"}
 
 
-@pytest.mark.parametrize("filesystem", [None, errno.ENOLCK], indirect=True, ids=["flock", "none"])
-def test_increments_of_many_processes_are_all_counted(filesystem, tmp_path):
+def test_increments_of_many_processes_are_all_counted(tmp_path):
     """Each reads, waits and writes under the lock; some are killed while they hold it."""
     lock, number = tmp_path / "lock", tmp_path / "number"
     number.write_text("0")
@@ -106,7 +97,7 @@ def test_increments_of_many_processes_are_all_counted(filesystem, tmp_path):
             os._exit(7)
 
     for _ in [forked(work) for work in (count, die, count, die, count)]:
-        assert exit_code(-1) in (0, 7)      # whoever ends first: without flock a zombie holds on
+        assert exit_code(-1) in (0, 7)
     assert number.read_text() == "30"
 
 
@@ -126,60 +117,15 @@ def test_looking_keeps_nobody_out(tmp_path):
         exit_code(pid)
 
 
-def held_by(tmp_path, host=None):
-    """A lock that a process which has ended left behind; of another machine, `host`."""
-    with child(lambda: (SoftFileLock(tmp_path / "lock.held").acquire(), os._exit(0))) as pid:
-        exit_code(pid)
-    pid, name, start = (tmp_path / "lock.held").read_text().splitlines()
-    (tmp_path / "lock.held").write_text("\n".join((pid, host or name, start)) + "\n")
+@pytest.mark.parametrize("code", REFUSED, ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", [
+    lambda path: files.locked(path).__enter__(), lambda path: loop._owned(path.parent).__enter__(), files.is_locked,
+    lambda path: files.lockable(path.parent, "TMPDIR")], ids=["locked", "a run", "is_locked", "lockable"])
+def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch, code, call):
     (tmp_path / "lock").touch()
-    return tmp_path / "lock"
-
-
-def test_what_may_live_elsewhere_is_not_taken_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOLCK))
-    monkeypatch.setattr(files, "SILENT_SECONDS", 0.1)
-    lock = held_by(tmp_path, "node7")
-    assert files.is_locked(lock)
-    with pytest.raises(BlockingIOError, match=r"lock\.held'.* held by pid \d+ on node7.* If that process is gone, remove the file"):
-        with files.locked(lock, wait=False):
-            pass
-    with child(lambda: (time.sleep(0.2), (tmp_path / "lock.held").unlink())) as pid:
-        with pytest.warns(UserWarning, match=r"waiting: .*lock\.held'.* on node7"):
-            with files.locked(lock):
-                assert files.is_locked(lock)
-        exit_code(pid)
-
-
-def test_a_run_on_another_machine_is_named_with_the_file_to_remove(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOLCK))
-    held_by(tmp_path, "node7").with_name("lock.held").rename(tmp_path / ".lock.held")
-    with pytest.raises(ConfigError, match=r"another process is training into .* \(.*\.lock\.held'.* by pid \d+ on node7.*"
-                                          r" If that process is gone, remove the file\); choose another --out"):
-        with loop._owned(tmp_path):
-            pass
-    (tmp_path / ".lock.held").unlink()
-    with loop._owned(tmp_path):
-        assert files.is_locked(tmp_path / ".lock")
-
-
-def test_who_has_ended_here_is_taken_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOSYS))
-    lock = held_by(tmp_path)
-    assert not files.is_locked(lock)
-    with files.locked(lock, wait=False):
-        assert files.is_locked(lock)
-    assert {path.name for path in tmp_path.iterdir()} == {"lock"}
-
-
-def test_where_nothing_can_be_locked_one_sentence_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(errno.ENOSYS))
-    whole = os.open
-    monkeypatch.setattr(os, "open", lambda path, flags, *mode, **how:
-                        refuse(errno.EOPNOTSUPP) if flags & os.O_EXCL else whole(path, flags, *mode, **how))
-    with pytest.raises(ConfigError, match=r"nothing can be locked in .*; choose a folder on a local disk, below /"):
-        with files.locked(tmp_path / "lock"):
-            pass
+    monkeypatch.setattr(fcntl, "flock", lambda *_: refuse(code))
+    with pytest.raises(ConfigError, match=r"nothing can be locked in .* \(.*\), and two processes could write there at once; .*local disk"):
+        call(tmp_path / "lock")
 
 
 # ---- modes

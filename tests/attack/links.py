@@ -38,7 +38,7 @@ SMALL = {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.context"
 OLDER, NEWER, NEXT = "step-00000003", "step-00000004", "step-00000005"
 NAMES = [
     "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tokenizer.json", "telemetry.jsonl", ".lock",
-    ".lock.held", ".config.yaml.ab12cd34.tmp", "checkpoints", "checkpoints/latest", "checkpoints/quarantine",
+    ".config.yaml.ab12cd34.tmp", "checkpoints", "checkpoints/latest", "checkpoints/quarantine",
     f"checkpoints/{OLDER}", f"checkpoints/{NEWER}", f"checkpoints/{NEXT}", f"checkpoints/.{NEXT}.tmp", f"checkpoints/.{OLDER}.tmp",
     f"checkpoints/{NEWER}/manifest.json", f"checkpoints/{NEWER}/state.json", f"checkpoints/{NEWER}/tensors.safetensors",
     f"checkpoints/{OLDER}/state.json", f"checkpoints/{NEWER}/more", "checkpoints/.more.tmp"]
@@ -277,10 +277,6 @@ def _quarantined(trial: Path, rng: random.Random) -> None:
         (root / "quarantine" / NEWER).symlink_to(rng.choice(("../../../outside/folder", "../../../outside/new")))
 
 
-def _held(trial: Path, rng: random.Random) -> None:
-    (trial / "run" / ".lock.held").write_text(rng.choice(("", "{", '{"pid": 1}', "x" * 10_000)))
-
-
 def _kernel(change: Callable[[Path, Path], Any]) -> Callable[[Path, random.Random], None]:
     def plant(trial: Path, rng: random.Random) -> None:
         for path in [*(trial / "cache" / "lpkit" / compile_c.own_cache().name).glob("*.so")]:
@@ -298,7 +294,7 @@ def _given_away(path: Path, outside: Path) -> None:
 
 
 OTHERS = {
-    "latest leads up": _latest, "a manifest leads up": _manifest, "quarantine leads up": _quarantined, "a planted holder": _held,
+    "latest leads up": _latest, "a manifest leads up": _manifest, "quarantine leads up": _quarantined,
     "a truncated kernel": _kernel(lambda path, outside: os.truncate(path, path.stat().st_size // 3)),
     "a kernel for all to write": _kernel(lambda path, outside: path.chmod(0o666)),
     "another's kernel": _kernel(_given_away),
