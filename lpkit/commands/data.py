@@ -1,11 +1,11 @@
 """Prepare a corpus once: text in, token files out. Training does this by itself when it has to.
 
     lpkit data prepare python-stdlib
-    lpkit data prepare 'books/**/*.txt.gz' --tokenizer bpe --vocab 8192 --out corpora/books
+    lpkit data prepare 'books/**/*.txt' --tokenizer bpe --vocab 8192 --out corpora/books
     lpkit data show corpora/books
 
-SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl, each also as .gz;
-.parquet), or hf:owner/name. A prepared folder is itself a data.source.
+SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet), or hf:owner/name.
+A prepared folder is itself a data.source.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 in memory.
 
     python-stdlib               the standard library of the running interpreter (no download)
-    a file, a folder, a glob    .txt .md .py .jsonl, each also as .gz; .parquet
+    a file, a folder, a glob    .txt .md .py .jsonl .parquet
     hf:owner/name[:subset]      streamed from the Hugging Face hub
 
 Training or validation is decided by a hash, never by an order, so that adding a document moves no
@@ -14,7 +14,6 @@ so that equal texts never straddle the split.
 import contextlib
 import functools
 import glob
-import gzip
 import hashlib
 import io
 import json
@@ -23,7 +22,6 @@ import platform
 import re
 import stat
 import sysconfig
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +34,11 @@ PIECE_CHARS = 1 << 18       # of a text file, read at once
 BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
 MOST_DOCUMENT_CHARS = 1 << 24   # of one in a .jsonl or .parquet file, which is held in memory
 MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
-# What a packed file may unpack to: so many bytes, and beyond them so many times its own size. Text
-# packs 3 to 20 times smaller.
+# What a .parquet file may hold: so many characters, and beyond them so many times its own size. Text
+# packs 3 to 20 times smaller, and a page of a dictionary unpacks to any length.
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-PACKED = tuple(suffix + ".gz" for suffix in SUFFIXES[:-1])
-OTHER_PACKINGS = (".zst", ".xz", ".bz2", ".zip")
+PACKINGS = (".gz", ".zst", ".xz", ".bz2", ".zip")
 WAY_OUT = "repair or remove it, or choose the files to read with a glob"
 _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
@@ -75,7 +72,7 @@ def find(source: str) -> "Source":
 
 def _local(source: str, path: Path) -> "Files":
     if path.is_dir():
-        return Files(name=source, files=_walk(path, (*SUFFIXES, *PACKED)))
+        return Files(name=source, files=_walk(path, SUFFIXES))
     if path.is_file():
         return Files(name=source, files=[(path.name, path)], alone=True)
     if path.exists():
@@ -109,7 +106,7 @@ class Files:
     def __post_init__(self):
         if not self.files:
             raise ConfigError(f"there is nothing to read in {shown(self.name)}; a source "
-                              f"holds {', '.join(SUFFIXES)} files, all but .parquet optionally .gz")
+                              f"holds {', '.join(SUFFIXES)} files")
 
     def header(self) -> dict[str, Any]:
         """Where tokens came from; no path of this machine beyond the name that was given."""
@@ -131,15 +128,14 @@ class Files:
 
     def total_bytes(self) -> int | None:
         """Of text, for the progress bar; None: not known."""
-        kinds = {_kind(path) for _, path in self.files}
-        if any(packing or suffix == ".parquet" for packing, suffix in kinds):
+        if any(_suffix(path) == ".parquet" for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
 
     def pieces(self) -> Iterator[Piece]:
         for key, path in self.files:
-            packing, suffix = _kind(path)
-            with _sentences(path), _opened(path, packing) as stream:
+            suffix = _suffix(path)
+            with _sentences(path), _opened(path) as stream:
                 if suffix in DOCUMENTS:
                     for text in DOCUMENTS[suffix](stream, path):
                         yield from _document(text)
@@ -221,10 +217,8 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
     return sorted((key, root / key) for key in keys if (root / key).is_file())
 
 
-def _kind(path: Path) -> tuple[str, str]:
-    """The packing and the suffix under it: a.jsonl.gz -> ('.gz', '.jsonl')."""
-    suffix = path.suffix.lower()
-    return (suffix, Path(path.stem).suffix.lower()) if suffix == ".gz" else ("", suffix)
+def _suffix(path: Path) -> str:
+    return path.suffix.lower()
 
 
 @contextlib.contextmanager
@@ -238,47 +232,18 @@ def _sentences(path: Path) -> Iterator[None]:
         raise ConfigError(f"{named(path)} is not UTF-8 text (byte "
                           f"{error.object[error.start]:#04x}); {WAY_OUT}") from None
     except Exception as error:
-        ours = isinstance(error, (OSError, EOFError, zlib.error))
-        if not ours and type(error).__module__.partition(".")[0] != "pyarrow":
+        if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"cannot read {named(path)}: {why}; {WAY_OUT}") from None
 
 
-@contextlib.contextmanager
-def _opened(path: Path, packing: str) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> BinaryIO:
     check_regular(path)
-    if path.suffix.lower() in OTHER_PACKINGS or (packing and _kind(path)[1] == ".parquet"):
-        raise ConfigError(f"{named(path)} is packed, and .gz alone is unpacked here, of text and "
-                          f".jsonl; unpack it first, or read it as hf:owner/name")
-    with path.open("rb") as file:
-        if packing:
-            yield io.BufferedReader(_Unpacked(path, gzip.open(file)), 1 << 20)
-        else:
-            yield file
-
-
-class _Unpacked(io.RawIOBase):
-    """What a packed file holds, until it is far beyond what text packs to: 10 GB of one letter
-    pack into 10 MB, and would fill a disk."""
-
-    def __init__(self, path: Path, stream: BinaryIO | None = None):
-        self.path, self.stream, self.count = path, stream, 0
-        self.most = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        count = self.stream.readinto(memoryview(buffer)[:1 << 16])
-        self.add(count)
-        return count
-
-    def add(self, count: int) -> None:
-        self.count += count
-        if self.count > self.most:
-            raise ConfigError(f"{named(self.path)} unpacks to more than {self.most:,} bytes, "
-                              f"{MOST_RATIO:,} times its own size, and no text does; {WAY_OUT}")
+    if _suffix(path) in PACKINGS:
+        raise ConfigError(f"{named(path)} is packed, and nothing is unpacked here; unpack it first, "
+                          f"or read it from the hub as hf:owner/name")
+    return path.open("rb")
 
 
 def _document(text: str) -> Iterator[Piece]:
@@ -354,10 +319,13 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
                           f"that holds the text")
     rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])
             for text in batch.column(0).to_pylist())
-    read = _Unpacked(path)    # a page of a dictionary unpacks to any length too
+    read, most = 0, max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
     for number, text in enumerate(rows, 1):
         text = _field({"text": text}, f"row {number} of {named(path)}")
-        read.add(len(text))
+        read += len(text)
+        if read > most:
+            raise ConfigError(f"{named(path)} unpacks to more than {most:,} characters, "
+                              f"{MOST_RATIO:,} times its own size, and no text does; {WAY_OUT}")
         yield text
 
 
