@@ -331,7 +331,7 @@ DRAWN = ["""
 import lpkit
 from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
-from lpkit.precision.formats import landings, listed
+from lessons.l03_number_formats import landings, listed
 from lpkit.ui import *
 from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure

@@ -6,11 +6,10 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from lessons.l03_number_formats import number_line_figure
+from lessons.l03_number_formats import listed, number_line_figure
 from lessons.l06_fp8_training import GAP, LEFT, NUMBERS, products_figure, products_view
 from lessons.l08_recompute_and_offload import recompute_figure
 from lpkit.errors import ConfigError
-from lpkit.precision.formats import listed
 from lpkit.techniques.recipes import RECIPES
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]

@@ -19,9 +19,9 @@ from papermill.inspection import inspect_notebook
 import lpkit
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
+from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
-from lpkit.precision.formats import listed
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time

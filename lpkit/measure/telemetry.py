@@ -28,10 +28,10 @@ import statistics
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,28 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
 
 # ---- a run's
 
+@contextmanager
+def observed(linears: Mapping[str, nn.Linear],
+             look: Callable[[str, nn.Linear, str, Tensor, torch.dtype], None]) -> Iterator[None]:
+    """Within, `look(name, layer, tensor, value, dtype)` sees what each Linear multiplies: its x and w,
+    and the gradient dy of its output, whose dtype it is told."""
+    def forward(name: str, layer: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
+        # alone: a closure over `out` would keep it until backward, and itself in a cycle
+        dtype = out.dtype
+        look(name, layer, "x", args[0], dtype)
+        look(name, layer, "w", layer.weight, dtype)
+        if out.requires_grad:
+            out.register_hook(lambda dy: look(name, layer, "dy", dy, dtype))
+
+    with ExitStack() as stack:
+        for name, layer in linears.items():
+            stack.callback(layer.register_forward_hook(partial(forward, name)).remove)
+        # what was compiled does not call a later hook, nor is it compiled anew for one
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
 @dataclass(kw_only=True)
 class Telemetry:
     """Samples `model` every `every` steps: step 1, 1 + every, ... `watch` is a watcher of a
@@ -282,25 +304,9 @@ class Telemetry:
             yield
             return
         self.step, self._seen, self._found = step + 1, set(), []
-        with ExitStack() as stack:
-            for name, module in self._linears.items():
-                stack.callback(module.register_forward_hook(self._forward(name)).remove)
-            # what was compiled does not call a later hook, nor is it compiled anew for one
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        with observed(self._linears, self._sample):
             yield
         self._keep(self._found)
-
-    def _forward(self, name: str) -> Callable[..., None]:
-        def look(module: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
-            # alone: a closure over `out` would keep it until backward, and itself in a cycle
-            dtype = out.dtype
-            self._sample(name, module, "x", args[0], dtype)
-            self._sample(name, module, "w", module.weight, dtype)
-            if out.requires_grad:
-                out.register_hook(lambda dy: self._sample(name, module, "dy", dy, dtype))
-
-        return look
 
     def _sample(self, name: str, module: nn.Linear, tensor: str, value: Tensor,
                 dtype: torch.dtype) -> None:

@@ -21,9 +21,7 @@ when nonsaturating.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -69,7 +67,7 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
                           f"on it")
     x = x.detach().double()
     magnitude = x.abs()
-    step = _spacing(magnitude, fmt)
+    step = spacing(magnitude, fmt)
     y = rule(magnitude / step, generator) * step
     negative = torch.signbit(x)
     largest = torch.where(negative, max(-fmt.lowest, 0.0), fmt.largest)
@@ -95,7 +93,7 @@ def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
     return torch.where(magnitude == 0, fmt.min_exponent, exponent).clamp(min=fmt.min_exponent)
 
 
-def _spacing(magnitude: Tensor, fmt: Format) -> Tensor:
+def spacing(magnitude: Tensor, fmt: Format) -> Tensor:
     """Between the neighbours of a magnitude, if the exponent had no upper bound; float64."""
     return _power(_exponent(magnitude, fmt) - fmt.mantissa_bits)
 
@@ -118,7 +116,7 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
     if off.any():
         raise ConfigError(f"{int(off.sum())} of {x.numel()} values are not in {fmt.name}, the "
                           f"first is {x[off][0].item():g}; round_to them first")
-    mantissa = (magnitude / _spacing(magnitude, fmt)).nan_to_num(0, 0).long()
+    mantissa = (magnitude / spacing(magnitude, fmt)).nan_to_num(0, 0).long()
     code = ((_exponent(magnitude, fmt) + fmt.bias - 1) << fmt.mantissa_bits) + mantissa
     if fmt.has_infinities:
         code = torch.where(inf, fmt.first_nan - 1, code)
@@ -159,61 +157,3 @@ def values(fmt: Format) -> Tensor:
         raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "
                           f"listed: {small}")
     return decode(torch.arange(1 << fmt.bits), fmt)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Listed:
-    """A format and its values by code, for a figure. Compared by identity: NaN is not equal."""
-
-    format: Format
-    values: tuple[float, ...]
-
-
-def listed() -> dict[str, Listed]:
-    """The formats of at most 8 bits."""
-    return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
-            for name, fmt in FORMATS.items() if fmt.bits <= 8}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Landing:
-    """Where `value` lands in a format: at `nearest`, by its `code`; and the format's values on both
-    sides of it, `toward` zero and `away` from it. Both are the value itself where the format has
-    it; `away` is None beyond the largest."""
-
-    format: Format
-    value: float
-    nearest: float
-    code: int
-    toward: float
-    away: float | None
-
-    @property
-    def bits(self) -> str:
-        """The code in binary: sign, exponent and mantissa apart."""
-        digits = f"{self.code:0{self.format.bits}b}"
-        ends = self.format.signed, self.format.signed + self.format.exponent_bits
-        parts = digits[:ends[0]], digits[ends[0]:ends[1]], digits[ends[1]:]
-        return " ".join(filter(None, parts))
-
-
-def landings(x: float) -> dict[str, Landing]:
-    """A Landing in each format that can hold the sign of x, saturating. Raises ConfigError for a
-    number that is not finite."""
-    if not math.isfinite(x):
-        raise ConfigError(f"a number lands in a format when it is finite, got {x}")
-    one, found = torch.tensor([x], dtype=torch.float64), {}
-    for name, fmt in FORMATS.items():
-        nearest = round_to(one, fmt)
-        if nearest.isnan():
-            continue
-        toward = round_to(one, fmt, rounding="toward-zero").double()
-        away = toward + torch.copysign(_spacing(toward.abs(), fmt), one)
-        ends = toward.item(), away.item()
-        if ends[0] == x:
-            ends = x, x
-        elif not fmt.lowest <= ends[1] <= fmt.largest:
-            ends = ends[0], None
-        found[name] = Landing(format=fmt, value=x, nearest=nearest.item(), toward=ends[0],
-                              away=ends[1], code=int(encode(nearest, fmt)))
-    return found

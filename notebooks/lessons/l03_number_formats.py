@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
-from functools import partial
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +32,11 @@ from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
+from lpkit.measure.telemetry import observed
 from lpkit.precision.error import sqnr_db
+from lpkit.precision.formats import encode, round_to, spacing, values
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.techniques.formats import Format
+from lpkit.techniques.formats import FORMATS, Format
 from lpkit.training.training import Training
 from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, scatter
 from lpkit.ui.style import COLOURS, FORMAT_COLOURS, ROLE_COLOURS, lines_of
@@ -53,28 +53,17 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
                           f"or more, got {steps}")
     for step in range(steps):
         training.update(step)
-    found: dict[str, list[Tensor]] = {"weights": [], "activations": [], "gradients": []}
+    found: dict[str, list[Tensor]] = {"w": [], "x": [], "dy": []}
 
-    def keep(role: str, x: Tensor) -> None:
-        found[role].append(x.detach().float().flatten(0, -2))
+    def keep(name: str, layer: nn.Linear, tensor: str, x: Tensor, dtype: torch.dtype) -> None:
+        found[tensor].append(x.detach().float().flatten(0, -2))
 
-    def forward(layer: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
-        keep("weights", layer.weight)
-        keep("activations", inputs[0])
-        y.register_hook(partial(keep, "gradients"))
-
-    hooks = [layer.register_forward_hook(forward) for layer in training.model.modules()
-             if isinstance(layer, nn.Linear)]
-    try:
-        # what was compiled does not call a later hook
-        compiled = "torch._dynamo" in sys.modules
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            training.forward_backward(training.batch(steps))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        training.optimizer.zero_grad(set_to_none=True)
-    return found
+    linears = {name: layer for name, layer in training.model.named_modules()
+               if isinstance(layer, nn.Linear)}
+    with observed(linears, keep):
+        training.forward_backward(training.batch(steps))
+    training.optimizer.zero_grad(set_to_none=True)
+    return dict(zip(("weights", "activations", "gradients"), found.values()))
 
 
 def measured_db(x: Tensor, fmt: Format) -> float | None:
@@ -123,6 +112,64 @@ def rounding_noise(fmt: Format, sigma: float, share_below: float = 0.0) -> float
 def expected_zero_share(fmt: Format, *, sigma: float) -> float:
     """Of a Gaussian of that standard deviation: what lies within half a spacing of zero."""
     return math.erf(fmt.smallest / 2 / sigma / math.sqrt(2))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Listed:
+    """A format and its values by code, for a figure. Compared by identity: NaN is not equal."""
+
+    format: Format
+    values: tuple[float, ...]
+
+
+def listed() -> dict[str, Listed]:
+    """The formats of at most 8 bits."""
+    return {name: Listed(format=fmt, values=tuple(values(fmt).tolist()))
+            for name, fmt in FORMATS.items() if fmt.bits <= 8}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """Where `value` lands in a format: at `nearest`, by its `code`; and the format's values on both
+    sides of it, `toward` zero and `away` from it. Both are the value itself where the format has
+    it; `away` is None beyond the largest."""
+
+    format: Format
+    value: float
+    nearest: float
+    code: int
+    toward: float
+    away: float | None
+
+    @property
+    def bits(self) -> str:
+        """The code in binary: sign, exponent and mantissa apart."""
+        digits = f"{self.code:0{self.format.bits}b}"
+        ends = self.format.signed, self.format.signed + self.format.exponent_bits
+        parts = digits[:ends[0]], digits[ends[0]:ends[1]], digits[ends[1]:]
+        return " ".join(filter(None, parts))
+
+
+def landings(x: float) -> dict[str, Landing]:
+    """A Landing in each format that can hold the sign of x, saturating. Raises ConfigError for a
+    number that is not finite."""
+    if not math.isfinite(x):
+        raise ConfigError(f"a number lands in a format when it is finite, got {x}")
+    one, found = torch.tensor([x], dtype=torch.float64), {}
+    for name, fmt in FORMATS.items():
+        nearest = round_to(one, fmt)
+        if nearest.isnan():
+            continue
+        toward = round_to(one, fmt, rounding="toward-zero").double()
+        away = toward + torch.copysign(spacing(toward.abs(), fmt), one)
+        ends = toward.item(), away.item()
+        if ends[0] == x:
+            ends = x, x
+        elif not fmt.lowest <= ends[1] <= fmt.largest:
+            ends = ends[0], None
+        found[name] = Landing(format=fmt, value=x, nearest=nearest.item(), toward=ends[0],
+                              away=ends[1], code=int(encode(nearest, fmt)))
+    return found
 
 
 # ---- Figures
@@ -331,9 +378,8 @@ def exponents_figure(shares: Mapping[str, Mapping[int, float]], formats: Iterabl
         yaxis2={**NAMES, "domain": [0, 0.04 + rows], "tickfont": {"color": FAINT}})
 
 
-def landing_figure(landings: Iterable[Any]) -> tuple[dict, str]:
-    """For an Explorer: where a number lands in each format (a `Landing`:
-    lpkit.precision.formats.landings), and the table. A row is the gap that the number is in, all
+def landing_figure(landings: Iterable[Landing]) -> tuple[dict, str]:
+    """For an Explorer: where a number lands in each format (a `Landing`), and the table. A row is the gap that the number is in, all
     drawn to one length; the mark is the number, the dot the value that it becomes."""
     data, notes, rows, names = [], [], [], []
     for line, landing in enumerate(landings):
@@ -431,14 +477,14 @@ def _cast(x: Tensor, exponent_bits: int, mantissa_bits: int, largest: float, *,
     return (whole * step).clamp(-largest, largest).float()
 
 
-FORMATS = ((4, 3, 448.0), (5, 2, 57344.0), (2, 1, 6.0), (3, 2, 28.0))
+GRIDS = ((4, 3, 448.0), (5, 2, 57344.0), (2, 1, 6.0), (3, 2, 28.0))
 
 
 @exercise("03.cast", (torch.tensor([1.0, 1.06]), 4, 3, 448.0),
           (torch.tensor([1.0625, 1.1875, -1.0625]), 4, 3, 448.0),
           (torch.tensor([2.0**-9, 2.0**-10, -(2.0**-11), -0.0, 0.0]), 4, 3, 448.0),
           (torch.tensor([449.0, -1e9, math.inf]), 4, 3, 448.0),
-          draw=lambda r: (normal(r, 16, size=2.0 ** r.randint(-12, 8)), *r.choice(FORMATS)),
+          draw=lambda r: (normal(r, 16, size=2.0 ** r.randint(-12, 8)), *r.choice(GRIDS)),
           tolerance=0, stars=3, minutes=20,
           mistakes={"half way goes to the even neighbour": lambda x, e, m, largest:
                         _cast(x, e, m, largest, even=False),
