@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +39,6 @@ from lpkit.ui import (
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, FORMAT_COLOURS, ROLE_COLOURS, TEMPLATE, lines_of
-from lpkit.ui.throttle import Throttle
 
 
 def spec(y=(1, 2, 3), title="a line"):
@@ -58,98 +56,12 @@ def shown(figure):
 
 
 class Time:
-    """A clock and a timer that move when told to."""
+    """A clock that moves when told to."""
 
-    def __init__(self):
-        self.now, self.timers = 0.0, []
+    now = 0.0
 
-    def clock(self):
+    def __call__(self):
         return self.now
-
-    def timer(self, seconds, fire):
-        self.timers.append((self.now + seconds, fire))
-
-    def move(self, seconds):
-        end = self.now + seconds
-        while due := sorted((entry for entry in self.timers if entry[0] <= end), key=lambda entry: entry[0]):
-            self.timers.remove(due[0])
-            self.now = max(self.now, due[0][0])
-            due[0][1]()
-        self.now = end
-
-
-# the throttle
-
-def test_the_latest_wins_and_the_last_always_arrives():
-    time, got = Time(), []
-    throttle = Throttle(lambda value: got.append((time.now, value)), max_hz=8, clock=time.clock, timer=time.timer)
-    for i in range(101):               # a hundred steps a second, for a second
-        throttle(i)
-        time.move(0.01)
-    time.move(1)
-    assert got[0] == (0, 0) and got[-1][1] == 100
-    assert len(got) == 10              # at 0, 1/8, ... 1, and what was left
-    assert min(b[0] - a[0] for a, b in itertools.pairwise(got)) >= 1 / 8 - 1e-9
-    assert [value for _, value in got] == sorted(value for _, value in got)
-    time.move(1)
-    throttle("later")                  # after a quiet time nothing waits
-    assert got[-1] == (time.now, "later")
-
-
-def test_a_costly_delivery_makes_the_next_wait():
-    time, got = Time(), []
-
-    def deliver(value):
-        got.append((time.now, value))
-        time.now += 0.1
-
-    throttle = Throttle(deliver, max_hz=8, share=0.2, clock=time.clock, timer=time.timer)
-    throttle("a")
-    throttle("b")
-    time.move(2)
-    assert got == [(0, "a"), (pytest.approx(0.5), "b")]   # 0.1 s of work in 0.5 s
-
-
-def test_a_delivery_that_fails_does_not_block_the_next():
-    time, got = Time(), []
-
-    def deliver(value):
-        if value == "bad":
-            raise RuntimeError("bad")
-        got.append(value)
-
-    throttle = Throttle(deliver, clock=time.clock, timer=time.timer)
-    with pytest.raises(RuntimeError):
-        throttle("bad")
-    throttle("good")
-    time.move(1)
-    assert got == ["good"]
-
-
-def test_many_threads_at_once_never_overlap_and_lose_no_last_value():
-    busy, overlaps, got = threading.Lock(), [], []
-
-    def deliver(value):
-        if not busy.acquire(blocking=False):
-            overlaps.append(value)
-            return
-        got.append(value)
-        busy.release()
-
-    throttle = Throttle(deliver, max_hz=1e6)
-    start = threading.Barrier(8)
-
-    def work(i):
-        start.wait()
-        for j in range(200):
-            throttle((i, j))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    throttle("last")
-    throttle.flush()
-    assert not overlaps and got[-1] == "last"
 
 
 # the figure
@@ -177,23 +89,13 @@ def test_what_is_no_spec_is_refused(bad):
         Figure(bad)
 
 
-def test_update_is_one_message_that_carries_the_spec_and_nothing_else(monkeypatch):
-    figure, sent = Figure(spec(), max_hz=1e6), []
+def test_what_is_shown_is_one_message_that_carries_the_spec_and_nothing_else(monkeypatch):
+    figure, sent = Figure(spec()), []
     monkeypatch.setattr(figure.shown.comm, "publish_msg", lambda kind, data=None, **rest: sent.append((kind, data, rest)))
-    figure.update(spec((4, 5, 6)))
-    figure.flush()
+    figure.show(spec((4, 5, 6)))
     [(kind, data, rest)] = sent
     assert (kind, data["method"], set(data["state"]), rest["buffers"]) == ("comm_msg", "update", {"spec"}, [])
     assert data["state"]["spec"] == plain(spec((4, 5, 6)))
-
-
-def test_updates_from_a_training_thread_end_with_the_last():
-    figure = Figure(spec())
-    thread = threading.Thread(target=lambda: [figure.update(spec((i, i))) for i in range(500)])
-    thread.start()
-    thread.join()
-    figure.flush()
-    assert shown(figure) == [499, 499]
 
 
 def test_plotly_js_goes_out_once_and_figures_are_small():
@@ -239,7 +141,7 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(t
              "def show(n): return {'data': [{'y': [n]}]}\n"
              "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
              "import threading\n"
-             "work = threading.Thread(target=lambda: [figure.update({'data': [{'y': [i]}]}) for i in range(50)])\n"
+             "work = threading.Thread(target=lambda: [figure.show({'data': [{'y': [i]}]}) for i in range(50)])\n"
              "work.start(); work.join(); figure.refresh_output()\n"
              "explorer.controls['n'].value = 3; explorer.refresh_output()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
@@ -360,11 +262,11 @@ def test_set_moves_several_controls_and_draws_once():
 
 def test_each_kind_of_choice_gets_its_control():
     explorer = Explorer(lambda **choices: spec(), number=[1, 0.2, 2_200_000.0], word=["a", "b"], labelled={"one": 1}, whole=range(2, 9, 3),
-                        tick=False, typed=0.3, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
+                        typed=0.3, own=widgets.FloatSlider(min=0, max=1), start={"word": "b", "whole": 5})
     kinds = {name: type(control).__name__ for name, control in explorer.controls.items()}
     assert kinds == {"number": "SelectionSlider", "word": "Dropdown", "labelled": "Dropdown", "whole": "IntSlider",
-                     "tick": "Checkbox", "typed": "FloatText", "own": "FloatSlider"}
-    assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "tick": False, "typed": 0.3, "own": 0.0}
+                     "typed": "FloatText", "own": "FloatSlider"}
+    assert explorer.choices == {"number": 1, "word": "b", "labelled": 1, "whole": 5, "typed": 0.3, "own": 0.0}
     assert [label for label, _ in explorer.controls["number"].options] == ["1", "0.2", "2,200,000"]
     assert (explorer.controls["whole"].min, explorer.controls["whole"].max) == (2, 8)
     assert all(control.description for control in explorer.controls.values())
@@ -431,8 +333,8 @@ class Handle:
     def resume(self):
         self.heard.append("resume")
 
-    def play(self, count):
-        for record in records(count):
+    def play(self, count, begun=0):
+        for record in records(count)[begun:]:
             self.records.append(record)
             for observe in self.observers:
                 observe(record)
@@ -443,19 +345,16 @@ class Handle:
             callback()
 
 
-def throttle_on(time):
-    return lambda deliver, max_hz: Throttle(deliver, max_hz=max_hz, clock=time.clock, timer=time.timer)
-
-
 def test_a_live_run_shows_every_step_in_the_end_and_few_redraws_on_the_way():
     time, handle = Time(), Handle()
-    live = LiveRun(handle, throttle=throttle_on(time))
+    live = LiveRun(handle, clock=time)
     assert "running" in live.status.value and "50 steps planned" in live.status.value
     redraws = []
     live.figure.shown.observe(lambda change: redraws.append(len(change["new"]["data"][0]["y"])), names="spec")
-    handle.play(30)
+    handle.play(29)
     assert redraws == [1]
-    time.move(1)
+    time.now += 1
+    handle.play(30, 29)
     assert redraws == [1, 30]
     loss, val, norm, speed = live.figure.spec["data"]
     assert loss["y"] == [4 / i for i in range(1, 31)] and val["x"] == [10, 20, 30] and val["y"] == [0.5, 0.25, 5 / 30]
@@ -464,9 +363,23 @@ def test_a_live_run_shows_every_step_in_the_end_and_few_redraws_on_the_way():
     assert ("step 30 of 50 · loss 0.133 · validation 0.167 · 2.00k tokens/s · about 10 s left") in live.status.value
 
 
+def test_a_costly_redraw_makes_the_next_wait(monkeypatch):
+    time, shown = Time(), []
+    live = LiveRun(Handle(), clock=time)
+
+    def show():
+        shown.append(time.now)
+        time.now += 0.1
+
+    monkeypatch.setattr(live, "_show", show)
+    for time.now in (10, 10.4, 10.5):       # 0.1 s of work in 0.5 s
+        live._changed(None)
+    assert shown == [10, 10.5]
+
+
 def test_stop_and_pause_reach_the_run_and_say_so():
     handle = Handle()
-    live = LiveRun(handle, throttle=throttle_on(Time()))
+    live = LiveRun(handle, clock=Time())
     live.pause_button.click()
     assert handle.heard == ["pause"] and "paused" in live.status.value and live.pause_button.description == "Resume"
     live.pause_button.click()
@@ -484,7 +397,7 @@ def test_stop_and_pause_reach_the_run_and_say_so():
                                                 (20, RuntimeError("loss is not a number at step 20"), "not a number")])
 def test_the_end_of_a_run_is_named(steps, error, word):
     handle = Handle()
-    live = LiveRun(handle, throttle=throttle_on(Time()))
+    live = LiveRun(handle, clock=Time())
     handle.play(steps)
     handle.error = error
     handle.finish()

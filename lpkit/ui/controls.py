@@ -11,7 +11,7 @@ from lpkit.tables import FONT, TEXT
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import WARNING
 
-Control = Sequence | range | Mapping | bool | float | widgets.Widget
+Control = Sequence | range | Mapping | float | widgets.Widget
 ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"
          f"margin:4px 12px")
 WIDE = {"width": "100%", "overflow": "hidden"}
@@ -25,8 +25,7 @@ class Explorer(Stored, widgets.VBox):
               (spec, html) for a table beside the figure. A ConfigError it raises is shown as a
               sentence, under the last good figure
     controls  name=[values] (a slider for numbers, a menu for words), name={label: value} (a menu),
-              name=range(...), name=True or False (a box to tick), name=0.3 (a field to type a
-              number into), or a widget with a `value`
+              name=range(...), name=0.3 (a field to type a number into), or a widget with a `value`
     labels    the words beside a control; by default its name
     start     values to begin with; by default the first
 
@@ -96,8 +95,6 @@ def _control(control: Control, label: str) -> widgets.Widget:
     """The widget of a control, at its first value."""
     if isinstance(control, widgets.Widget):
         made = control
-    elif isinstance(control, bool):
-        made = widgets.Checkbox(value=control)
     elif isinstance(control, float):
         made = widgets.FloatText(value=control, step=None)
     elif isinstance(control, range):

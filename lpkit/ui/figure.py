@@ -30,7 +30,6 @@ from IPython.display import display
 
 from lpkit.errors import ConfigError
 from lpkit.ui.style import TEMPLATE
-from lpkit.ui.throttle import Throttle
 
 MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
@@ -83,8 +82,7 @@ class Stored:
 
     def refresh_output(self) -> None:
         """Store the state of now in the output, where there is one. Call it in the cell that waits
-        for the last update, so that a headless run keeps the final figure."""
-        self.figure.flush()
+        for the last change, so that a headless run keeps the final figure."""
         if self._display_id is not None:
             self._ipython_display_(update=True)
 
@@ -93,13 +91,11 @@ class Figure(Stored, anywidget.AnyWidget):
     """A live plotly figure. `Figure(spec)` takes {"data": [...], "layout": {...}} or a
     `plotly.graph_objects.Figure`.
 
-    figure.show(spec)     replace it, in one message; from any thread
-    figure.update(spec)   the same, but what comes faster than `max_hz` is coalesced: the latest
-                          wins, and the last always arrives
-    figure.clicked        {"curve", "x", "y"} of the point that was clicked last: observe it
-    figure.spec           what is shown: plain lists and numbers, in the house style, at most 5000
-                          points per trace (a longer line keeps its ends and the extremes of every
-                          stretch between)
+    figure.show(spec)   replace it, in one message; from any thread
+    figure.clicked      {"curve", "x", "y"} of the point that was clicked last: observe it
+    figure.spec         what is shown: plain lists and numbers, in the house style, at most 5000
+                        points per trace (a longer line keeps its ends and the extremes of every
+                        stretch between)
     """
 
     _esm = Path(__file__).with_name("figure.js")
@@ -109,8 +105,7 @@ class Figure(Stored, anywidget.AnyWidget):
     clicked = traitlets.Dict().tag(sync=True)
     library = traitlets.Instance(Library).tag(sync=True, **widgets.widget_serialization)
 
-    def __init__(self, spec: Any = None, *, max_hz: float = 8.0):
-        self._updates = Throttle(self.show, max_hz=max_hz)
+    def __init__(self, spec: Any = None):
         super().__init__(shown=Shown(spec=plain(spec or {})), library=library(),
                          layout={"width": "100%"})
 
@@ -124,13 +119,6 @@ class Figure(Stored, anywidget.AnyWidget):
 
     def show(self, spec: Any) -> None:
         self.shown.spec = plain(spec)
-
-    def update(self, spec: Any) -> None:
-        self._updates(spec)
-
-    def flush(self) -> None:
-        """Show what `update` still holds back."""
-        self._updates.flush()
 
 
 def plain(spec: Any) -> dict:
