@@ -17,6 +17,7 @@ factors layouts"), those of one byte, where `swizzled`, in tiles of 128 x 4.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -468,6 +469,7 @@ def _cast_rows(one: Launch) -> None:
         one.run(_columns, TILE, tops)
 
 
+@functools.cache
 def row_shape(N: int) -> dict[str, int]:
     """The tile of a program, for rows of N elements."""
     block = PIECE if N > HOLDS else triton.next_power_of_2(N)
@@ -507,11 +509,17 @@ LAUNCHES: dict[tuple[int, int], Callable[[Launch], None]] = {
 
 # ---- the operator
 
+@functools.cache
+def _dtypes(words: str) -> tuple[Cast, torch.dtype, torch.dtype]:
+    """A cast, and the dtypes of its values and of its scales."""
+    cast = named(words)
+    return cast, scales.stored_dtype(format_of(cast.format)), _scale_dtype(cast)
+
+
 def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
              *_: object) -> list[Tensor]:
     """Values and scales of each way, and `Launch.found`, which has the scale of a whole tensor."""
-    cast, results = named(words), []
-    values, kind = scales.stored_dtype(format_of(cast.format)), _scale_dtype(cast)
+    (cast, values, kind), results = _dtypes(words), []
     for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
         down, across = R // (cast.block[0] or R), C // (cast.block[1] or C)
         if kind == torch.float8_e4m3fn:
@@ -528,8 +536,8 @@ def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
     return [*results, kernel.nothing_found(x)]
 
 
-@operator("cast_matrix(Tensor x, str cast, bool rows, bool columns, bool swizzled, Tensor? history, "
-          "Tensor? noise) -> Tensor[]", key=EVERY_DEVICE, fake=_results)
+@operator("cast_matrix(Tensor x, str cast, bool rows, bool columns, bool swizzled, "
+          "Tensor? history, Tensor? noise) -> Tensor[]", key=EVERY_DEVICE, fake=_results)
 def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
               history: Tensor | None, noise: Tensor | None) -> list[Tensor]:
     to = plan(words, rows, columns, swizzled, history is not None, noise is not None)
