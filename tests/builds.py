@@ -5,7 +5,7 @@ it, and the bytes that it must move. `tests.pages.kernels` compiles the builds, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,22 +13,19 @@ from torch import Tensor
 
 from lpkit.kernels import (
     amax,
-    cast_blocks,
-    cast_nvfp4,
-    cast_rows,
-    cast_tensor,
     cross_entropy,
     flash_attention,
+    fused_cast,
     norm,
     rotary,
     swiglu,
 )
-from lpkit.kernels.cast_blocks import BOTH, BOTH_MX, MX_SIDE, ONE, WHOLE
 from lpkit.kernels.jit import tl, triton
-from lpkit.kernels.rounding import grid
+from lpkit.kernels.rounding import plan
 from lpkit.nn.attention import CAUSAL
 from lpkit.optim import one_pass
 from lpkit.techniques.kernels import KERNELS
+from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast, scale_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +63,7 @@ def build(kernel: Any, types: Mapping[str, str], shape: Mapping[str, int],
     constants = {name: value for name, value in {**constants, **shape}.items()
                  if name in kernel.arg_names}
     signature = {name: types[name] for name in types if name in kernel.arg_names}
-    return Build(kernel=kernel, signature=signature, constants=constants, unaligned=("count",),
-                 warps=shape["num_warps"])
+    return Build(kernel=kernel, signature=signature, constants=constants, warps=shape["num_warps"])
 
 
 def matrix(M: int = 16384, N: int = 4096, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -142,68 +138,82 @@ def _attention_builds(*ways: str) -> tuple[Build, ...]:
 
 # Casts
 
-_TENSOR = {"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64", "words": "*i64",
-           "rows": "*fp8e4nv", "columns": "*fp8e4nv", "M": "i32", "N": "i32"}
-_ROWS = {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "count": "*i64", "tops": "*i32",
-         "words": "*i64", "M": "i32", "K": "i32", "N": "i32"}
-_BLOCKS = {"x": "*bf16", "rows": "*fp8e4nv", "row_scale": "*fp32", "columns": "*fp8e4nv",
-           "column_scale": "*fp32", "count": "*i64", "words": "*i64", "M": "i32", "N": "i32"}
-_MX = {**_BLOCKS, "row_scale": "*u8", "column_scale": "*u8"}
-_NVFP4 = {"x": "*bf16", "state": "*i32", "words": "*i64", "rows": "*u8", "row_scale": "*fp8e4nv",
-          "columns": "*u8", "column_scale": "*fp8e4nv", "tensor": "*fp32", "M": "i32", "N": "i32",
-          "G": "i32", "data": "*i64", "scale": "*fp8e4nv", "count": "*i64"}
+E4M3, FP4 = Cast(format="e4m3fn"), Cast(format="e2m1", scale="e4m3")
+ROWS_UP = Cast(format="e4m3fn", block=fused_cast.ROW, scale="power-of-two")
 
 
-def _tensor_build(**how: bool) -> Build:
-    return build(cast_tensor._cast, _TENSOR, cast_tensor.TILE, TO=grid("e4m3fn", "float32"),
-                 ROWS=True, COLUMNS=True, **how)
+def _cast_build(function: Any, shape: Mapping[str, int], cast: Cast, *, rows: bool = False,
+                columns: bool = False, swizzled: bool = False, history: bool = False,
+                noise: bool = False) -> Build:
+    to = plan(cast.words, rows, columns, swizzled, history, noise)
+    values, scales = {"e4m3fn": "*fp8e4nv", "e2m1": "*u8"}[cast.format], "*fp32"
+    if function is fused_cast._sixteen_columns:
+        values = "*i64"
+    if to.mx:
+        scales = "*u8"
+    elif cast.bits == 4:
+        scales = "*fp8e4nv"
+    types = {"x": "*bf16", "found": "*i64", "tops": "*i32", "M": "i32", "G": "i32", "N": "i32",
+             **dict.fromkeys(["rows"] * rows + ["columns"] * columns, values),
+             **dict.fromkeys(["row_scale"] * rows + ["column_scale"] * columns, scales),
+             **dict.fromkeys(["history"] * history, "*fp32"), **dict.fromkeys(["words"] * noise, "*i64")}
+    pointers = function.arg_names[:function.arg_names.index("words") + 1]
+    none = {name: None for name in pointers if name not in types}
+    blocks = f"{cast.block[0]} x {cast.block[1]}" if cast.block[1] else ""
+    on = [key for key in ("mix", "rows", "columns", "swizzled", "history", "noise") if getattr(to, key)]
+    return replace(build(function, types, shape, **none, TO=to), way=", ".join(filter(None, [blocks, *on])))
 
 
-def _rows_build(function: Any, shape: dict[str, int], *, NOISE: bool = False) -> Build:
-    return build(function, _ROWS, shape, TO=grid("e4m3fn", "float32"), NOISE=NOISE)
-
-
-def _blocks_build(function: Any, shape: dict[str, int] = ONE, **how: Any) -> Build:
-    how = {"TO": grid("e4m3fn", "float32"), "ROWS": True, "COLUMNS": False, "NOISE": False,
-           "MX": False, "SWIZZLED": False, "SIDE": 128, **how}
-    return build(function, _MX if how["MX"] else _BLOCKS, shape, **how)
-
-
-def _nvfp4_build(function: Any, shape: dict[str, int], **how: Any) -> Build:
-    how = {"TO": grid("e2m1", "e4m3"), "SQUARE": False, "ROWS": True, "COLUMNS": False, "MIX": True,
-           "NEGATIVE": cast_nvfp4.NEGATIVE, "SWIZZLED": True, "NOISE": False, **how}
-    return build(function, _NVFP4, shape, **how)
-
-
-def _blocks_bytes(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool,
-                  columns: bool, *_: Any) -> int:
-    scale = x.numel() // (side * side if square else side) * (1 if side == MX_SIDE else 4)
-    return x.nbytes + (rows + columns) * (x.numel() + scale)
+def _cast_bytes(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+                history: Tensor | None, noise: Tensor | None) -> int:
+    down, across = cast.block
+    again, scales = SCALES[cast.scale].levels == 2, 0       # a read for the amax; elements' scales
+    if cast.block == fused_cast.WHOLE:
+        again = history is None
+    elif cast.block == fused_cast.ROW:
+        again, scales = columns, x.shape[columns]
+    else:
+        scales = x.numel() // (across * (1 if again else down))
+    each = x.numel() * cast.bits // 8 + scales * scale_bytes(cast)
+    return x.nbytes * (1 + again) + (rows + columns) * each
 
 
 def _casts() -> dict[str, tuple[Build, ...]]:
-    rows, blocks, nvfp4 = cast_rows, cast_blocks._blocks, cast_nvfp4
-    mx = {"SIDE": MX_SIDE, "MX": True, "SWIZZLED": True, "TO": grid("e4m3fn", "power-of-two")}
-    turned = {"NOISE": True, "ROWS": False, "COLUMNS": True}
+    f, make = fused_cast, _cast_build
+    row, line, square = (replace(E4M3, block=block) for block in (f.ROW, f.BLOCK, f.SQUARE))
+    mx = replace(E4M3, block=MX_BLOCK, scale="power-of-two")
+    four, four_square = (replace(FP4, block=block) for block in (f.NVFP4, f.NVFP4_SQUARE))
+    mixed = replace(four, transform="hadamard")
+    both = {"rows": True, "columns": True}
     return {
-        "cast-tensor": (_tensor_build(HISTORY=False, NOISE=False), _tensor_build(HISTORY=True, NOISE=False),
-                        _tensor_build(HISTORY=False, NOISE=True)),
+        "cast-tensor": tuple(make(f._cast, f.TILE, E4M3, **both, **how)
+                             for how in ({}, {"history": True}, {"noise": True})),
         "cast-rows": (
-            _rows_build(rows._rows, rows._shape(4096)), _rows_build(rows._rows, rows._shape(16384)),
-            _rows_build(rows._rows, rows._shape(rows.HOLDS + 1)), _rows_build(rows._rows, rows._shape(4096), NOISE=True),
-            _rows_build(rows._column_amax, rows.TALL), _rows_build(rows._columns, rows.TILE),
-            _rows_build(rows._columns, rows.TILE, NOISE=True)),
+            *(make(f._rows, f.row_shape(N), row, rows=True) for N in (4096, 16384, f.HOLDS + 1)),
+            make(f._rows, f.row_shape(4096), row, rows=True, noise=True),
+            make(f._column_amax, f.TALL, row, columns=True), make(f._columns, f.TILE, row, columns=True),
+            make(f._columns, f.TILE, row, columns=True, noise=True)),
         "cast-blocks": (
-            _blocks_build(blocks), _blocks_build(blocks, BOTH, COLUMNS=True), _blocks_build(blocks, NOISE=True),
-            _blocks_build(blocks, **turned), _blocks_build(cast_blocks._square, WHOLE, COLUMNS=True)),
-        "cast-mx": tuple(_blocks_build(blocks, shape, **mx, **how) for shape, how in (
-            (ONE, {}), (BOTH_MX, {"COLUMNS": True}), (ONE, {"NOISE": True}), (ONE, turned))),
+            make(f._blocks, f.WIDE, line, rows=True), make(f._blocks, f.BOTH, line, **both),
+            make(f._blocks, f.WIDE, line, rows=True, noise=True),
+            make(f._blocks, f.NARROW, line, columns=True, noise=True), make(f._square, f.BOTH, square, **both)),
+        "cast-mx": (
+            make(f._blocks, f.WIDE, mx, rows=True, swizzled=True), make(f._blocks, f.SMALL, mx, **both, swizzled=True),
+            make(f._blocks, f.WIDE, mx, rows=True, swizzled=True, noise=True),
+            make(f._blocks, f.NARROW, mx, columns=True, swizzled=True, noise=True)),
         "cast-nvfp4": (
-            _nvfp4_build(nvfp4._tiles, nvfp4.WIDE), _nvfp4_build(nvfp4._tiles, nvfp4.WIDE, NOISE=True),
-            _nvfp4_build(nvfp4._tiles, nvfp4.TWO_WAYS, SQUARE=True, COLUMNS=True),
-            _nvfp4_build(nvfp4._mixed_amax, nvfp4.TALL), _nvfp4_build(nvfp4._columns, nvfp4.TALL_CAST),
-            _nvfp4_build(nvfp4._columns, nvfp4.TALL_CAST, NOISE=True)),
+            *(make(f._tiles, f.WIDE, four, rows=True, swizzled=True, noise=noise) for noise in (False, True)),
+            make(f._tiles, f.SMALL, four_square, **both, swizzled=True),
+            make(f._mixed_amax, f.SIXTEENS, mixed, columns=True, swizzled=True),
+            *(make(f._sixteen_columns, f.SIXTEENS_CAST, mixed, columns=True, swizzled=True, noise=noise)
+              for noise in (False, True))),
     }
+
+
+def _cast_proof(name: str, typical: Mapping[str, tuple[Cast, bool, bool]]) -> Proof:
+    """`typical`: casts and ways, by what they stand for."""
+    return Proof(moved_bytes=_cast_bytes, builds=_CASTS[name], typical=lambda: {
+        case: (matrix(), *asked, True, None, None) for case, asked in typical.items()})
 
 
 # Updates
@@ -255,33 +265,20 @@ PROOFS: dict[str, Proof] = {
     "amax": Proof(
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: x.nbytes,
         builds=(Build(kernel=amax._amax, warps=amax.WARPS, constants={"HISTORY": False, "BLOCK": amax.BLOCK},
-                      signature={"x": "*bf16", "history": "*fp32", "state": "*i32", "count": "*i64", "n": "i32",
-                                 "blocks": "i32"}, unaligned=("count", "blocks")),)),
+                      signature={"x": "*bf16", "history": "*fp32", "found": "*i64", "n": "i32",
+                                 "blocks": "i32"}, unaligned=("blocks",)),)),
     "cast-tensor": Proof(
-        typical=lambda: {"current scaling": (matrix(), "e4m3fn", "float32", True, True, None, None),
-                         "delayed scaling": (matrix(), "e4m3fn", "float32", True, True, matrix(1, 1), None)},
-        moved_bytes=lambda x, fmt, rule, rows, columns, history, noise: (
-            x.nbytes * (1 + (history is None)) + x.numel() * (rows + columns)),
-        builds=_CASTS["cast-tensor"]),
-    "cast-rows": Proof(
-        typical=lambda: {"rows": (matrix(), "e4m3fn", "power-of-two", False, None),
-                         "rows of x.T": (matrix(), "e4m3fn", "power-of-two", True, None)},
-        moved_bytes=lambda x, fmt, rule, columns, noise: x.nbytes * (1 + columns) + x.numel() + 4 * x.shape[columns],
-        builds=_CASTS["cast-rows"]),
-    "cast-blocks": Proof(
-        typical=lambda: {f"{rows} x 128, both ways": (matrix(), "e4m3fn", "float32", 128, rows > 1, True, True,
-                                                      False, None) for rows in (1, 128)},
-        moved_bytes=_blocks_bytes, builds=_CASTS["cast-blocks"]),
-    "cast-mx": Proof(
-        typical=lambda: {"1 x 32, both ways": (matrix(), "e4m3fn", "power-of-two", MX_SIDE, False, True, True,
-                                               True, None)},
-        moved_bytes=_blocks_bytes, builds=_CASTS["cast-mx"]),
-    "cast-nvfp4": Proof(
-        typical=lambda: {"1 x 16": (matrix(), "e4m3", False, True, False, False, True, None),
-                         "1 x 16 of x.T, transformed": (matrix(), "e4m3", False, False, True, True, True, None),
-                         "16 x 16, both ways": (matrix(), "e4m3", True, True, True, False, True, None)},
-        moved_bytes=lambda x, rule, square, rows, columns, *_: (
-            2 * x.nbytes + (rows + columns) * (x.numel() // 2 + x.numel() // 16)),
-        builds=_CASTS["cast-nvfp4"]),
+        typical=lambda: {f"{which} scaling": (matrix(), E4M3, True, True, True, history, None)
+                         for which, history in (("current", None), ("delayed", matrix(1, 1)))},
+        moved_bytes=_cast_bytes, builds=_CASTS["cast-tensor"]),
+    "cast-rows": _cast_proof("cast-rows", {"rows": (ROWS_UP, True, False), "rows of x.T": (ROWS_UP, False, True)}),
+    "cast-blocks": _cast_proof("cast-blocks", {
+        f"{rows} x 128, both ways": (replace(E4M3, block=(rows, 128)), True, True) for rows in (1, 128)}),
+    "cast-mx": _cast_proof("cast-mx", {
+        "1 x 32, both ways": (replace(E4M3, block=MX_BLOCK, scale="power-of-two"), True, True)}),
+    "cast-nvfp4": _cast_proof("cast-nvfp4", {
+        "1 x 16": (replace(FP4, block=fused_cast.NVFP4), True, False),
+        "1 x 16 of x.T, transformed": (replace(FP4, block=fused_cast.NVFP4, transform="hadamard"), False, True),
+        "16 x 16, both ways": (replace(FP4, block=fused_cast.NVFP4_SQUARE), True, True)}),
     "adamw": _update("adamw"), "lion": _update("lion"),
 }

@@ -122,7 +122,7 @@ def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
 @pytest.mark.parametrize("machine, config, choice, said", [
     ("a100-80", gpt(12, 768), "bf16", "casts cost more"),              # int8 is native there, and does not pay
     ("t4", gpt(12, 768), "fp16", "fp16: "),
-    # fp8-delayed before: NVFP4's casts were taken as many kernels. They are one (`kernels/cast_nvfp4.py`), and NVIDIA's step of
+    # fp8-delayed before: NVFP4's casts were taken as many kernels. They are one (`kernels/fused_cast.py`), and NVIDIA's step of
     # Llama 3 8B on GB200 is 1.59 times as fast in NVFP4
     ("b200", gpt(32, 4096), "nvfp4", "times as fast")])
 def test_other_machines(machine, config, choice, said, tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.kernels import cast_tensor
+from lpkit.kernels import fused_cast
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.advice import advise, case_name, recorded_steps
 from lpkit.predict.evidence import catalogued
@@ -63,7 +63,7 @@ def interpreted(monkeypatch):
 
     mend()
     monkeypatch.setattr(fp8.jit, "compiled", lambda layer: layer)
-    return lambda call: monkeypatch.setattr(cast_tensor, "KERNEL", replace(cast_tensor.KERNEL, versions={"triton": call}))
+    return lambda call: monkeypatch.setattr(fused_cast, "TENSOR", replace(fused_cast.TENSOR, versions={"triton": call}))
 
 
 def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interpreted, monkeypatch):
@@ -71,7 +71,7 @@ def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interprete
 
     def counted(*arguments):
         calls["triton"] += 1
-        return cast_tensor.in_triton(*arguments)
+        return fused_cast.in_triton(*arguments)
 
     def race(name, *, ours, peers, over, **more):
         for who, call in {"ours": ours, **peers}.items():
@@ -91,7 +91,7 @@ def test_a_linear_is_timed_with_the_kit_s_casts_beside_the_compiler_s(interprete
 
 def test_a_cast_that_is_not_its_definition_is_not_timed(interpreted):
     def wrong(x, *how):
-        data, *rest = cast_tensor.in_triton(x, *how)
+        data, *rest = fused_cast.in_triton(x, *how)
         return torch.roll(data.view(torch.uint8), 1, 0).view(data.dtype), *rest
 
     interpreted(wrong)

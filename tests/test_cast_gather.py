@@ -7,7 +7,7 @@ import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.kernels.scales import Made
+from lpkit.kernels.scales import Scaled
 from lpkit.parallel.ranks import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
@@ -122,7 +122,7 @@ def test_a_cast_that_is_taken_is_the_cast(recipe, backend):
     plain = quantise(w, cast)
     values = plain.data.to(torch.float8_e4m3fn)
     assert torch.equal(values.float(), plain.data)
-    made = Made(data=values, scale=plain.scale, tensor=None, amax=plain.amax, nonfinite=plain.nonfinite)
+    made = Scaled(data=values, scale=plain.scale, amax=plain.amax, nonfinite=plain.nonfinite)
     taken = arithmetic.taken(made, cast, torch.bfloat16, both=True)
     for a, b in ((taken, due), (taken.T, due.T)):
         assert torch.equal(a.data.float(), b.data.float()) and a.data.dtype == b.data.dtype

@@ -278,9 +278,9 @@ def test_casts_are_held_to_both_layouts_and_to_gradients():
     before = {name: one.clone() for name, one in model.named_buffers()}
     kernels = build.kernels(config, training.decisions, training.ranks)
     few, many = kernels._at_hand(model)["cast-tensor"]
-    x, w, g = sorted(many, key=lambda call: (call[1], call[0].dtype == torch.float32))
-    assert [call[1] for call in (x, w, g)] == ["e4m3fn", "e4m3fn", "e5m2"], "gradients are cast to E5M2"
-    assert all(call[4] for call in many), "in training both layouts are asked for"
+    x, w, g = sorted(many, key=lambda call: (call[1].format, call[0].dtype == torch.float32))
+    assert [call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn", "e5m2"], "gradients are cast to E5M2"
+    assert all(call[3] for call in many), "in training both layouts are asked for"
     assert len(few) == len(many) and max(len(call[0]) for call in many) == 4 * 64
     assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
     assert all(p.grad is None for p in model.parameters()) and model.training

@@ -39,7 +39,7 @@ from lpkit.techniques.recipes import RECIPES
 from tests.pages import claims
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/cast_blocks.py", "kernels/cast_nvfp4.py",
+ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/fused_cast.py",
              "kernels/cast_operand.py", "kernels/rounding.py", "kernels/defects.py", "course/kernel_parts.py"}
 FACTS = {
     "bits of a format": (r"\b(exponent_bits|mantissa_bits)=\d", "techniques/formats.py"),

@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpkit import cli
 from lpkit.errors import ConfigError
-from lpkit.kernels import cast_blocks, cast_nvfp4, cast_tensor
+from lpkit.kernels.fused_cast import definition as cast_by
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.kernels.kernel import gradients_of
 from lpkit.kernels.norm import add_rms_norm, layer_norm, rms_norm
 from lpkit.kernels.rotary import rotate
 from lpkit.kernels.swiglu import swiglu
 from lpkit.techniques.kernels import KERNELS
+from lpkit.techniques.recipes import MX_BLOCK, Cast
 from tests.bench import fused, losses, sizes
 from tests.bench.peers import far
 
@@ -172,10 +173,11 @@ class Float8CurrentScalingQuantizer(Quantizer):
     def __init__(self, fp8_dtype, device, *, rowwise=True, columnwise=True, use_existing_amax=False, with_amax_reduction=False,
                  amax_reduction_group=None, force_pow_2_scales=False, amax_epsilon=0.0, scale=None, amax=None):
         assert fp8_dtype == "e4m3" and not use_existing_amax and scale is amax is None
-        self.how, self.amax = ("power-of-two" if force_pow_2_scales else "float32", rowwise, columnwise, None), torch.zeros(1)
+        self.cast = Cast(format="e4m3fn", scale="power-of-two" if force_pow_2_scales else "float32")
+        self.how, self.amax = (rowwise, columnwise, True, None), torch.zeros(1)
 
     def __call__(self, x):
-        data, turned, scale, amax, _ = cast_tensor.definition(x, "e4m3fn", *self.how, None)
+        data, scale, turned, _, amax, _ = cast_by(x, self.cast, *self.how, None)
         self.amax.copy_(amax)
         return SimpleNamespace(_data=data.view(torch.uint8), _transpose=turned.view(torch.uint8), _scale_inv=scale.view(1))
 
@@ -183,7 +185,7 @@ class Float8CurrentScalingQuantizer(Quantizer):
 class Float8Quantizer(Float8CurrentScalingQuantizer):
     def __init__(self, scale, amax, fp8_dtype, *, rowwise=True, columnwise=True):
         assert fp8_dtype == "e4m3" and scale.shape == amax.shape == (1,) and not amax
-        self.how, self.amax = ("float32", rowwise, columnwise, 448 / scale[0]), amax
+        self.cast, self.how, self.amax = Cast(format="e4m3fn"), (rowwise, columnwise, True, 448 / scale[0]), amax
 
 
 class BlockQuantizer(Quantizer):
@@ -199,7 +201,8 @@ class Float8BlockQuantizer(BlockQuantizer):
         self.square = block_scaling_dim == 2
 
     def definition(self, x):
-        rows, row_scale, columns, column_scale, _ = cast_blocks.definition(x, "e4m3fn", "float32", 128, self.square, True, True, False, None)
+        rows, row_scale, columns, column_scale, _ = cast_by(
+            x, Cast(format="e4m3fn", block=(128 if self.square else 1, 128)), True, True, False, None, None)
         return rows, self.lies(row_scale), columns, self.lies(column_scale)
 
     def lies(self, scale):
@@ -212,7 +215,8 @@ class MXFP8Quantizer(BlockQuantizer):
 
     def definition(self, x):
         assert self.optimize_for_gemm       # else scales are in no tiles
-        rows, row_scale, columns, column_scale, _ = cast_blocks.definition(x, "e4m3fn", "power-of-two", 32, False, True, True, True, None)
+        rows, row_scale, columns, column_scale, _ = cast_by(
+            x, Cast(format="e4m3fn", block=MX_BLOCK, scale="power-of-two"), True, True, True, None, None)
         return rows, row_scale.view(torch.uint8), columns.T.contiguous(), column_scale.view(torch.uint8)
 
 
@@ -226,7 +230,8 @@ class NVFP4Quantizer(BlockQuantizer):
     def __call__(self, x):
         assert self.optimize_for_gemm
         square, rows, columns, mix = self.how
-        *found, tensor, _ = cast_nvfp4.definition(x, "e4m3", square, rows, columns, mix, True, None)
+        cast = Cast(format="e2m1", block=(16 if square else 1, 16), scale="e4m3", transform="hadamard" if mix else "none")
+        *found, tensor, _ = cast_by(x, cast, rows, columns, True, None, None)
         found = [t.view(torch.uint8) for t in found]
         made, amax = SimpleNamespace(_rowwise_data=None, _rowwise_scale_inv=None, _columnwise_data=None, _columnwise_scale_inv=None), tensor * 2688
         if columns:

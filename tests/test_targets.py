@@ -47,9 +47,8 @@ def test_other_gpus_have_good_machine_code_too(target):
 
 
 AMPERE = """
-from lpkit.kernels import cast_rows
 from tests.pages import kernels as targets
-from lpkit.kernels.cast_rows import grid
+from lpkit.kernels.rounding import plan
 from tests.builds import PROOFS
 from triton.compiler.errors import CompilationError
 from dataclasses import replace
@@ -65,9 +64,10 @@ for name in PROOFS:
             if "not supported in this architecture" in str(error):
                 refused.append((name, i))
 for build in PROOFS["cast-rows"].builds:
-    if "data" in build.signature:
-        constants = {**build.constants, "TO": grid("int8", "float32")}
-        eight.append(targets._compile("cast-rows", replace(build, constants=constants, signature={**build.signature, "data": "*i8"}), "sm_80"))
+    to = build.constants["TO"]
+    to = plan(replace(to.cast, format="int8").words, to.rows, to.columns, to.swizzled, to.history, to.noise)
+    signature = {key: "*i8" if kind == "*fp8e4nv" else kind for key, kind in build.signature.items()}
+    eight.append(targets._compile("cast-rows", replace(build, constants={**build.constants, "TO": to}, signature=signature), "sm_80"))
 print(json.dumps([refused, [vars(one) for one in eight]]))
 """
 

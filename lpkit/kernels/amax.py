@@ -28,7 +28,7 @@ def definition(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _amax(x, history, state, count, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
+def _amax(x, history, found, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.constexpr):
     if HISTORY:     # one that is not empty decides, and there is nothing to look for
         blocks = tl.where(tl.load(history) > 0, 0, blocks)
     most = tl.zeros((BLOCK,), tl.int32)
@@ -36,42 +36,44 @@ def _amax(x, history, state, count, n, blocks, HISTORY: tl.constexpr, BLOCK: tl.
         at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
         most = tl.maximum(most, magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32)))
     top = tl.max(most, 0)
-    tl.atomic_max(state, top)
+    tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
     if top >= 0x7F800000:
         bad = tl.zeros((BLOCK,), tl.int32)
         for i in range(tl.program_id(0), blocks, tl.num_programs(0)):
             at = tl.cast(i, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             v = magnitude(tl.load(x + at, mask=at < n, other=0.0).to(tl.float32))
             bad += tl.where(v >= 0x7F800000, 1, 0)
-        tl.atomic_add(count, tl.sum(bad, 0).to(tl.int64))
+        tl.atomic_add(found + 1, tl.sum(bad, 0).to(tl.int64))
 
 
-def launch(x: Tensor, state: Tensor, history: Tensor | None = None) -> None:
-    """state: `empty_state()`. history: () float32; above 0, nothing is looked for."""
+def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
+    """found: `nothing_found()`. history: () float32; above 0, nothing is looked for."""
     blocks = triton.cdiv(x.numel(), BLOCK)
-    _amax[(min(blocks, PROGRAMS),)](x, history, state, state[2:].view(torch.int64), x.numel(),
-                                    blocks, HISTORY=history is not None, BLOCK=BLOCK,
-                                    num_warps=WARPS)
+    _amax[(min(blocks, PROGRAMS),)](x, history, found, x.numel(), blocks,
+                                    HISTORY=history is not None, BLOCK=BLOCK, num_warps=WARPS)
 
 
-def empty_state(x: Tensor) -> Tensor:
-    """(4,) int32: bits of the largest magnitude, bits of a scale, and a count of 64 bits."""
-    return x.new_zeros(4, dtype=torch.int32)
+def nothing_found(x: Tensor) -> Tensor:
+    """(2,) int64: the bits of the largest magnitude and of a scale, and a count."""
+    return x.new_zeros(2, dtype=torch.int64)
 
 
-def _state(x: Tensor) -> Tensor:
+def numbers(found: Tensor) -> Tensor:
+    """The largest magnitude and the scale, (2,) float32."""
+    return found[:1].view(torch.float32)
+
+
+@operator("amax_found(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=nothing_found)
+def operation(x: Tensor) -> Tensor:
     check(x)
-    state = empty_state(x)
-    launch(x, state)
-    return state
-
-
-operation = operator("amax_state(Tensor x) -> Tensor", key=EVERY_DEVICE, fake=empty_state)(_state)
+    found = nothing_found(x)
+    launch(x, found)
+    return found
 
 
 def in_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    state = operation(x)
-    return state[0].view(torch.float32), state[2:].view(torch.int64).view(())
+    found = operation(x)
+    return numbers(found)[0], found[1]
 
 
 def _examples(rng: torch.Generator, device: torch.device):

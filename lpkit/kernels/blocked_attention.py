@@ -55,7 +55,7 @@ class _Pieces:
         self.masks: dict[int, Tensor | None] = {}
 
     def heads(self, groups: slice) -> slice:
-        """Of queries, those of these groups."""
+        """The heads of queries of these groups."""
         return slice(groups.start * self.repeats, groups.stop * self.repeats)
 
     def own(self, t: Tensor, groups: int) -> Tensor:
@@ -93,14 +93,14 @@ class _Pieces:
 
 
 def _known(ids: Tensor) -> bool:
-    """Whether they are there: where shapes alone are computed, all tokens count as one document."""
+    """True if they are there: where shapes alone are computed, all tokens count as one document."""
     return not (ids.is_meta or isinstance(ids, FakeTensor))
 
 
 def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
           ids: Tensor) -> list[tuple[int, int, list[tuple[int, int]]]]:
-    """Without the keys before the first of all documents of a block's queries, whatever the order
-    of `ids` (T,)."""
+    """The blocks without the keys before the first of all documents of a block's queries, whatever
+    the order of `ids` (T,)."""
     if not _known(ids):
         return blocks
     (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
@@ -113,7 +113,7 @@ def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
 
 
 def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
-    """Whether all of these are one document."""
+    """True if all of these are one document."""
     return not _known(ids) or all(bool((ids[a:b] == ids[spans[0][0]]).all()) for a, b in spans)
 
 
@@ -124,7 +124,7 @@ def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
 
 
 def _flops(count: int):
-    """Of `count` products over all pairs of tokens."""
+    """A formula for the FLOPs of `count` products over all pairs of tokens."""
     def flops(*shapes: torch.Size, **_) -> int:
         B, H, T, E = shapes[0]
         return count * 2 * B * H * T * T * E
@@ -132,7 +132,7 @@ def _flops(count: int):
 
 
 def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """For any sizes: blocks are of sizes that are known."""
+    """The shapes of the results, for any sizes: blocks are of sizes that are known."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=wide)
 
@@ -176,7 +176,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
               sinks: Tensor | None, sums: Tensor,
               rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of q, k, v and the sinks, which is empty where there are none."""
+    """The gradients of q, k, v and the sinks, which is empty where there are none."""
     p = _Pieces(q, k, documents, _rule(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])

@@ -227,8 +227,9 @@ def reference_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int,
 
 
 def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
-    """Of the columns where `turned`, float32. Four stages of sums and differences: 4 additions an
-    element instead of a product's 16, and in one order, so the same bits everywhere."""
+    """`hadamard`, of the columns where `turned`, float32. Four stages of sums and differences: 4
+    additions an element instead of a product's 16, and in one order, so the same bits
+    everywhere."""
     v = (x.T if turned else x).float().unflatten(-1, (-1, HADAMARD))
     v = v * x.new_tensor(SIGNS, dtype=torch.float32)
     for half in (1, 2, 4, 8):
@@ -427,7 +428,7 @@ def _library() -> ctypes.CDLL | None:
 # tensor may have lost its storage (FSDP frees it), so here is a last look: C does not take another.
 
 def _address(x: Tensor, count: int, dtypes: Iterable[torch.dtype]) -> tuple[int, int]:
-    """Where C finds `count` elements of x, and of which kind they are."""
+    """The address at which C finds `count` elements of x, and their kind."""
     address = x.data_ptr()
     if not address or x.numel() != count or x.dtype not in dtypes or not x.is_contiguous():
         raise TypeError(f"a cast needs {count} elements that lie together in memory, got "

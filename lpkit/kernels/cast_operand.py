@@ -1,6 +1,6 @@
 """An operand of a recipe's product, cast by one fused operator: what a backend calls.
 
-    cast_operand(x, cast)               -> Operand           x (M, K), the contracted axis last
+    cast_operand(x, cast)               -> Scaled            x (M, K), the contracted axis last
     cast_operand(x.T, cast)             the same of a transposed view, which is not copied
     cast_operand(x, cast, both=True)    and its `.T`, the operand of x.T: one read serves both
 
@@ -11,99 +11,52 @@ have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is N
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, hadamard
+from lpkit.kernels.fused_cast import (
+    BLOCK,
+    FP8_SCALES,
+    NVFP4,
+    NVFP4_SQUARE,
+    ROW,
+    SQUARE,
+    WHOLE,
+)
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.rounding import words
-from lpkit.techniques.recipes import ALL, MX_BLOCK, Cast
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operand:
-    """As tensor cores read it. Where `scale` is E8M0 or E4M3 it is the bytes of the tiles that
-    Blackwell reads, if `swizzled`; 4-bit data is uint8, two to a byte, the first in the low half.
-    """
-
-    data: Tensor                # (M, K), contiguous
-    scale: Tensor               # (R, C): float32 for blocks of 1 x 128 column by column
-    tensor: Tensor | None       # () float32, the second level
-    amax: Tensor | None         # (1, 1) float32, under one scale for the tensor
-    nonfinite: Tensor           # () int64
-    T: Operand | None = None    # of x.T, if both were asked for
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What its value is made of."""
-        return self.data, self.scale, self.tensor
-
-
-class _Asked(NamedTuple):
-    x: Tensor               # (M, N), contiguous
-    cast: Cast
-    ways: tuple[bool, bool]     # as it lies, transposed
-    amax: Tensor | None
-    noise: Tensor | None
-    swizzled: bool
-    mix: bool
-
-
-Found = tuple[list[Tensor], Tensor | None, Tensor | None, Tensor]   # data and scale of each way
-
-
-def _tensor(call: Version, a: _Asked) -> Found:
-    *data, scale, top, bad = call(a.x, a.cast.format, a.cast.scale, *a.ways, a.amax, a.noise)
-    pairs = [part for one in data for part in (one, scale.view(1, 1))]
-    return pairs, None, top.view(1, 1), bad
-
-
-def _rows(call: Version, a: _Asked) -> Found:
-    *pair, bad = call(a.x, a.cast.format, a.cast.scale, a.ways[1], a.noise)
-    return pair, None, None, bad
-
-
-def _blocks(call: Version, a: _Asked) -> Found:
-    rows, side = a.cast.block
-    *pairs, bad = call(a.x, a.cast.format, a.cast.scale, side, rows > 1, *a.ways, a.swizzled,
-                       a.noise)
-    return pairs, None, None, bad
-
-
-def _nvfp4(call: Version, a: _Asked) -> Found:
-    *pairs, tensor, bad = call(a.x, a.cast.scale, a.cast.block[0] > 1, *a.ways, a.mix, a.swizzled,
-                               a.noise)
-    return pairs, tensor, None, bad
+from lpkit.kernels.scales import Scaled
+from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast
 
 
 class _Row(NamedTuple):
-    """A kernel, and the formats and scales that it knows for a block."""
+    """A kernel, and what it knows for a block."""
 
     kernel: str
-    call: Callable[[Version, _Asked], Found]
-    formats: tuple[str, ...]
-    scales: tuple[str, ...]
+    formats: tuple[str, ...] = ("e4m3fn", "e5m2")
+    scales: tuple[str, ...] = FP8_SCALES
     both: bool = True       # ways by one read
+    mixes: bool = False     # transforms the operands of x.T itself
 
 
-FP8, POWERS = ("e4m3fn", "e5m2"), ("power-of-two", "power-of-two-floor")
-_NVFP4 = _Row("cast-nvfp4", _nvfp4, ("e2m1",), ("e4m3", "e4m3-normal"))
+_NVFP4 = _Row("cast-nvfp4", formats=("e2m1",), scales=("e4m3", "e4m3-normal"), mixes=True)
 FUSED: dict[tuple[int, int], _Row] = {
-    (ALL, ALL): _Row("cast-tensor", _tensor, FP8, ("float32", *POWERS)),
-    (1, ALL): _Row("cast-rows", _rows, (*FP8, "int8"), ("float32", *POWERS), both=False),
-    (1, 128): _Row("cast-blocks", _blocks, FP8, ("float32", *POWERS)),
-    (128, 128): _Row("cast-blocks", _blocks, FP8, ("float32", *POWERS)),
-    MX_BLOCK: _Row("cast-mx", _blocks, FP8, POWERS),
-    (1, 16): _NVFP4,
-    (16, 16): _NVFP4,
+    WHOLE: _Row("cast-tensor"),
+    ROW: _Row("cast-rows", formats=("e4m3fn", "e5m2", "int8"), both=False),
+    BLOCK: _Row("cast-blocks"),
+    SQUARE: _Row("cast-blocks"),
+    MX_BLOCK: _Row("cast-mx", scales=FP8_SCALES[1:]),
+    NVFP4: _NVFP4,
+    NVFP4_SQUARE: _NVFP4,
 }
 
 
 def why_not(cast: Cast, *, both: bool = False) -> str:
-    """Why no kernel does this cast; empty: one does."""
+    """The reason why no kernel does this cast; empty: one does."""
     row = FUSED.get(cast.block)
     if row is None or cast.format not in row.formats or cast.scale not in row.scales:
         return (f"no kernel casts to {cast.format} in blocks of {cast.block} with scales "
@@ -115,29 +68,31 @@ def why_not(cast: Cast, *, both: bool = False) -> str:
 
 def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
                  noise: Noise | Tensor | None = None, both: bool = False, swizzled: bool = True,
-                 by: Callable[[str], Version]) -> Operand:
+                 by: Callable[[str], Version]) -> Scaled:
     """amax: () float32, for delayed scaling of a whole tensor. noise: for stochastic rounding; a
     tensor (3,) int64 is `Noise.words`, and stays on the device. by: the version of the kernel of a
-    name of `KERNELS`.
+    name of `KERNELS`. swizzled: scales of one byte are the bytes of the tiles that Blackwell reads.
 
     Raises ConfigError for a cast that no kernel does, and for x that does not tile.
     """
     if problem := why_not(cast, both=both):
         raise ConfigError(f"{problem}; use lpkit.precision.scaled.quantise")
-    row, mix = FUSED[cast.block], cast.transform != "none"
+    row, whole = FUSED[cast.block], cast.block == WHOLE
     noise = words(noise, x.device) if isinstance(noise, Noise) else noise
     columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
     # the noise of a whole tensor is numbered by rows, however it lies
-    columns = columns and not (noise is not None and cast.block == (ALL, ALL))
-    if mix and not (row is _NVFP4 and columns):     # no kernel does both
+    columns = columns and not (noise is not None and whole)
+    if cast.transform != "none" and not (row.mixes and columns):    # no kernel does both
         return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
                             noise=noise, swizzled=swizzled, by=by)
-    pairs, tensor, top, bad = row.call(by(row.kernel), _Asked(
-        x=(x.T if columns else x).contiguous(), cast=cast, mix=mix, amax=amax, noise=noise,
-        ways=(both or not columns, both or columns), swizzled=swizzled))
-    made = [Operand(data=data, scale=scale, tensor=tensor, amax=top, nonfinite=bad)
-            for data, scale in zip(pairs[::2], pairs[1::2])]
+    ways = both or not columns, both or columns
+    *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
+                                 noise)
+    top = pairs.pop().view(1, 1) if whole else None
+    level = pairs.pop() if SCALES[cast.scale].levels == 2 else None
+    operands = [Scaled(data=data, scale=scale, tensor=level, amax=top, nonfinite=bad)
+                for data, scale in zip(pairs[::2], pairs[1::2])]
     if not both:
-        return made[0]
-    straight, turned = reversed(made) if columns else made
-    return replace(straight, T=turned)
+        return operands[0]
+    straight, turned = reversed(operands) if columns else operands
+    return replace(straight, turned=turned)

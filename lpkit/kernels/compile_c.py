@@ -146,7 +146,7 @@ def _version(compiler: str) -> str:
 
 def _ran(command: list[str], limit: float, *,
          stderr: int = subprocess.STDOUT) -> tuple[str, list[str]]:
-    """How it ended if not well, and the lines that it said, cut where nobody reads on.
+    """Says how a command ended, if not well, and its lines, cut where nobody reads on.
 
     It says them to a file: a pipe is held open by whatever the command leaves behind. Raises
     OSError for one that does not end in `limit` seconds or has no end of things to say.
@@ -174,7 +174,7 @@ def _ran(command: list[str], limit: float, *,
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The facts that -march=native depends on."""
     facts = cpu_facts()
     keys = ("model name", "flags", "Features", "CPU part")
     known = (facts.get(key, "") for key in keys)

@@ -42,7 +42,7 @@ FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread
 
 
 def why_not() -> str:
-    """Why it cannot be compiled or run here, in one clause; empty: it can."""
+    """The reason why it cannot be compiled or run here, in one clause; empty: it can."""
     if not torch.cuda.is_available():
         return "needs a GPU"
     from torch.utils import cpp_extension

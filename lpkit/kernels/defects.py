@@ -1,4 +1,4 @@
-"""What is broken in this version of Triton's interpreter, found by trying: nobody should search
+"""This module tries what is broken in this version of Triton's interpreter: nobody should search
 such a fault in a kernel of his or her own.
 
 `TRITON_INTERPRET=1` runs a kernel on a CPU, with numpy. Each probe below is a few lines whose

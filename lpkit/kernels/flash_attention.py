@@ -97,7 +97,7 @@ def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, 
 
 @jit
 def _places(place, told, ROWS: tl.constexpr):
-    """Of a tile, and the document that each is of."""
+    """The places of a tile, and the document of each."""
     places = place + tl.arange(0, ROWS)
     ids = places
     if told.documents is not None:
@@ -107,13 +107,13 @@ def _places(place, told, ROWS: tl.constexpr):
 
 @jit
 def _sums(lse, rows, T):
-    """Beside the matrix exp(s - inf) is 0."""
+    """Log-sums to base 2; beside the matrix exp(s - inf) is 0."""
     return tl.load(lse + rows, mask=rows < T, other=float("inf")) * 1.4426950408889634
 
 
 @jit
 def _seen(rows, columns, row_ids, column_ids, told, MASKED: tl.constexpr):
-    """As `Rule.sees`, of queries and keys that broadcast."""
+    """`Rule.sees`, for queries and keys that broadcast."""
     seen = columns <= rows
     if MASKED and told.window is not None:
         seen = seen & ((rows - columns < told.window) | (columns < told.global_tokens))
@@ -370,7 +370,7 @@ NARROWER = {"forward": {128: (128, 32, 8, 1)}, "keys": {64: (32, 64, 4, 2)}}
 
 
 def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, int]:
-    """Of a program."""
+    """The tiles, warps and stages of a program."""
     block = max(16, triton.next_power_of_2(E))
     at = max(64, block * itemsize // 2)
     shape = (narrower and NARROWER.get(which, {}).get(at)) or SHAPES[which][at]
@@ -381,7 +381,7 @@ def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, i
 @functools.lru_cache(maxsize=64)
 def _lists(blocks: str, block: int, window: int | None, global_tokens: int, documents: bool, T: int,
            queries: int, keys: int, by_keys: bool, device: torch.device) -> dict[str, Any]:
-    """Of each tile of queries, or of keys, the tiles that it meets, (tiles, listed): first those
+    """For each tile of queries, or of keys, the tiles that it meets, (tiles, listed): first those
     with a mask; and how many have one, and are there, (tiles, 2)."""
     across = math.isqrt(len(blocks))
     seen = [bit == "1" for bit in blocks]
@@ -405,7 +405,7 @@ def _lists(blocks: str, block: int, window: int | None, global_tokens: int, docu
 
 
 def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
-    """Whether a tile of queries and one of keys may have a document in common, (B, down, over)."""
+    """True where a tile of queries and one of keys may share a document, (B, down, over)."""
     def ends(size: int) -> tuple[Tensor, Tensor]:
         T = documents.shape[1]
         places = torch.arange(-(-T // size) * size, device=documents.device).clamp(max=T - 1)
@@ -417,7 +417,7 @@ def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
 def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None,
            global_tokens: int, block: int, blocks: str, soft_cap: float | None,
            which: str) -> dict[str, Any]:
-    """What all kernels take, but for tensors of their own."""
+    """The arguments that all kernels take; each has tensors of its own besides."""
     (_, H, T, E), G, by_keys = q.shape, k.shape[1], which == "keys"
     shape = _shape(which, E, documents is not None or bool(blocks), q.itemsize)
     queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]

@@ -17,7 +17,7 @@ from lpkit.kernels.jit import tl
 
 @cache
 def mend_calls() -> None:
-    """For this process, once, what changes no number: loops and calls."""
+    """Mend loops and calls, which changes no number, once for this process."""
     from triton.runtime import interpreter
 
     builtins: dict[object, list[str]] = {}
@@ -41,7 +41,8 @@ def mend_calls() -> None:
 
 @cache
 def mend() -> None:
-    """For this process, once. A conversion to FP8 saturates, as `cvt.rn.satfinite` does."""
+    """Mend all of it, once for this process. A conversion to FP8 saturates, as `cvt.rn.satfinite`
+    does."""
     from triton.runtime import interpreter
 
     mend_calls()

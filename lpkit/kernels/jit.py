@@ -33,9 +33,9 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
 
 
 def keep_privately() -> None:
-    """What PyTorch and Triton compile from now on is kept, and executed again, from folders of this
-    user alone, here and in processes that begin here. Raises ConfigError for a folder that he chose
-    and in which another user could have planted what is executed; OSError."""
+    """From now on PyTorch and Triton keep what they compile, and execute it again, in folders of
+    this user alone, here and in processes that begin here. Raises ConfigError for a folder that he
+    chose and in which another user could have planted what is executed; OSError."""
     by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")    # when it is imported
     for variable, room in CACHES.items():
         chosen = os.environ.get(variable)
@@ -93,15 +93,15 @@ def tiles(M: int, N: int, shape: Mapping[str, int]) -> tuple[int, int]:
 
 
 def why_no_triton() -> str:
-    """In one clause, or empty: it is there."""
+    """The reason, in one clause; empty: Triton is there."""
     if triton is None:
         return "Triton is not installed (pip install 'triton>=3.6', on Linux)"
     return ""
 
 
 def why_no_compiler(device: str) -> str:
-    """In one clause, or empty: what Triton launches on a GPU by, and all that is generated for a
-    CPU, is built where it runs."""
+    """The reason, in one clause; empty: a compiler is there. Triton's launchers for a GPU, and all
+    that is generated for a CPU, are built where they run."""
     variable, *names = COMPILERS[device]
     names = os.environ.get(variable, "").split()[:1] or names
     if not any(map(shutil.which, names)):

@@ -1,4 +1,4 @@
-"""What a kernel is: a definition in PyTorch's operations, and other ways to compute the same.
+"""A kernel is a definition in PyTorch's operations, and other ways to compute the same.
 
 A file of this folder holds one, as `KERNEL`: its definition, its Triton kernel, the operator around
 that one, and what is needed to judge it: examples, and how exact it must be.
@@ -48,8 +48,8 @@ class Kernel:
 
 
 def floats(*tensors: Tensor) -> None:
-    """What an element-wise kernel takes. Raises ConfigError for a dtype that is not float32, bf16
-    or fp16, and for a tensor whose elements do not lie one after the other."""
+    """Check what an element-wise kernel takes. Raises ConfigError for a dtype that is not float32,
+    bf16 or fp16, and for a tensor whose elements do not lie one after the other."""
     for one in tensors:
         if one.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(f"a kernel takes float32, bfloat16 or float16, not {one.dtype}")
@@ -69,8 +69,9 @@ def row_length(x: Tensor, *others: Tensor) -> int:
 
 
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
-    """Where `version` differs from the definition on these arguments, forward or backward, in one of
-    so many calls, or of those that CALL_SECONDS have room for, in one clause; empty: nowhere."""
+    """The first place where `version` differs from the definition on these arguments, forward or
+    backward, in one of so many calls, or of those that CALL_SECONDS have room for, in one clause;
+    empty: there is none."""
     want = gradients_of(kernel, kernel.definition, arguments)
     # a gradient may be the small difference of large terms
     true = [] if kernel.exact else gradients_of(kernel, kernel.definition, _wide(arguments))
@@ -93,7 +94,7 @@ def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 
 
 
 def apart(kernel: Kernel, got: list[Tensor], want: list[Tensor]) -> str:
-    """As `difference`, of results too large for float64: each row (..., N) within ROW of its length
+    """`difference`, for results too large for float64: each row (..., N) within ROW of its length
     or of the rows' mean, whichever is more. A right version may sum in another order and round in
     between; what forgets a tile, a head or a sequence is off by a row."""
     for i, (ours, theirs) in enumerate(zip(got, want, strict=True), 1):
@@ -125,7 +126,7 @@ def gradients_of(kernel: Kernel, version: Version, arguments: tuple,
 
 
 def weights_of(results: Iterable[Tensor]) -> list[Tensor]:
-    """Of no special shape, the same each time, the same in every dtype: -1, -0.75 ... 1."""
+    """Numbers without a pattern, the same each time and in every dtype: -1, -0.75 ... 1."""
     return [((torch.arange(one.numel(), device=one.device) * 7 % 9 - 4) / 4).view(one.shape)
             .to(one.dtype) for one in results]
 

@@ -28,12 +28,12 @@ OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still
 
 
 def wide(t: Tensor) -> Tensor:
-    """In the dtype of the computation."""
+    """The tensors in the dtype of the computation."""
     return t if t.dtype == torch.float64 else t.float()
 
 
 def in_full(t: Tensor) -> AbstractContextManager:
-    """Without autocast, which the meta device has none of."""
+    """A context without autocast, which the meta device has none of."""
     kind = t.device.type
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else "cpu", enabled=False)
 
@@ -104,7 +104,7 @@ def _chunked(t: Tensor, G: int) -> Tensor:
 
 
 def _whole(t: Tensor, like: Tensor) -> Tensor:
-    """In the shape and dtype of `like` but for the last dimension, and laid out as (B, T, H, F):
+    """t in the shape and dtype of `like` but for the last dimension, and laid out as (B, T, H, F):
     heads side by side."""
     B, H, T, _ = like.shape
     C, padded = chunk_of(T)
@@ -133,7 +133,7 @@ def _after(t: Tensor) -> Tensor:
 # Linear attention. Each value has a 1 beside it, whose sum is the normaliser.
 
 def _linear_flops(q: torch.Size, k: torch.Size, features: torch.Size | None) -> int:
-    """Of forward."""
+    """FLOPs of forward."""
     B, H, T, E = q
     return _flops(linear_pairs(B, H, k[1], T, E, features[0] if features else E))
 
@@ -202,13 +202,13 @@ class LinearAttention(torch.autograd.Function):
 # The delta rule. `gates` (B, T, G): beta before its sigmoid.
 
 def _delta_flops(q: torch.Size, k: torch.Size) -> int:
-    """Of forward."""
+    """FLOPs of forward."""
     B, H, T, E = q
     return _flops(delta_pairs(B, H, k[1], T, E))
 
 
 class Chunks:
-    """What forward and backward have in common. `written` is what each token writes into the state
+    """The parts that forward and backward share. `written` is what each token writes into the state
     at its key, `states` the state before each chunk, `state` that after all."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor):

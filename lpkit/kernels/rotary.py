@@ -29,7 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the dtype of the angles, which under autocast is wider than x's."""
+    """The same in the dtype of the angles, which under autocast is wider than x's."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
 

@@ -16,23 +16,33 @@ import functools
 import torch
 from torch import Tensor
 
-from lpkit.kernels.cast import Noise
+from lpkit.kernels.cast import SIGNS, Noise
 from lpkit.kernels.jit import jit, tl
 from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import MX_BLOCK, named
 
 PROGRAMS = 1056     # of what walks over a tensor: eight for each multiprocessor of an H100
 
 
-class Grid(str):
-    """What a kernel is told of a format and a rule for scales, as one constant: a string, by which
-    Triton tells it from others. `up`: added to the bits of an amax, carries where the amax has a
-    larger mantissa than the format's largest."""
+class Plan(str):
+    """A cast as one constant of a kernel: a string, by which Triton tells it from others. `up`:
+    added to the bits of an amax, carries where the amax has a larger mantissa than the format's
+    largest. `negative`: the elements of 16 that a Hadamard transform negates, by bits."""
 
-    def __new__(cls, fmt: str, rule: str):
-        self, to = super().__new__(cls, f"{fmt} {rule}"), format_of(fmt)
-        self.rule, self.divides = rule, not rule.startswith("power")
+    def __new__(cls, words: str, rows: bool, columns: bool, swizzled: bool, history: bool,
+                noise: bool) -> Plan:
+        flags = {"rows": rows, "columns": columns, "swizzled": swizzled, "history": history,
+                 "noise": noise}
+        self = super().__new__(cls, " ".join((words, *(name for name in flags if flags[name]))))
+        vars(self).update(flags)
+        self.cast = cast = named(words)
+        self.mx, self.side = cast.block == MX_BLOCK, cast.block[1]
+        self.square, self.mix = cast.block[0] > 1, cast.transform != "none"
+        self.negative = sum(1 << j for j, sign in enumerate(SIGNS) if sign < 0)
+        to, self.rule = format_of(cast.format), cast.scale
+        self.divides = not self.rule.startswith("power")
         self.kind = {"e4m3fn": tl.float8e4nv, "e5m2": tl.float8e5, "int8": tl.int8,
-                     "e2m1": tl.uint8}[fmt]
+                     "e2m1": tl.uint8}[cast.format]
         self.largest, self.mantissa = to.largest, to.mantissa_bits
         self.min_exponent, self.max_exponent = to.min_exponent, to.max_exponent
         bits = torch.tensor(to.largest, dtype=torch.float32).view(torch.int32).item()
@@ -40,7 +50,7 @@ class Grid(str):
         return self
 
 
-grid = functools.cache(Grid)
+plan = functools.cache(Plan)
 
 
 def words(noise: Noise | None, device: torch.device) -> Tensor | None:
@@ -51,6 +61,13 @@ def words(noise: Noise | None, device: torch.device) -> Tensor | None:
 def magnitude(v):
     """Bits of |v|, int32."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def nonfinite(v):
+    """The number of elements of v (M, N) that are NaN or Inf, int64."""
+    bad = tl.where(magnitude(v.to(tl.float32)) >= 0x7F800000, 1, 0)
+    return tl.sum(tl.sum(bad, 1), 0).to(tl.int64)
 
 
 @jit
@@ -76,12 +93,22 @@ def divisor(s):
 
 
 @jit
-def rounded(v, turn, m, y, at, words, TO: tl.constexpr, NOISE: tl.constexpr):
-    """v by the divisor, and on the grid where noise decides; else `stored` rounds."""
+def divided(v, s, TO: tl.constexpr):
+    """v / s, rounded once, for s > 0 whose shape spreads over v's."""
+    turn, m, y = divisor(s)
     v = v * turn
+    if TO.history:      # far beyond the largest a remainder would overflow
+        v = tl.clamp(v, -4 * TO.largest, 4 * TO.largest, propagate_nan=tl.PropagateNan.ALL)
     if TO.divides:
         v = quotient(v, m, y)
-    if NOISE:
+    return v
+
+
+@jit
+def rounded(v, s, at, words, TO: tl.constexpr):
+    """v / s, and on the grid where noise decides; else `stored` rounds."""
+    v = divided(v, s, TO)
+    if TO.noise:
         v = drawn(v, at, words, TO)
     return v
 
@@ -138,7 +165,7 @@ def drawn(q, at, words, TO: tl.constexpr):
 
 @jit
 def stored(q, TO: tl.constexpr):
-    """To the nearest-even, saturating, by the hardware's conversion where it has one."""
+    """q rounded to nearest-even, saturating, by the hardware's conversion where it has one."""
     if TO.kind == tl.int8:
         q = (q + 12582912.0) - 12582912.0       # 1.5 * 2^23: the addition rounds
         return tl.minimum(tl.maximum(q, -127.0), 127.0).to(tl.int8)
@@ -147,15 +174,15 @@ def stored(q, TO: tl.constexpr):
 
 @jit
 def swizzle(r, c, C):
-    """Where the scale of row r, column c of C lies; see `lpkit.kernels.scales.swizzled`."""
+    """The place of the scale of row r, column c of C; see `lpkit.kernels.scales.swizzled`."""
     tile = (r // 128).to(tl.int64) * tl.cdiv(C, 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
 
 
 @jit
 def two_levels(amax, top, TO: tl.constexpr):
-    """Of blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
-    E4M3, what to divide by, and the tensor's own scale."""
+    """For blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
+    E4M3, the divisor, and the tensor's own scale."""
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
     if TO.rule == "e4m3":
         most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,4 @@
-"""What a training step does between its products, each in one pass over memory on a CPU:
+"""A training step's work between its products, each in one pass over memory on a CPU:
 
     gelu(x)                                         -> Tensor      tanh approximation
     attention_(scores, ...)                         -> Tensor      scores become weights, in place
@@ -56,7 +56,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def served(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
-    """Whether C reads x as it is; else the definition takes it."""
+    """True if C reads x as it is; else the definition takes it."""
     return x.dtype in dtypes and x.is_contiguous() and x.data_ptr() != 0 and library() is not None
 
 
@@ -116,7 +116,7 @@ def gelu(x: Tensor) -> Tensor:
 # (N,) float32 is a score more for each of the N.
 
 def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Tensor:
-    """In float32 or wider."""
+    """Scores as they enter softmax, in float32 or wider."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
     if cap:
         s = cap * torch.tanh(s / cap)
@@ -126,7 +126,7 @@ def _scores(scores: Tensor, seen: Tensor | None, scale: float, cap: float) -> Te
 
 
 def _weights(s: Tensor, sums: Tensor) -> Tensor:
-    """Where nothing is seen, not even a sink, the sum is -inf and every weight is 0."""
+    """Weights of scores; where nothing is seen, not even a sink, the sum is -inf and each is 0."""
     return (s - sums[..., None].clamp(min=torch.finfo(s.dtype).min)).exp()
 
 

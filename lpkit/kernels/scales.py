@@ -1,4 +1,4 @@
-"""How a block's scale follows from its largest magnitude, and what a cast is.
+"""A block's scale follows from its largest magnitude by a rule; a cast divides by it and rounds.
 
 A rule takes amax (R, C) float32, NaN where a block has a NaN or an Inf, and so is the scale: never
 silent. It gives a scale per block, (R, C) float32, and the second level of it, () float32 or None.
@@ -10,7 +10,7 @@ silent. It gives a scale per block, (R, C) float32, and the second level of it, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -88,17 +88,51 @@ def spread(scale: Tensor, shape: tuple[int, int]) -> Tensor:
     return scale[:, None, :, None].expand(R, M // R, C, K // C).reshape(M, K)
 
 
-class Made(NamedTuple):
-    data: Tensor                # (M, K), `stored_dtype`: of 4 bits the codes
-    scale: Tensor               # float32 (R, C)
-    tensor: Tensor | None       # float32 (), the second level
-    amax: Tensor                # float32 (R, C), of what was cast
-    nonfinite: Tensor           # () int64: how many were NaN or Inf
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """An operand as it was cast: value = data * scale * tensor, each entry of `scale` spread over
+    its block of `data`.
+
+    As tensor cores read it, 4-bit data is uint8, two to a byte, the first in the low half, and
+    scales of one byte may be the bytes of their tiles; float32 scales of 1 x 128 lie column by
+    column.
+    """
+
+    data: Tensor                    # (M, K), values of the format, in a dtype that holds them
+    scale: Tensor                   # (M / block rows, K / block columns), float32 or of one byte
+    tensor: Tensor | None = None    # () float32, the second level of a two-level scale
+    # float32, per block: the largest magnitude of what was cast; not finite if any was
+    amax: Tensor | None = None
+    nonfinite: Tensor | None = None     # () int64: how many were NaN or Inf
+    turned: Scaled | None = None        # the cast of x.T, where one read has made both
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The tensors that its value is made of."""
+        return self.data, self.scale, self.tensor
+
+    @property
+    def T(self) -> Scaled:
+        if self.turned is not None:
+            return self.turned
+        return replace(self, data=self.data.T, scale=self.scale.T,
+                       amax=None if self.amax is None else self.amax.T)
+
+    def transposed(self) -> Scaled:
+        """`T`, copied as products on hardware read it."""
+        return replace(self, data=self.data.T.contiguous(), scale=self.scale.T.contiguous())
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """(M, K). In float64 exact."""
+        values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
+        blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
+        blocks.mul_(self.scale.to(dtype)[:, None, :, None])
+        return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
 
 
 def decide(found: Tensor, amax: Tensor | None, rule: str,
            to: Format) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What blocks with these largest magnitudes are divided by, and its two levels. amax: () of a
+    """The divisor of blocks with these largest magnitudes, and its two levels. amax: () of a
     history. One that is still empty decides nothing, and none hides a NaN that is there now."""
     used = found if amax is None else torch.where(found.isfinite() & (amax > 0), amax, found)
     scale, tensor = MAKE_SCALES[rule](used + (used - used), to)     # NaN of an infinity
@@ -109,12 +143,12 @@ def decide(found: Tensor, amax: Tensor | None, rule: str,
 
 
 def stored_dtype(to: Format) -> torch.dtype:
-    """What holds its values; uint8 for two of 4 bits."""
+    """The dtype that holds its values; uint8 for two of 4 bits."""
     return getattr(torch, to.torch_dtype) if to.torch_dtype else torch.uint8
 
 
 def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
-         history: Tensor | None = None, noise: Tensor | None = None) -> Made:
+         history: Tensor | None = None, noise: Tensor | None = None) -> Scaled:
     """The definition: x (M, K), the contracted axis last; 0 in `block` is the whole axis. noise:
     `Noise.words`. history: () float32, the amax that the scale follows from unless it is 0; that x
     is not finite is known too late for the values, and the scale says it."""
@@ -132,7 +166,8 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
         if to.nan is None:
             data = data.masked_fill(spread(both, x.shape).isnan(), 0)
         data = data.view(dtype)
-    return Made(data, scale if history is None else scale + found * 0, tensor, found, nonfinite)
+    return Scaled(data=data, scale=scale if history is None else scale + found * 0, tensor=tensor,
+                  amax=found, nonfinite=nonfinite)
 
 
 def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:

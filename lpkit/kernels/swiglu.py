@@ -29,7 +29,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_pytorch(x: Tensor) -> Tensor:
-    """In two operations, each rounded to x's dtype."""
+    """The same in two operations, each rounded to x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 

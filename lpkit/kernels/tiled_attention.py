@@ -44,7 +44,7 @@ def tiles(rule: Rule, T: int, tile: int = TILE) -> Iterator[tuple[slice, list[sl
 
 
 class Tiles:
-    """What forward and backward share: how a tile is loaded, stored and scored."""
+    """Forward and backward load, store and score a tile alike."""
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
         self.G, self.scale = k.shape[1], 1 / math.sqrt(q.shape[-1])
@@ -57,7 +57,7 @@ class Tiles:
         return t[:, :, queries].to(self.wide).unflatten(1, (self.G, -1)).flatten(2, 3)
 
     def heads(self, tile: Tensor, queries: slice) -> Tensor:
-        """And back: (B, H, queries, X)."""
+        """The tile as heads again: (B, H, queries, X)."""
         return tile.unflatten(2, (-1, queries.stop - queries.start)).flatten(1, 2)
 
     def keys(self, t: Tensor, keys: slice) -> Tensor:
@@ -115,7 +115,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
               documents: Tensor | None, sinks: Tensor | None, rule: Rule
               ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of q, k, v and sinks. Those of k and v are sums over tiles of queries, in float32."""
+    """Gradients of q, k, v and sinks. Those of k and v are sums over tiles of queries, float32."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))

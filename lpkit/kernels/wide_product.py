@@ -66,7 +66,7 @@ class WideProduct(torch.autograd.Function):
 
 @functools.cache
 def in_a_loop() -> bool:
-    """Whether PyTorch multiplies bf16 number by number, because this CPU has AVX2 alone."""
+    """True if PyTorch multiplies bf16 number by number, because this CPU has AVX2 alone."""
     return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -78,7 +78,7 @@ def large(M: int, K: int, N: int) -> bool:
 
 
 def wins(a: Tensor, b: Tensor) -> bool:
-    """Whether a @ b.T is of a kind and a size that a wide product may serve."""
+    """True if a @ b.T is of a kind and a size that a wide product may serve."""
     return (a.device.type == "cpu" and not torch.compiler.is_compiling()
             and large(*a.shape, len(b)))
 
@@ -103,8 +103,8 @@ NAMES = {"bf16": REFERENCE, "float32": "float32"}       # of `system.products`, 
 
 
 def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = None) -> Choice:
-    """For a model of whose products the largest has these sizes, in any order. `before`: of a run
-    that goes on."""
+    """The choice for a model whose largest product has these sizes, in any order. `before`: the
+    choice of a run that goes on."""
     if asked == "auto" and before in NAMES:
         return Choice(asked=asked, used=before, why="as this run was begun")
     if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):

@@ -38,7 +38,6 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from lpkit.contracts import Choice, StatePlacement
-from lpkit.kernels.cast_operand import Operand
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.parallel.sharding import local
@@ -410,7 +409,7 @@ class Tracker(TorchDispatchMode):
               first: bool = False, **how: bool) -> Any:
         """What ScaledLinear casts: its `first` cast, or once more for another product."""
         made = cast(product, role, x, dtype, first=first, **how)
-        turned = made.T if isinstance(made, Operand) else None
+        turned = made.turned
         for one in filter(None, (made, turned)):
             if role == "w":
                 self._relabel(one.data, "low-precision weights", IN_FLIGHT)

@@ -94,7 +94,7 @@ def blocked_wide(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = Non
 
 
 class Softmax(nn.Module):
-    """What a softmax kind has beside q, k and v: the sinks' scores (H,), where it has sinks."""
+    """A softmax kind has the sinks' scores (H,) beside q, k and v, where it has sinks."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -106,7 +106,7 @@ class Softmax(nn.Module):
 
 
 def backend(name: str, model: ModelConfig) -> Attend:
-    """What `model` attends by. Raises ConfigError for one that cannot, or is unknown."""
+    """The backend that `model` attends by. Raises ConfigError where it cannot, or is unknown."""
     row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
     if rule is None or not row.implementation:
         if problem := why_not(name, Attending(model=model)):

@@ -23,7 +23,7 @@ def _normal(model: nn.Module, *, std: float, residual_std: float) -> None:
 
 
 def gpt2(model: nn.Module) -> None:
-    """Where the residual stream is written, 1/sqrt(2L) smaller (GPT-2 paper, section 2.3)."""
+    """Weights that write the residual stream are 1/sqrt(2L) smaller (GPT-2 paper, section 2.3)."""
     _normal(model, std=0.02, residual_std=0.02 / math.sqrt(2 * len(model.blocks)))
 
 

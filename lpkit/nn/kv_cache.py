@@ -1,4 +1,4 @@
-"""What a model keeps of past tokens while it generates, so that a new one costs one position.
+"""A model keeps something of past tokens while it generates, so that a new one costs one position.
 
 A `Cache` belongs to a kind of attention, whose row in `lpkit.techniques.attention` names it. It
 takes a prompt, which the run's own backend computes, and then one token at a time for each of its
@@ -71,19 +71,19 @@ class Cache(ABC):
     @abstractmethod
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
-        """Of the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend` has it."""
+        """Attends for the tokens that `begin` said, (B, H, T, E). `own`: as `contracts.Attend`."""
 
     @abstractmethod
     def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
-        """Of one token, where `stepping`: q (B, G, H / G, E), k and v (B, G, 1, E), like q."""
+        """Attends for one token, if `stepping`: q (B, G, H / G, E), k, v (B, G, 1, E), like q."""
 
     @abstractmethod
     def row(self, b: int) -> Self:
         """Sequence b alone: a view, by which it takes its prompt, or is cleared."""
 
     def clear(self) -> None:
-        """As if it had had no token."""
+        """Forget all tokens."""
         self.lengths.zero_()
 
     @property
@@ -92,7 +92,7 @@ class Cache(ABC):
 
 
 class KeysValues(Cache):
-    """Of each layer two `Stored`, (B, G, slots, E). A prompt is one document."""
+    """A cache of two `Stored` for each layer, (B, G, slots, E). A prompt is one document."""
 
     def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
                  dtype: torch.dtype, device: torch.device | str):
@@ -163,12 +163,12 @@ class KeysValues(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Of keys and values. Which token is where takes 8 bytes of a slot besides."""
+        """Bytes of keys and values. Which token is where takes 8 bytes of a slot besides."""
         return sum(stored.nbytes for pair in self.layers for stored in pair)
 
 
 class State(Cache):
-    """Of each layer one state, whatever the number of tokens."""
+    """A cache of one state for each layer, whatever the number of tokens."""
 
     def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
                  dtype: torch.dtype, device: torch.device | str):
@@ -208,8 +208,8 @@ class State(Cache):
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                soft_cap: float | None) -> Tensor:
-    """Of each group the heads' queries (B, G, H / G, E) in one product against its keys and values
-    (B, G, S, E), so that no key is repeated. On a CPU in float32, because products of 16-bit
+    """The queries of a group's heads (B, G, H / G, E) meet its keys and values (B, G, S, E) in one
+    product, so that no key is repeated. On a CPU in float32, because products of 16-bit
     numbers are slow where it has no instructions for them."""
     dtype = q.dtype
     if dtype in (torch.float16, torch.bfloat16) and q.device.type == "cpu":

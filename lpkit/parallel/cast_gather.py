@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as kernel
-from lpkit.kernels.scales import Made, decide, stored_dtype
+from lpkit.kernels.scales import Scaled, decide, stored_dtype
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, untiled
@@ -51,8 +51,8 @@ class CastGather:
                 f"or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
         zeros = partial(torch.zeros, device=rows.device)
         shape = (1, 1) if self.whole else (N // side, K // along)
-        layer.gathered = Made(data=rows, scale=zeros(shape), tensor=None, amax=zeros(1, 1),
-                              nonfinite=zeros((), dtype=torch.int64))
+        layer.gathered = Scaled(data=rows, scale=zeros(shape), amax=zeros(1, 1),
+                                nonfinite=zeros((), dtype=torch.int64))
         layer.carrier = zeros(1).expand(N, K).requires_grad_()      # without memory
         layer.carrier.register_post_accumulate_grad_hook(self._arrived)
 

@@ -1,4 +1,4 @@
-"""Who multiplies: a table of backends behind the same recipes.
+"""A backend multiplies: a table of those behind the same recipes.
 
     emulated            any device; the numbers of the recipe, without its speed
     scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell;
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
-from lpkit.kernels import cast_blocks, cast_nvfp4, cast_rows, cast_tensor
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.cast_operand import Operand, cast_operand
+from lpkit.kernels.cast_operand import cast_operand
 from lpkit.kernels.cast_operand import why_not as no_kernel
+from lpkit.kernels.fused_cast import definition
 from lpkit.kernels.operator import EVERY_DEVICE, operator
-from lpkit.kernels.scales import Made
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.precision import scaled
 from lpkit.precision.linear import Float16Linear, ScaledLinear, sharing
@@ -46,7 +45,7 @@ class Backend(ABC):
     wide: bool | None = None    # whether large bf16 products on a CPU are float32's; None: not asked
 
     def by(self, products: Choice | None) -> Backend:
-        """With the products that a run has chosen."""
+        """This backend with the products that a run has chosen."""
         if products is None:
             return self
         made = copy(self)
@@ -54,16 +53,17 @@ class Backend(ABC):
         return made
 
     def plain(self, linear: nn.Linear) -> nn.Linear:
-        """What stands for a Linear whose operands are not cast."""
+        """The module that stands for a Linear whose operands are not cast."""
         return sharing(WideLinear, linear) if self.wide else linear
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
-        """Whether `auto` may take it, where nothing speaks against it."""
+        """True if `auto` may take it, where nothing speaks against it."""
         return False
 
     @abstractmethod
     def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
-        """Why it cannot run `recipe`, the row `name` or a change of it, here; empty: it can."""
+        """The reason why it cannot run `recipe`, the row `name` or a change of it, here; empty: it
+        can."""
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         """The module that takes the place of `linear`, sharing its parameters."""
@@ -110,7 +110,7 @@ class Emulated(Backend):
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
 
-    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
         held = torch.float32 if dtype == torch.float32 else torch.bfloat16
         values, scale = made.data.to(held), made.scale
         if scaled.SCALES[cast.scale].folds:
@@ -132,8 +132,8 @@ def _slow_float16(recipe: Recipe, device: torch.device) -> bool:
 
 
 def _saturates(recipe: Recipe, device: torch.device) -> str:
-    """Why sums of products in int8 are wrong here, whoever calls torch._int_mm; empty: they are
-    not."""
+    """The reason why sums of products in int8 are wrong here, whoever calls torch._int_mm; empty:
+    they are not."""
     if device.type != "cpu" or recipe.dtype != "int8":
         return ""
     x = torch.full((32, 64), 127, dtype=torch.int8)
@@ -144,7 +144,7 @@ def _saturates(recipe: Recipe, device: torch.device) -> str:
 
 
 def _too_old(needs: str, capability: tuple[int, int], device: torch.device) -> str:
-    """Why this GPU cannot; empty: it can, or it is none."""
+    """The reason why this GPU cannot; empty: it can, or it is none."""
     if device.type != "cuda" or (has := torch.cuda.get_device_capability(device)) >= capability:
         return ""
     return f"{needs} compute capability {dotted(capability)}, and this GPU has {dotted(has)}"
@@ -157,10 +157,7 @@ class ScaledMM(Backend):
     alignment = 16
     kernels: ClassVar = {name.replace("-", "_"): name for name in (
         "cast-tensor", "cast-rows", "cast-blocks", "cast-mx", "cast-nvfp4")}
-    cast_tensor = staticmethod(cast_tensor.definition)
-    cast_rows = staticmethod(cast_rows.definition)
-    cast_blocks = cast_mx = staticmethod(cast_blocks.definition)
-    cast_nvfp4 = staticmethod(cast_nvfp4.definition)
+    cast_tensor = cast_rows = cast_blocks = cast_mx = cast_nvfp4 = staticmethod(definition)
 
     def automatic(self, recipe: Recipe, device: torch.device) -> bool:
         return device.type == "cuda"        # a CPU multiplies float8 slower than it emulates it
@@ -194,7 +191,7 @@ class ScaledMM(Backend):
         return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
 
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
-        """What PyTorch or cuBLASLt says to a small product of each kind; empty: they take it. A
+        """PyTorch's or cuBLASLt's words to a small product of each kind; empty: they take it. A
         scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
         which a build of PyTorch may lack."""
         x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)      # blocks of 128 need two
@@ -210,23 +207,18 @@ class ScaledMM(Backend):
         return ""
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
-             noise: Noise | None, both: bool = False) -> Operand:
+             noise: Noise | None, both: bool = False) -> Scaled:
         return cast_operand(x, cast, amax=amax, noise=noise, both=both,
                             by=lambda name: getattr(self, name.replace("-", "_")))
 
-    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Operand:
-        one = Operand(data=made.data, scale=made.scale, tensor=None, amax=made.amax,
-                      nonfinite=made.nonfinite)
-        if not both:
-            return one
-        return replace(one, T=replace(one, data=made.data.T.contiguous(),
-                                      scale=made.scale.T.contiguous()))
+    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+        return replace(made, turned=made.transposed()) if both else made
 
     def shares(self, cast: Cast) -> bool:
         # each product draws its own noise, but for one cast that is its own transpose
         return not no_kernel(cast, both=True) and (cast.transposes or cast.rounding != "stochastic")
 
-    def product(self, a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, *,
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor:
         if a.data.dtype == dtype and a.tensor is None:      # the recipe leaves it in 16 bits
             return scaled.product(a, b, dtype, bias)
@@ -250,14 +242,14 @@ class ScaledMM(Backend):
 
 
 def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
-    """With rows of zeros below where there are too few. `torch._int_mm` refuses 16 or fewer;
+    """t with rows of zeros below, where it has too few. `torch._int_mm` refuses 16 or fewer;
     columns of scales begin at multiples of 16 bytes, for any number of tokens in sampling
     (Transformer Engine's Float8BlockQuantizer pads them too)."""
     more = max(least - len(t), -len(t) % multiple)
     return F.pad(t, (0, 0, 0, more)) if more > 0 else t
 
 
-def _inferred(a: Operand, b: Operand) -> tuple[Tensor, Tensor] | None:
+def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
     """Scales whose meaning `torch._scaled_mm` infers from their shapes: 0-dim for tensors, (M, 1)
     and (1, N) for rows. None for blocks of 128, which it may take for something else: where the sum
     is one block long, a scale of 1x128 looks like a row's, and one of 128x128 like a tensor's."""
@@ -305,7 +297,7 @@ def _float4(a: Tensor, scale_a: Tensor, tensor_a: Tensor, b: Tensor, scale_b: Te
 
 
 class Row(NamedTuple):
-    """What makes a library's Linear for one recipe, and the least compute capability for it."""
+    """A library's Linear for one recipe, and the least compute capability for it."""
 
     make: Callable[[nn.Linear, Recipe], nn.Module]
     capability: tuple[int, int]
@@ -338,7 +330,7 @@ class Library(Backend):
 
 
 def _casts_of(recipe: Recipe) -> tuple:
-    """What tells two rows apart."""
+    """The facts that tell two rows apart."""
     return *recipe.products.items(), recipe.delayed is None, recipe.fast_accumulation
 
 

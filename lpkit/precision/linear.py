@@ -1,11 +1,16 @@
 """nn.Linear whose three matrix products run under a recipe. Weights stay what they were: float32
 masters.
 
-Six casts, three products, no branches on names. A cast that is its own transpose (tensorwise,
-square blocks) is made once and serves two products. What backward needs is kept as it was cast, in
-forward.
+    y  = x @ w.T    operands x (M, K) and w (N, K)        M tokens, K and N features
+    dx = g @ w      operands g (M, N) and w.T (K, N)
+    dw = g.T @ x    operands g.T (N, M) and x.T (K, M)
 
-State, in persistent buffers, so that a checkpoint carries it:
+Tensor cores of 8 and 4 bits read operands whose contracted axis is last, so each product is
+`product(a, b)` = a @ b.T, and each of x, w and g is cast twice: as it lies, and transposed. That is
+six casts, and no branch on names. A cast that is its own transpose (tensorwise, square blocks) is
+made once and serves two products. What backward needs is saved as it was cast, in forward.
+
+A recipe keeps its state in persistent buffers, so that a checkpoint carries it:
 - `amax_history` (3, 1 + history), for delayed scaling: its columns from 1 decide the scales, and
   column 0 is empty between micro-batches, as Transformer Engine has it. `advance` puts in what
   the micro-batch at hand has met, as the end of that library's autocast does. Nothing moves inside
@@ -22,6 +27,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,12 +37,10 @@ from torch import Tensor, nn
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, seed_words
-from lpkit.kernels.scales import Made
 from lpkit.precision.scaled import Scaled
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe, untiled
 
 if TYPE_CHECKING:
-    from lpkit.kernels.cast_operand import Operand
     from lpkit.precision.weight_cache import WeightCache
 
 ROLES = ("x", "w", "g")     # activations, weights, gradients of the output
@@ -46,26 +50,81 @@ HISTORY_RULES = {           # which scale a history of amaxes gives; the newest 
 }
 
 
+class ScaledMatmul(torch.autograd.Function):
+    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`. The gradient of w goes to `carrier`,
+    which is w itself, or stands for a w that was gathered in 8 bits."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: ScaledLinear,
+                dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
+        x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
+        with torch.autocast(x.device.type, enabled=False):
+            cast_x, x_T = layer.operands("y", "dw", "x", x, dtype, both=w_trained)      # x_T (K, M)
+            cast_w, w_T = layer.operands("y", "dx", "w", w, dtype, both=x_trained)      # w_T (K, N)
+            y = layer.product("y", cast_x, cast_w, dtype, bias)                         # (M, N)
+            # gathered weights are freed, and gathered again for backward
+            regather = x_trained and layer.gathered is not None
+            operands = [_mark_as_weight(w_T())] if x_trained and not regather else []
+            operands += [x_T()] if w_trained else []
+        ctx.save_for_backward(*(t for operand in operands for t in operand.stored))
+        ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
+        ctx.dtypes = x.dtype, carrier.dtype
+        # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
+        # the product before a cast that did nothing, and zeros to y
+        return y.view_as(y) if torch.compiler.is_compiling() else y
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+        layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
+        g = g.contiguous()      # from an expanded or transposed view
+
+        def saved_operand() -> Scaled:
+            return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
+
+        dx = dw = None
+        with torch.autocast(g.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                cast_g, g_T = layer.operands("dx", "dw", "g", g, dtype,                 # g_T (N, M)
+                                             both=ctx.needs_input_grad[1])
+                w_T = saved_operand() if ctx.w_T is None else ctx.w_T()
+                dx = layer.product("dx", cast_g, w_T, dtype).to(ctx.dtypes[0])          # (M, K)
+            else:
+                g_T = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
+            if ctx.needs_input_grad[1]:
+                dw = layer.product("dw", g_T(), saved_operand(), dtype).to(ctx.dtypes[1])   # (N, K)
+            db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None, None, None
+
+
+def _mark_as_weight(operand: Scaled) -> Scaled:
+    """The operand, marked for `lpkit.memory.saved`: what moves activations away leaves it here."""
+    if not torch.compiler.is_compiling():
+        for t in operand.stored:
+            if t is not None:
+                t.of_weight = True
+    return operand
+
+
 class Arithmetic(Protocol):
-    """What a backend does: cast an operand (rows, contracted axis), and form a @ b.T + bias."""
+    """A backend can cast an operand (rows, contracted axis), and form a @ b.T + bias."""
 
     alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
-             noise: Noise | None, both: bool = False) -> Scaled | Operand:
+             noise: Noise | None, both: bool = False) -> Scaled:
         """both: that of x.T will be asked for, as `.T` of what is returned."""
         ...
 
     def shares(self, cast: Cast) -> bool:
-        """Whether it can cast `both` ways at once."""
+        """True if it can cast `both` ways at once."""
         ...
 
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor: ...
 
-    def taken(self, made: Made, cast: Cast, dtype: torch.dtype, *,
-              both: bool = False) -> Scaled | Operand:
-        """What `cast` would have made, of its values in 8 bits and their scales."""
+    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *,
+              both: bool = False) -> Scaled:
+        """Returns what `cast` would have made, from its values in 8 bits and their scales."""
         ...
 
 
@@ -85,7 +144,7 @@ class ScaledLinear(nn.Linear):
     cache: WeightCache | None = None    # inside `weights_cached`, around the parts of an update
     # how `weight` was cast before it came from other ranks (`lpkit.parallel.cast_gather`), and what
     # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
-    gathered: Made | None = None
+    gathered: Scaled | None = None
     carrier: Tensor | None = None
 
     @classmethod
@@ -115,7 +174,7 @@ class ScaledLinear(nn.Linear):
         return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
-             first: bool = False, both: bool = False) -> Scaled | Operand:
+             first: bool = False, both: bool = False) -> Scaled:
         """The operand `role` of `product`, (rows, contracted axis). `first`: of the casts of this
         tensor, the one that is counted, and whose amax goes into the history. `both`: of x.T too.
         """
@@ -130,7 +189,7 @@ class ScaledLinear(nn.Linear):
         make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise,
                        both=both)
         if role == "w" and self.gathered is not None:
-            made = self.arithmetic.taken(self.gathered._replace(data=x), cast, dtype, both=both)
+            made = self.arithmetic.taken(replace(self.gathered, data=x), cast, dtype, both=both)
         elif role == "w" and self.cache is not None and not torch.compiler.is_compiling():
             # a history moves on between micro-batches, and may give the same weight another scale
             same = cast, dtype, both, self.arithmetic, None if amax is None else amax.item()
@@ -152,7 +211,7 @@ class ScaledLinear(nn.Linear):
         return HISTORY_RULES[delayed.history_rule](history) * 2.0**delayed.margin
 
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
-                 both: bool) -> tuple[Scaled | Operand, Callable[[], Scaled | Operand]]:
+                 both: bool) -> tuple[Scaled, Callable[[], Scaled]]:
         """x as the operand `role` of `product`, and x.T as that of `other`, made when asked for: a
         cast of its own need not be there during the first product. `both`: it will be asked for."""
         if role == "w" and self.gathered is not None:       # one cast, which transposes
@@ -164,7 +223,7 @@ class ScaledLinear(nn.Linear):
         made = self.cast(product, role, x, dtype, first=True, both=shared)
         return made, lambda: made.T if shared else self.cast(other, role, x.T, dtype)
 
-    def product(self, name: str, a: Scaled | Operand, b: Scaled | Operand, dtype: torch.dtype,
+    def product(self, name: str, a: Scaled, b: Scaled, dtype: torch.dtype,
                 bias: Tensor | None = None) -> Tensor:
         fast = name in self.recipe.fast_accumulation
         return self.arithmetic.product(a, b, dtype, bias, fast=fast)
@@ -173,7 +232,8 @@ class ScaledLinear(nn.Linear):
         return [getattr(self, f"{what}_{role}") for role in ROLES]
 
     def advance(self) -> None:
-        """After the backward of a micro-batch: histories move on, the next rounding draws anew."""
+        """Is called after the backward of a micro-batch: histories move on, the next rounding draws
+        anew."""
         if self.recipe.delayed is not None:
             amaxes = self.of_roles("amax")
             newest = torch.stack(amaxes)[:, None]
@@ -197,8 +257,8 @@ def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
         tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)
         x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
         bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
-    of = w if layer.carrier is None else layer.carrier
-    y = ScaledMatmul.apply(x, of, bias, layer, dtype, torch.is_grad_enabled(), w.detach())
+    carrier = w if layer.carrier is None else layer.carrier
+    y = ScaledMatmul.apply(x, carrier, bias, layer, dtype, torch.is_grad_enabled(), w.detach())
     return y[:M, :layer.out_features]
 
 
@@ -209,60 +269,6 @@ def refuse(name: str, problem: str, sizes: dict[str, int], alignment: int = 0) -
     others = f", or use {' or '.join(fits)}" if fits else ""
     raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, or keep it in 16 bits "
                       f"with precision.recipe.high_precision_layers={name}{others}")
-
-
-def _of_weight(made: Scaled | Operand) -> Scaled | Operand:
-    """Marked, for `lpkit.memory.saved`: what moves activations away leaves these here."""
-    if not torch.compiler.is_compiling():
-        for t in made.stored:
-            if t is not None:
-                t.of_weight = True
-    return made
-
-
-class ScaledMatmul(torch.autograd.Function):
-    """y = x @ w.T + bias for x (M, K), w (N, K), in `dtype`. The gradient of w is that of `of`."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, of: Tensor, bias: Tensor | None, layer: ScaledLinear,
-                dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
-        x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
-        with torch.autocast(x.device.type, enabled=False):
-            cast_x, turned_x = layer.operands("y", "dw", "x", x, dtype, both=w_trained)     # (K, M)
-            cast_w, turned_w = layer.operands("y", "dx", "w", w, dtype, both=x_trained)     # (K, N)
-            y = layer.product("y", cast_x, cast_w, dtype, bias)
-            # gathered weights are freed, and gathered again for backward
-            anew = x_trained and layer.gathered is not None
-            kept = [_of_weight(turned_w())] if x_trained and not anew else []
-            kept += [turned_x()] if w_trained else []
-        ctx.save_for_backward(*(t for one in kept for t in one.stored))
-        ctx.layer, ctx.dtype, ctx.turned_w = layer, dtype, turned_w if anew else None
-        ctx.dtypes = x.dtype, of.dtype
-        # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
-        # the product before a cast that did nothing, and zeros to y
-        return y.view_as(y) if torch.compiler.is_compiling() else y
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
-        layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
-        g = g.contiguous()      # from an expanded or transposed view
-
-        def kept() -> Scaled:
-            return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
-
-        dx = dw = None
-        with torch.autocast(g.device.type, enabled=False):
-            if ctx.needs_input_grad[0]:
-                cast_g, turned_g = layer.operands("dx", "dw", "g", g, dtype,    # (M, N), (N, M)
-                                                  both=ctx.needs_input_grad[1])
-                cast_w = (kept if ctx.turned_w is None else ctx.turned_w)()
-                dx = layer.product("dx", cast_g, cast_w, dtype).to(ctx.dtypes[0])   # (M, K)
-            else:
-                turned_g = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
-            if ctx.needs_input_grad[1]:
-                dw = layer.product("dw", turned_g(), kept(), dtype).to(ctx.dtypes[1])  # (N, K)
-            db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
 
 
 class Float16Linear(nn.Linear):
@@ -280,8 +286,8 @@ def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """After the backward of every micro-batch. `agree` makes of numbers the largest that any rank
-    has, in place: histories are the same on all of them."""
+    """Is called after the backward of every micro-batch. `agree` makes of numbers the largest that
+    any rank has, in place: histories are the same on all of them."""
     layers = list(scaled_linears(model))
     amaxes = [t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]
     if agree is not None and amaxes:
@@ -291,7 +297,8 @@ def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -
 
 
 def nonfinite_report(model: nn.Module) -> str:
-    """Which tensors held a NaN or an Inf when they were cast, in the order of the model, or ""."""
+    """Names the tensors that held a NaN or an Inf when they were cast, in the order of the model,
+    or ""."""
     words = dict(zip(ROLES, ("activations", "weights", "gradients")))
     found = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
              for role, count in zip(ROLES, torch.stack(layer.of_roles("nonfinite")).tolist())

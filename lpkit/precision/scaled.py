@@ -20,7 +20,6 @@ tests/test_scaled_linear.py holds each to its bound.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,39 +28,9 @@ from lpkit.kernels import cast as kernel
 from lpkit.kernels import wide_product
 from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.operator import operator
-from lpkit.kernels.scales import decide, spread
+from lpkit.kernels.scales import Scaled, decide, spread
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, SCALES, Cast
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaled:
-    """value = data * scale * tensor, each entry of `scale` spread over its block of `data`."""
-
-    data: Tensor                    # (M, K), values of the format, in a dtype that holds them
-    scale: Tensor                   # float32 (M / block rows, K / block columns)
-    tensor: Tensor | None = None    # float32 (), the second level of a two-level scale
-    # float32, per block: the largest magnitude of what was cast; not finite if any was
-    amax: Tensor | None = None
-    nonfinite: Tensor | None = None     # (): how many were NaN or Inf
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What its value is made of."""
-        return self.data, self.scale, self.tensor
-
-    @property
-    def T(self) -> Scaled:
-        return replace(self, data=self.data.T, scale=self.scale.T,
-                       amax=None if self.amax is None else self.amax.T)
-
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """(M, K). In float64 exact."""
-        values, (R, C) = self.data.to(dtype, copy=True), self.scale.shape
-        blocks = values.unflatten(0, (R, -1)).unflatten(2, (C, -1))
-        blocks.mul_(self.scale.to(dtype)[:, None, :, None])
-        return values if self.tensor is None else values.mul_(self.tensor.to(dtype))
-
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
 

@@ -44,25 +44,25 @@ KERNELS: dict[str, Row] = {
         why="a tensor to FP8 under one scale, as it lies and transposed, by one read; with a "
             "history it finds the next amax on its way",
         source="https://arxiv.org/abs/2209.05433",
-        implementation="lpkit.kernels.cast_tensor:KERNEL"),
+        implementation="lpkit.kernels.fused_cast:TENSOR"),
     "cast-rows": Row(
         why="rows to FP8 or INT8, each under a scale of its own, found by the same read",
         source="https://github.com/pytorch/ao",
-        implementation="lpkit.kernels.cast_rows:KERNEL"),
+        implementation="lpkit.kernels.fused_cast:ROWS"),
     "cast-blocks": Row(
         why="blocks of 1 x 128 and 128 x 128 to FP8, as they lie and transposed, by one read",
         source="https://arxiv.org/abs/2412.19437",
-        implementation="lpkit.kernels.cast_blocks:KERNEL"),
+        implementation="lpkit.kernels.fused_cast:BLOCKS"),
     "cast-mx": Row(
         why="MX: blocks of 1 x 32 to FP8 under E8M0 scales, both ways by one read, scales in the "
             "tiles that Blackwell reads",
         source="https://arxiv.org/abs/2310.10537",
-        implementation="lpkit.kernels.cast_blocks:MX_KERNEL"),
+        implementation="lpkit.kernels.fused_cast:MX"),
     "cast-nvfp4": Row(
         why="NVFP4: 4-bit values two to a byte under two levels of scales, after a random "
             "Hadamard transform where the recipe has it",
         source="https://arxiv.org/abs/2509.25149",
-        implementation="lpkit.kernels.cast_nvfp4:KERNEL"),
+        implementation="lpkit.kernels.fused_cast:NVFP4_KERNEL"),
     "adamw": Row(
         why="weight, gradient and slots are read once and written once, and a weight of 16 bits is "
             "rounded on the way",

@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args
 
 from lpkit.errors import ConfigError, nearest, pick
@@ -51,6 +51,17 @@ class Cast:
     @property
     def bits(self) -> int:
         return format_of(self.format).bits
+
+    @property
+    def words(self) -> str:
+        """All but the rounding, for operators, which take no object; `named` is the way back."""
+        return f"{self.format} {self.scale} {self.block[0]} {self.block[1]} {self.transform}"
+
+
+@cache
+def named(words: str) -> Cast:
+    format, scale, rows, columns, transform = words.split()
+    return Cast(format=format, scale=scale, block=(int(rows), int(columns)), transform=transform)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from lpkit.kernels.choose import compiled, why_not
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.scales import stored_dtype
 from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import Cast
 
 POWERS = {"float32": False, "power-of-two": True}
 NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
@@ -57,6 +58,15 @@ def _in_triton(x: Tensor) -> None:
         raise ConfigError(f"its kernel is Triton's, which {why}")
 
 
+def _dtype(cast: Cast) -> torch.dtype:
+    return stored_dtype(format_of(cast.format))
+
+
+def _both(data: Tensor | bool, turned: Tensor | bool, scale: Tensor) -> Results:
+    """Values and scale of each way that was asked for; False: it was not."""
+    return tuple(t for one in (data, turned) if one is not False for t in (one, scale))
+
+
 # ---- torchao
 
 def _fused(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
@@ -85,15 +95,14 @@ def _scaled(x: Tensor, dtype: torch.dtype, powers: bool, axis: int | None,
     return data, data.T.contiguous() if turned else data, scale.reciprocal()
 
 
-def torchao_tensor(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool,
+def torchao_tensor(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
                    history: Tensor | None, noise: Tensor | None) -> Results:
     _lacks("history and no stochastic rounding", history, noise)
-    data, turned, scale = _fused(_scaled, x, stored_dtype(format_of(fmt)), POWERS[rule], None,
-                                 columns)
-    return (*[data] * rows, *[turned] * columns, scale)
+    data, turned, scale = _fused(_scaled, x, _dtype(cast), POWERS[cast.scale], None, columns)
+    return _both(rows and data, columns and turned, scale.view(1, 1))
 
 
-def torchao_tensor_triton(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool,
+def torchao_tensor_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
                           history: Tensor | None, noise: Tensor | None) -> Results:
     """Both ways by one read, after one for the amax."""
     from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -102,28 +111,29 @@ def torchao_tensor_triton(x: Tensor, fmt: str, rule: str, rows: bool, columns: b
     )
 
     _lacks("history, no stochastic rounding and no scale that is a power of two", history, noise,
-           POWERS[rule])
+           POWERS[cast.scale])
     _in_triton(x)
-    one, turned = hp_to_fp8_row_major_t_and_non_t(x, stored_dtype(format_of(fmt)),
-                                                  LinearMMConfig())
-    return *[one._data] * rows, *[turned._data] * columns, one._scale.reciprocal().view(())
+    one, turned = hp_to_fp8_row_major_t_and_non_t(x, _dtype(cast), LinearMMConfig())
+    scale = one._scale.reciprocal().view(1, 1)
+    return _both(rows and one._data, columns and turned._data, scale)
 
 
-def torchao_rows(x: Tensor, fmt: str, rule: str, columns: bool, noise: Tensor | None) -> Results:
+def torchao_rows(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+                 history: Tensor | None, noise: Tensor | None) -> Results:
     _lacks("stochastic rounding", noise)
-    _, turned, scale = _fused(_scaled, x, stored_dtype(format_of(fmt)), POWERS[rule],
+    _, turned, scale = _fused(_scaled, x, _dtype(cast), POWERS[cast.scale],
                               0 if columns else 1, columns)
     return turned, scale.T if columns else scale
 
 
-def torchao_blocks(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool,
-                   columns: bool, swizzled: bool, noise: Tensor | None) -> Results:
+def torchao_blocks(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+                   history: Tensor | None, noise: Tensor | None) -> Results:
     """By a read for each way. Its kernels for weights are named by how they are multiplied."""
     from torchao.prototype.blockwise_fp8_training import kernels
 
-    _lacks("stochastic rounding and no scale that is a power of two", noise, POWERS[rule])
+    _lacks("stochastic rounding and no scale that is a power of two", noise, POWERS[cast.scale])
     _in_triton(x)
-    made = []
+    made, square, side = [], cast.block[0] > 1, cast.block[1]
     if rows:
         made += ([t.T for t in kernels.triton_fp8_blockwise_weight_quant_transposed_rhs(x, side)]
                  if square else kernels.triton_fp8_blockwise_act_quant_lhs(x, side))
@@ -142,21 +152,21 @@ def _to_mx(x: Tensor, dtype: torch.dtype, side: int, rule: str, swizzled: bool) 
     return data, scale.flatten() if swizzled else scale
 
 
-def torchao_mx(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-               swizzled: bool, noise: Tensor | None) -> Results:
-    _lacks("stochastic rounding and no square blocks", noise, square)
+def torchao_mx(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+               history: Tensor | None, noise: Tensor | None) -> Results:
+    _lacks("stochastic rounding", noise)
     given = [x] * rows + [x.T.contiguous()] * columns
-    return sum((_fused(_to_mx, one, stored_dtype(format_of(fmt)), side, rule, swizzled)
+    return sum((_fused(_to_mx, one, _dtype(cast), cast.block[1], cast.scale, swizzled)
                 for one in given), ())
 
 
-def torchao_mx_cuda(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool,
-                    columns: bool, swizzled: bool, noise: Tensor | None) -> Results:
+def torchao_mx_cuda(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+                    history: Tensor | None, noise: Tensor | None) -> Results:
     """Both ways by one read; on Blackwell."""
     from torchao.prototype.mx_formats.kernels import mxfp8_quantize_cuda
 
-    _lacks("stochastic rounding and no square blocks", noise, square)
-    mode = {"power-of-two": "rceil", "power-of-two-floor": "floor"}[rule]
+    _lacks("stochastic rounding", noise)
+    mode = {"power-of-two": "rceil", "power-of-two-floor": "floor"}[cast.scale]
     data, turned, scale, turned_scale = mxfp8_quantize_cuda(x, rows, columns, mode)
     found = [data, scale.squeeze(-1)] * rows + [turned.T, turned_scale] * columns
     return tuple(_blocked(t) if swizzled and i % 2 else t for i, t in enumerate(found))
@@ -177,9 +187,10 @@ def _nvfp4(x: Tensor, swizzled: bool) -> Results:
     return data, _blocked(scale).flatten() if swizzled else scale, tensor
 
 
-def torchao_nvfp4(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix: bool,
-                  swizzled: bool, noise: Tensor | None) -> Results:
-    _lacks("stochastic rounding, no square blocks and no transform", noise, square, mix)
+def torchao_nvfp4(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+                  history: Tensor | None, noise: Tensor | None) -> Results:
+    _lacks("stochastic rounding, no square blocks and no transform", noise, cast.block[0] > 1,
+           cast.transform != "none")
     given = [x] * rows + [x.T.contiguous()] * columns
     made = [_fused(_nvfp4, one, swizzled) for one in given]
     return *(t for pair in made for t in pair[:2]), made[-1][2]
@@ -281,21 +292,20 @@ def _quantised(x: Tensor, quantizer: str, *arguments: Any, **settings: Any) -> A
     return _tex().quantize(x, made)
 
 
-def te_tensor(x: Tensor, fmt: str, rule: str, rows: bool, columns: bool, history: Tensor | None,
-              noise: Tensor | None) -> Results:
+def te_tensor(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+              history: Tensor | None, noise: Tensor | None) -> Results:
     _lacks("stochastic rounding", noise)
-    to, dtype, amax = format_of(fmt), stored_dtype(format_of(fmt)), x.new_zeros(1).float()
+    to, dtype, amax = format_of(cast.format), _dtype(cast), x.new_zeros(1).float()
     ways, of = {"rowwise": rows, "columnwise": columns}, _te(".constants:TE_DType")[dtype]
     if history is None:
         made = _quantised(x, "Float8CurrentScalingQuantizer", of, x.device, **ways,
-                          force_pow_2_scales=POWERS[rule])
+                          force_pow_2_scales=POWERS[cast.scale])
     else:
-        _lacks("history under a scale that is a power of two", POWERS[rule])
+        _lacks("history under a scale that is a power of two", POWERS[cast.scale])
         made = _quantised(x, "Float8Quantizer", to.largest / history.view(1), amax, of, **ways)
     _lacks("transpose on a GPU that multiplies either way", columns and made._transpose is None)
-    data = [made._data] * rows + [made._transpose] * columns
-    return (*(t.view(dtype) for t in data), made._scale_inv.view(()),
-            *[amax.view(())] * (history is not None))
+    return (*_both(rows and made._data.view(dtype), columns and made._transpose.view(dtype),
+                   made._scale_inv.view(1, 1)), *[amax.view(())] * (history is not None))
 
 
 def _ways(made: Any, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor]]:
@@ -304,13 +314,14 @@ def _ways(made: Any, rows: bool, columns: bool) -> list[tuple[Tensor, Tensor]]:
             + [(made._columnwise_data, made._columnwise_scale_inv)] * columns)
 
 
-def te_blocks(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-              swizzled: bool, noise: Tensor | None) -> Results:
+def te_blocks(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+              history: Tensor | None, noise: Tensor | None) -> Results:
     """Scales of 1 x 128 lie column by column, and all are padded to four."""
     _lacks("stochastic rounding", noise)
-    dtype, results = stored_dtype(format_of(fmt)), []
+    (down, side), dtype, results = cast.block, _dtype(cast), []
+    square = down > 1
     made = _quantised(x, "Float8BlockQuantizer", _te(".constants:TE_DType")[dtype], rowwise=rows,
-                      columnwise=columns, force_pow_2_scales=POWERS[rule],
+                      columnwise=columns, force_pow_2_scales=POWERS[cast.scale],
                       block_scaling_dim=1 + square)
     for data, scale in _ways(made, rows, columns):
         R, C = data.shape
@@ -319,12 +330,12 @@ def te_blocks(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: boo
     return tuple(results)
 
 
-def te_mx(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, columns: bool,
-          swizzled: bool, noise: Tensor | None) -> Results:
+def te_mx(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+          history: Tensor | None, noise: Tensor | None) -> Results:
     """Values of x.T lie as those of x."""
     _lacks("stochastic rounding, and scales as products read them alone", noise, not swizzled)
-    _lacks("scale under which the largest saturates", rule != "power-of-two")
-    dtype = stored_dtype(format_of(fmt))
+    _lacks("scale under which the largest saturates", cast.scale != "power-of-two")
+    dtype = _dtype(cast)
     made = _quantised(x, "MXFP8Quantizer", _te(".constants:TE_DType")[dtype], rowwise=rows,
                       columnwise=columns)
     found = [t for pair in _ways(made, rows, columns) for t in pair]
@@ -335,10 +346,11 @@ def te_mx(x: Tensor, fmt: str, rule: str, side: int, square: bool, rows: bool, c
     return tuple(found)
 
 
-def te_nvfp4(x: Tensor, rule: str, square: bool, rows: bool, columns: bool, mix: bool,
-             swizzled: bool, noise: Tensor | None) -> Results:
+def te_nvfp4(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+             history: Tensor | None, noise: Tensor | None) -> Results:
     _lacks("rounding by given noise, and scales as products read them alone", noise, not swizzled)
-    _lacks("least scale that is normal", rule != "e4m3")
+    _lacks("least scale that is normal", cast.scale != "e4m3")
+    mix, square = cast.transform != "none", cast.block[0] > 1
     made = _quantised(x, "NVFP4Quantizer", rowwise=rows, columnwise=columns, with_rht=mix,
                       with_post_rht_amax=mix, with_2d_quantization=square)
     found = [t for pair in _ways(made, rows, columns) for t in pair]

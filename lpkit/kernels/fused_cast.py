@@ -1,0 +1,688 @@
+"""One fused cast in Triton: a matrix to 8 or 4 bits, as it lies and transposed, with its scales.
+
+    kernel       blocks that share a scale      bytes that move for an element of bf16
+    cast-tensor  the whole                      amax 2, cast 2 + 1 + 1; with a history 2 + 1 + 1
+    cast-rows    a row                          2 + 1, where a program holds it; of x.T 2 + 2 + 1
+    cast-blocks  1 x 128, 128 x 128             2 + 1 + 1, and the scales
+    cast-mx      1 x 32                         2 + 1 + 1, and the scales in a byte
+    cast-nvfp4   1 x 16, 16 x 16, two levels    amax 2, cast 2 + 1/2 + 1/2, and 1/16 for scales
+
+Each has the same definition, `definition`, and the same operator, which looks up in LAUNCHES what
+casts blocks of such a shape. Tensor cores read operands whose contracted axis is last, so a tensor
+that serves two products is needed both ways, and one read serves both where it can.
+
+Scales lie where the product wants them: those of 1 x 128 column by column (cuBLAS 12.9, "scaling
+factors layouts"), those of one byte, where `swizzled`, in tiles of 128 x 4.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lpkit.kernels import amax as kernel
+from lpkit.kernels import scales
+from lpkit.kernels.cast import Noise, reference_hadamard
+from lpkit.kernels.jit import jit, tiles, tl, triton
+from lpkit.kernels.kernel import Kernel
+from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.rounding import (
+    Plan,
+    code_of,
+    divided,
+    drawn,
+    e2m1,
+    magnitude,
+    nonfinite,
+    plan,
+    rounded,
+    scale_of,
+    stored,
+    swizzle,
+    two_levels,
+    words,
+)
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.recipes import ALL, MX_BLOCK, SCALES, Cast, named
+
+WHOLE, ROW, BLOCK, SQUARE, NVFP4, NVFP4_SQUARE = (
+    (ALL, ALL), (1, ALL), (1, 128), (128, 128), (1, 16), (16, 16))
+FP8_SCALES = ("float32", "power-of-two", "power-of-two-floor")
+
+# What a program takes of x: rows, columns, and warps.
+TILE = {"BM": 128, "BN": 64, "num_warps": 8}
+TALL = {"BM": 256, "BN": 64, "num_warps": 8}        # of the amaxes of columns
+HELD = 2048         # elements of rows that a program casts at least
+HOLDS = 16384       # of a row in registers
+PIECE = 8192        # of a longer one, which is read again, from L2
+WIDE, NARROW = {"BM": 64, "BN": 128, "num_warps": 8}, {"BM": 128, "BN": 64, "num_warps": 8}
+BOTH = {"BM": 128, "BN": 128, "num_warps": 16}
+SMALL = {"BM": 64, "BN": 64, "num_warps": 8}        # both ways in blocks of 32 and of 16
+SIXTEENS = {"BG": 8, "BN": 128, "num_warps": 4}         # 16 rows each
+SIXTEENS_CAST = {"BG": 8, "BN": 64, "num_warps": 4}     # with 128 columns too few programs fit
+
+
+# ---- the definition
+
+def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+               history: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
+    """x (M, N) -> its values and scales, then those of x.T, as asked for; then one more number,
+    () float32: the amax of a tensor under one scale, or the second level of two; then how many
+    elements are not finite, () int64.
+
+    swizzled: scales of one byte are the bytes of their tiles. history: of a whole tensor, the amax
+    that its scale follows from, () float32. noise: `Noise.words`, (3,) int64.
+    """
+    _check(x, cast, rows, columns)
+
+    def made(operand: Tensor) -> scales.Scaled:
+        mixed = operand if cast.transform == "none" else reference_hadamard(operand, False)
+        return scales.cast(mixed, format_of(cast.format), cast.block, cast.scale, history=history,
+                           noise=noise)
+
+    ways = [made(x)] if rows or cast.transposes else []
+    if columns:
+        ways.append(ways[0].transposed() if cast.transposes else made(x.T.contiguous()))
+    results = [part for way in ways[-(rows + columns):]
+               for part in (_values(way.data, cast), _scales(way.scale, cast, swizzled))]
+    if cast.block == WHOLE:
+        results.append(ways[0].amax.view(()))
+    elif ways[0].tensor is not None:
+        results.append(ways[0].tensor)
+    return *results, ways[0].nonfinite
+
+
+def _values(data: Tensor, cast: Cast) -> Tensor:
+    return scales.packed(data) if cast.bits == 4 else data
+
+
+def _scales(scale: Tensor, cast: Cast, swizzled: bool) -> Tensor:
+    """The scales as the product reads them; a square's of two levels once for each of its rows."""
+    dtype = _scale_dtype(cast)
+    if dtype == torch.float8_e4m3fn:
+        scale = scale.repeat_interleave(cast.block[0], 0)
+    scale = scale.to(dtype)
+    return scales.swizzled(scale) if swizzled and dtype.itemsize == 1 else scale
+
+
+def _scale_dtype(cast: Cast) -> torch.dtype:
+    if SCALES[cast.scale].levels == 2:
+        return torch.float8_e4m3fn
+    return torch.float8_e8m0fnu if cast.block == MX_BLOCK else torch.float32
+
+
+def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
+    """Raises ConfigError where x, or x.T, does not tile."""
+    (down, across) = cast.block
+    scales.check(x, (max(rows * down, columns * across), max(rows * across, columns * down)))
+
+
+# ---- one scale for the tensor
+
+@jit
+def _load(x, m, n, M, N):
+    """x (M, N) at rows m and columns n, where that is, and which of it there is."""
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    return tl.load(x + at, mask=inside, other=0.0), at, inside
+
+
+@jit
+def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+          TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A history that is still empty decides nothing: then, and only then, the pass for the amax
+    has read the tensor. A NaN or an Inf turns the scale to NaN, and so all that is made of it."""
+    tile, bits = tl.program_id(0), found.to(tl.pointer_type(tl.int32))
+    top = tl.load(bits)
+    if TO.history:      # the top is being written to, unless history is empty
+        past = tl.load(history)
+        top = tl.where(past > 0, magnitude(past), top)
+    s = scale_of(top, TO)
+    if tile == 0:
+        tl.atomic_max(bits + 1, magnitude(s))
+    across = tl.cdiv(N, BN)
+    m = tile // across * BM + tl.arange(0, BM)
+    n = tile % across * BN + tl.arange(0, BN)
+    v, at, inside = _load(x, m, n, M, N)
+    v = v.to(tl.float32)
+    if TO.history:
+        met = tl.max(tl.max(magnitude(v), 1), 0)
+        tl.atomic_max(bits, met)
+        if met >= 0x7F800000:
+            tl.atomic_max(bits + 1, 0x7FC00000)
+            bad = nonfinite(tl.load(x + at, mask=inside, other=0.0))
+            tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))    # else they are counted
+    q = stored(rounded(v, s, at, words, TO), TO)
+    if TO.rows:
+        tl.store(rows + at, q, mask=inside)
+    if TO.columns:
+        there = n[:, None].to(tl.int64) * M + m[None, :]
+        tl.store(columns + there, tl.trans(q), mask=tl.trans(inside))
+
+
+# ---- a scale for each row: a program holds it, or reads it again
+
+@jit
+def _write(read, s, data, at, inside, words, TO: tl.constexpr):
+    q = stored(rounded(read.to(tl.float32), s[:, None], at, words, TO), TO)
+    tl.store(data + at, q, mask=inside)
+
+
+@jit
+def _rows(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+          TO: tl.constexpr, HOLD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    read, at, inside = _load(x, m, n, M, N)     # held as it is: half the registers
+    most = magnitude(read.to(tl.float32))
+    if not HOLD:
+        for start in range(BN, N, BN):
+            more = tl.load(x + at + start, mask=inside & (start + n < N)[None, :], other=0.0)
+            most = tl.maximum(most, magnitude(more.to(tl.float32)))
+    top = tl.max(most, 1)
+    if tl.max(top, 0) >= 0x7F800000:
+        for start in range(0, BN if HOLD else N, BN):
+            more = tl.load(x + at + start, mask=inside & (start + n < N)[None, :], other=0.0)
+            tl.atomic_add(found + 1, nonfinite(more))
+    s = scale_of(top, TO)
+    tl.store(row_scale + m, s, mask=m < M)
+    if HOLD:
+        _write(read, s, rows, at, inside, words, TO)
+    else:
+        for start in range(0, N, BN):
+            within = inside & (start + n < N)[None, :]
+            read = tl.load(x + at + start, mask=within, other=0.0)
+            _write(read, s, rows, at + start, within, words, TO)
+
+
+# Rows of a transposed view are columns in memory, too long to be held: one pass finds their amaxes,
+# a second casts and transposes.
+
+@jit
+def _column_amax(x, rows, row_scale, columns, column_scale, found, tops, words, M, N,
+                 TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    v, at, inside = _load(x, m, n, M, N)
+    top = tl.max(magnitude(v.to(tl.float32)), 0)
+    tl.atomic_max(tops + n, top, mask=n < N)
+    if tl.max(top, 0) >= 0x7F800000:
+        tl.atomic_add(found + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
+
+
+@jit
+def _columns(x, rows, row_scale, columns, column_scale, found, tops, words, M, N,
+             TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    s = scale_of(tl.load(tops + n, mask=n < N, other=0), TO)
+    if tl.program_id(0) == 0:
+        tl.store(column_scale + n, s, mask=n < N)
+    v, _, inside = _load(x, m, n, M, N)
+    there = n[None, :].to(tl.int64) * M + m[:, None]
+    q = stored(rounded(v.to(tl.float32), s[None, :], there, words, TO), TO)
+    tl.store(columns + tl.trans(there), tl.trans(q), mask=tl.trans(inside))
+
+
+# ---- a scale for each block: a program casts the rows of its tile, and its columns anew
+
+@jit
+def _operand(v, data, scale, words, r, c, R, C, TO: tl.constexpr, BR: tl.constexpr,
+             BC: tl.constexpr):
+    """v (BR, BC) are rows r and columns c of an operand (R, C). Gives the largest magnitude's bits
+    in each block."""
+    SIDE: tl.constexpr = TO.side
+    w = tl.reshape(v, (BR, BC // SIDE, SIDE))
+    top = tl.max(magnitude(w), 2)
+    blocks = C // SIDE
+    b = tl.min(c, 0) // SIDE + tl.arange(0, BC // SIDE)
+    within = (r < R)[:, None] & (b < blocks)[None, :]
+    s = scale_of(top, TO)
+    if TO.mx:
+        there = r[:, None].to(tl.int64) * blocks + b[None, :]
+        if TO.swizzled:
+            there = swizzle(r[:, None], b[None, :], blocks)
+        tl.store(scale + there, code_of(top, TO).to(tl.uint8), mask=within)
+    else:
+        tl.store(scale + b[None, :].to(tl.int64) * R + r[:, None], s, mask=within)
+    q = tl.reshape(divided(w, s[:, :, None], TO), (BR, BC))
+    at = r[:, None].to(tl.int64) * C + c[None, :]
+    if TO.noise:
+        q = drawn(q, at, words, TO)
+    tl.store(data + at, stored(q, TO), mask=(r < R)[:, None] & (c < C)[None, :])
+    return top
+
+
+@jit
+def _blocks(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+            TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    v, at, inside = _load(x, m, n, M, N)
+    v = v.to(tl.float32)
+    if TO.columns:
+        top = _operand(tl.trans(v), columns, column_scale, words, n, m, N, M, TO, BN, BM)
+    if TO.rows:
+        if TO.columns:      # from L1: what is held until here would cost half the programs
+            v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        top = _operand(v, rows, row_scale, words, m, n, M, N, TO, BM, BN)
+    if tl.max(tl.max(top, 1), 0) >= 0x7F800000:
+        tl.atomic_add(found + 1, nonfinite(tl.load(x + at, mask=inside, other=0.0)))
+
+
+@jit
+def _square(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+            TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """A program is a block, and sides are multiples of it."""
+    i, j = tl.program_id(0), tl.program_id(1)
+    m, n = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    v = tl.load(x + at).to(tl.float32)
+    top = tl.max(tl.max(magnitude(v), 1), 0)
+    if top >= 0x7F800000:
+        tl.atomic_add(found + 1, nonfinite(tl.load(x + at)))
+    s = scale_of(top, TO)
+    q = stored(rounded(v, s, at, words, TO), TO)
+    if TO.rows:
+        tl.store(rows + at, q)
+        tl.store(row_scale + i.to(tl.int64) * (N // BN) + j, s)
+    if TO.columns:
+        tl.store(columns + n[:, None].to(tl.int64) * M + m[None, :], tl.trans(q))
+        tl.store(column_scale + j.to(tl.int64) * (M // BM) + i, s)
+
+
+# ---- blocks of 16 under two levels of scales, in codes of 4 bits
+
+@jit
+def _pack(code, R: tl.constexpr, C: tl.constexpr):
+    """(R, C) codes -> (R, C / 2) bytes."""
+    low, high = tl.split(tl.reshape(code.to(tl.uint8), (R, C // 2, 2)))
+    return low | (high << 4)
+
+
+@jit
+def _operand4(code, s, data, scale, r0, c0, R, C, TO: tl.constexpr, BR: tl.constexpr,
+              BC: tl.constexpr):
+    """Store codes (BR, BC) and scales (BR, BC / 16) of an operand (R, C) at r0, c0."""
+    r = r0 + tl.arange(0, BR)
+    half = c0 // 2 + tl.arange(0, BC // 2)
+    tl.store(data + r[:, None].to(tl.int64) * (C // 2) + half[None, :], _pack(code, BR, BC),
+             mask=(r < R)[:, None] & (half < C // 2)[None, :])
+    b = c0 // 16 + tl.arange(0, BC // 16)
+    there = r[:, None].to(tl.int64) * (C // 16) + b[None, :]
+    if TO.swizzled:
+        there = swizzle(r[:, None], b[None, :], C // 16)
+    tl.store(scale + there, s, mask=(r < R)[:, None] & (b < C // 16)[None, :])
+
+
+@jit
+def _tiles(x, rows, row_scale, columns, column_scale, found, history, words, M, N,
+           TO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    m0, n0 = tl.program_id(0) * BM, tl.program_id(1) * BN
+    bits = found.to(tl.pointer_type(tl.int32))
+    v, at, _ = _load(x, m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), M, N)
+    w = tl.reshape(v.to(tl.float32), (BM, BN // 16, 16))
+    top = tl.max(magnitude(w), 2)
+    if TO.square:
+        top = tl.max(tl.reshape(top, (BM // 16, 16, BN // 16)), 1)
+    s, both, whole = two_levels(top.to(tl.float32, bitcast=True), tl.load(bits), TO)
+    if (m0 == 0) & (n0 == 0):
+        tl.store(bits + 1, whole.to(tl.int32, bitcast=True))
+    if TO.square:
+        down = tl.broadcast_to(tl.expand_dims(both, 1), (BM // 16, 16, BN // 16))
+        both = tl.reshape(down, (BM, BN // 16))
+    q = tl.reshape(divided(w, both[:, :, None], TO), (BM, BN))
+    if TO.noise:
+        q = drawn(q, at, words, TO)
+    code = e2m1(q)
+    if TO.square and TO.columns:
+        side = tl.broadcast_to(tl.expand_dims(tl.trans(s), 1), (BN // 16, 16, BM // 16))
+        _operand4(tl.trans(code), tl.reshape(side, (BN, BM // 16)), columns, column_scale, n0, m0,
+                  N, M, TO, BN, BM)
+    if TO.rows:
+        if TO.square:
+            down = tl.broadcast_to(tl.expand_dims(s, 1), (BM // 16, 16, BN // 16))
+            s = tl.reshape(down, (BM, BN // 16))
+        _operand4(code, s, rows, row_scale, m0, n0, M, N, TO, BM, BN)
+
+
+# Operands of the weight gradient are transposed, and may pass a random Hadamard transform on the
+# way: 16 rows of x are 16 registers of a thread, so sums and differences of registers are all it
+# takes, in the amax's pass and in the cast's.
+
+@jit
+def _sixteen(x, g, n, G, N, TO: tl.constexpr):
+    """Rows 16 g to 16 g + 15 of x, as 16 tensors, transformed; and the bits of each 16's largest
+    magnitude."""
+    inside = (g < G)[:, None] & (n < N)[None, :]
+    at = g[:, None].to(tl.int64) * (16 * N) + n[None, :]
+    v = ()
+    for j in tl.static_range(16):
+        one = tl.load(x + at + j * N, mask=inside, other=0.0).to(tl.float32)
+        if TO.mix and (TO.negative >> j) & 1:
+            one = one * -1.0
+        v += (one,)
+    if TO.mix:
+        for stage in tl.static_range(4):
+            made = ()
+            for j in tl.static_range(16):
+                if (j >> stage) & 1:
+                    made += (v[j - (1 << stage)] - v[j],)
+                else:
+                    made += (v[j] + v[j + (1 << stage)],)
+            v = made
+        made = ()
+        for j in tl.static_range(16):
+            made += (v[j] * 0.25,)
+        v = made
+    most = magnitude(v[0])
+    for j in tl.static_range(1, 16):
+        most = tl.maximum(most, magnitude(v[j]))
+    return v, most, inside
+
+
+@jit
+def _mixed_amax(x, rows, row_scale, columns, column_scale, found, history, words, G, N,
+                TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
+    g = tl.program_id(0) * BG + tl.arange(0, BG)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    v, most, _ = _sixteen(x, g, n, G, N, TO)
+    top = tl.max(tl.max(most, 1), 0)
+    tl.atomic_max(found.to(tl.pointer_type(tl.int32)), top)
+    if top >= 0x7F800000:
+        bad = tl.zeros((BG, BN), tl.int32)
+        for j in tl.static_range(16):
+            bad += tl.where(magnitude(v[j]) >= 0x7F800000, 1, 0)
+        tl.atomic_add(found + 1, tl.sum(tl.sum(bad, 1), 0).to(tl.int64))
+
+
+@jit
+def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, words, G, N,
+                     TO: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr):
+    """Blocks of 1 x 16 of x.T (N, 16 G); the 16 codes of each leave as one word."""
+    g = tl.program_id(0) * BG + tl.arange(0, BG)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    bits = found.to(tl.pointer_type(tl.int32))
+    v, most, inside = _sixteen(x, g, n, G, N, TO)
+    s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(bits), TO)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(bits + 1, whole.to(tl.int32, bitcast=True))
+    at = n[None, :].to(tl.int64) * (16 * G) + g[:, None] * 16
+    low, high = tl.zeros((BG, BN), tl.int32), tl.zeros((BG, BN), tl.int32)
+    for j in tl.static_range(16):
+        q = rounded(v[j], both, at + j, words, TO)
+        if j < 8:
+            low |= e2m1(q) << (4 * j)
+        else:
+            high |= e2m1(q) << (4 * (j - 8))
+    block = low.to(tl.uint32).to(tl.int64) | (high.to(tl.int64) << 32)
+    there = n[None, :].to(tl.int64) * G + g[:, None]
+    tl.store(columns + tl.trans(there), tl.trans(block), mask=tl.trans(inside))
+    if TO.swizzled:
+        there = swizzle(n[None, :], g[:, None], G)
+    tl.store(column_scale + tl.trans(there), tl.trans(s), mask=tl.trans(inside))
+
+
+# ---- what launches them
+
+class Launch(NamedTuple):
+    """A cast of x (M, N). `ways`: values and scales of x, and of x.T, None where they are not asked
+    for. found (2,) int64: the bits of the largest magnitude and of a scale, and a count."""
+
+    x: Tensor
+    sides: tuple[int, int]      # M and N, or how many rows a kernel takes as one, and N
+    ways: Sequence[Tensor | None]
+    found: Tensor
+    history: Tensor | None
+    noise: Tensor | None
+    to: Plan
+
+    def run(self, function: Any, shape: Mapping[str, int], tops: Tensor | None = None,
+            programs: tuple[int, ...] = ()) -> None:
+        function[programs or tiles(*self.sides, shape)](
+            self.x, *self.ways, self.found, tops, self.noise, *self.sides, TO=self.to, **shape)
+
+    def find_amax(self) -> None:
+        kernel.launch(self.x, self.found, self.history)
+
+
+def _cast_whole(one: Launch) -> None:
+    one.find_amax()
+    one.run(_cast, TILE, one.history, (math.prod(tiles(*one.sides, TILE)),))
+
+
+def _cast_rows(one: Launch) -> None:
+    M, N = one.sides
+    if one.to.rows:
+        shape = row_shape(N)
+        one.run(_rows, shape, programs=(triton.cdiv(M, shape["BM"]),))
+    if one.to.columns:
+        tops = one.x.new_zeros(N, dtype=torch.int32)
+        one.run(_column_amax, TALL, tops)
+        one.run(_columns, TILE, tops)
+
+
+@functools.cache
+def row_shape(N: int) -> dict[str, int]:
+    """The tile of a program, for rows of N elements."""
+    block = PIECE if N > HOLDS else triton.next_power_of_2(N)
+    return {"BM": max(1, HELD // block), "BN": block, "HOLD": block >= N,
+            "num_warps": max(4, block // 1024)}
+
+
+def _cast_blocks(one: Launch) -> None:
+    shape = WIDE if one.to.rows else NARROW
+    if one.to.rows and one.to.columns:
+        shape = SMALL if one.to.mx else BOTH
+    one.run(_blocks, shape)
+
+
+def _cast_squares(one: Launch) -> None:
+    one.run(_square, BOTH)
+
+
+def _cast_nvfp4(one: Launch) -> None:
+    (M, N), (rows, row_scale, columns, column_scale) = one.sides, one.ways
+    sixteens = one._replace(sides=(M // 16, N))
+    if one.to.mix:
+        sixteens.run(_mixed_amax, SIXTEENS)
+    else:
+        one.find_amax()
+    if one.to.rows or one.to.square:
+        one.run(_tiles, SMALL if one.to.square else WIDE)
+    if one.to.columns and not one.to.square:
+        ways = rows, row_scale, columns.view(torch.int64), column_scale
+        sixteens._replace(ways=ways).run(_sixteen_columns, SIXTEENS_CAST)
+
+
+LAUNCHES: dict[tuple[int, int], Callable[[Launch], None]] = {
+    WHOLE: _cast_whole, ROW: _cast_rows, BLOCK: _cast_blocks, MX_BLOCK: _cast_blocks,
+    SQUARE: _cast_squares, NVFP4: _cast_nvfp4, NVFP4_SQUARE: _cast_nvfp4}
+
+
+# ---- the operator
+
+@functools.cache
+def _dtypes(words: str) -> tuple[Cast, torch.dtype, torch.dtype]:
+    """A cast, and the dtypes of its values and of its scales."""
+    cast = named(words)
+    return cast, scales.stored_dtype(format_of(cast.format)), _scale_dtype(cast)
+
+
+def _results(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
+             *_: object) -> list[Tensor]:
+    """Values and scales of each way, and `Launch.found`, which has the scale of a whole tensor."""
+    (cast, values, kind), results = _dtypes(words), []
+    for R, C in [x.shape] * rows + [x.shape[::-1]] * columns:
+        down, across = R // (cast.block[0] or R), C // (cast.block[1] or C)
+        if kind == torch.float8_e4m3fn:
+            down = R
+        if cast.block == WHOLE:
+            scale = x.new_empty(0)
+        elif swizzled and kind.itemsize == 1:   # what the tiles have beyond the tensor is read too
+            scale = x.new_zeros(scales.swizzled_bytes(down, across), dtype=torch.uint8).view(kind)
+        elif cast.block == BLOCK:
+            scale = x.new_empty(across, down, dtype=kind).T     # column by column
+        else:
+            scale = x.new_empty(down, across, dtype=kind)
+        results += [x.new_empty(R, C * cast.bits // 8, dtype=values), scale]
+    return [*results, kernel.nothing_found(x)]
+
+
+@operator("cast_matrix(Tensor x, str cast, bool rows, bool columns, bool swizzled, "
+          "Tensor? history, Tensor? noise) -> Tensor[]", key=EVERY_DEVICE, fake=_results)
+def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
+              history: Tensor | None, noise: Tensor | None) -> list[Tensor]:
+    to = plan(words, rows, columns, swizzled, history is not None, noise is not None)
+    _check(x, to.cast, rows, columns)
+    *made, found = results = _results(x, words, rows, columns, swizzled)
+    if to.mx:       # Triton has no E8M0
+        made[1::2] = [scale.view(torch.uint8) for scale in made[1::2]]
+    ways = [*(made[:2] if rows else [None] * 2), *(made[-2:] if columns else [None] * 2)]
+    LAUNCHES[to.cast.block](Launch(x, x.shape, ways, found, history, noise, to))
+    return results
+
+
+def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
+              history: Tensor | None, noise: Tensor | None) -> tuple[Tensor, ...]:
+    *made, found = operation(x, cast.words, rows, columns, swizzled, history, noise)
+    if cast.block == WHOLE:
+        top, scale = kernel.numbers(found)
+        pairs = [part for values in made[::2] for part in (values, scale.view(1, 1))]
+        return *pairs, top, found[1]
+    if SCALES[cast.scale].levels == 2:
+        made.append(kernel.numbers(found)[1])
+    return *made, found[1]
+
+
+# ---- what judges them
+
+def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
+    """Magnitudes from 2^-40 to 2^40, and what is hard in some blocks."""
+    x = torch.randn(M, N, generator=rng) * torch.exp2(torch.randint(-40, 40, (M, 1), generator=rng))
+    x[:, :16] *= 1e-4
+    x[1] = 0
+    x[2, :128] *= 1e-42
+    x[3], x[4] = 448 * 2.0**-20, -57344 * 2.0**9
+    return x.to(device)
+
+
+Examples = Iterator[tuple]
+
+
+def _whole_examples(rng: torch.Generator, device: torch.device) -> Examples:
+    past = torch.tensor(3.0, device=device)
+    drawn_by = words(Noise(seed=5, counter=2**40 + 9), device)
+    x = torch.randn(130, 72, generator=rng).to(device)
+    for fmt, rule in itertools.product(("e4m3fn", "e5m2"), FP8_SCALES):
+        cast = Cast(format=fmt, scale=rule)
+        yield x.bfloat16(), cast, True, True, False, None, None
+        yield x, cast, False, True, False, past, None
+    e4m3, e5m2 = Cast(format="e4m3fn"), Cast(format="e5m2")
+    for history in (None, past, past * 0):
+        yield x[:5], e4m3, True, False, False, history, drawn_by
+        for bad in (torch.nan, torch.inf):
+            wrong = x[:9].clone()
+            wrong[2, 3], wrong[4, 5] = bad, 1e30
+            yield wrong, e4m3, True, False, False, history, None
+    for scale in (0.0, 1e-40, 1e-30, 1e38):
+        yield x[:7] * scale, e5m2, True, True, False, None, None
+    yield x[:1, :1], e4m3, True, True, False, None, None
+
+
+def _rows_examples(rng: torch.Generator, device: torch.device) -> Examples:
+    drawn_by = words(Noise(seed=7, counter=2**33), device)
+    x = torch.randn(37, 200, generator=rng).to(device)
+    x *= torch.logspace(-12, 12, 37, device=device)[:, None]
+    x[3], x[4], x[5] = 0, 1e-40, 1e38
+    e4m3, e5m2, int8 = (Cast(format=name, block=ROW) for name in ("e4m3fn", "e5m2", "int8"))
+    powers = replace(e4m3, scale="power-of-two")
+    ways = (True, False, False, None), (False, True, False, None)
+    for way, rule in itertools.product(ways, FP8_SCALES):
+        yield x.bfloat16(), replace(e4m3, scale=rule), *way, None
+        yield x, replace(e5m2, scale=rule), *way, None
+    bad = x.clone()
+    bad[1, 3], bad[7, 9] = torch.nan, torch.inf
+    for way in ways:
+        yield x, int8, *way, None
+        yield x[:9], powers, *way, drawn_by
+        yield x[:9], int8, *way, drawn_by
+        yield bad, e4m3, *way, None
+        yield x[:1, :1], e4m3, *way, None
+    wide = torch.randn(2, HOLDS + 19, generator=rng).to(device)
+    yield wide, e4m3, *ways[0], drawn_by
+    wide[1, HOLDS + 5] = torch.nan
+    yield wide, e4m3, *ways[0], None
+
+
+def _blocks_examples(rng: torch.Generator, device: torch.device) -> Examples:
+    drawn_by = words(Noise(seed=3, counter=2**32), device)
+    x = _x(rng, device, 256, 256)
+    bad = x.clone()
+    bad[1, 3], bad[130, 200] = torch.nan, -torch.inf
+    line, square = (Cast(format="e4m3fn", block=block) for block in (BLOCK, SQUARE))
+    for cast, rule in itertools.product((line, square), FP8_SCALES[:2]):
+        yield x.bfloat16(), replace(cast, scale=rule), True, True, False, None, None
+    floor = Cast(format="e5m2", block=BLOCK, scale="power-of-two-floor")
+    yield x[:128], floor, True, True, False, None, drawn_by
+    yield x[:128], replace(square, format="e5m2"), False, True, False, None, drawn_by
+    yield x[:5], line, True, False, False, None, None
+    yield x[:, :72].contiguous(), line, False, True, False, None, None
+    for cast in (line, square):
+        yield bad, cast, True, True, False, None, None
+
+
+def _mx_examples(rng: torch.Generator, device: torch.device) -> Examples:
+    drawn_by = words(Noise(seed=4, counter=2**35), device)
+    x = _x(rng, device, 160, 192)
+    bad = x.clone()
+    bad[1, 3], bad[130, 100] = torch.nan, torch.inf
+    up = Cast(format="e4m3fn", block=MX_BLOCK, scale="power-of-two")
+    for rule, swizzled in itertools.product(FP8_SCALES[1:], (False, True)):
+        cast = replace(up, scale=rule)
+        yield x.bfloat16(), cast, True, True, swizzled, None, None
+        yield x, replace(cast, format="e5m2"), True, False, swizzled, None, drawn_by
+    yield x[:7], up, True, False, True, None, None
+    yield bad, up, True, True, False, None, None
+
+
+def _nvfp4_examples(rng: torch.Generator, device: torch.device) -> Examples:
+    drawn_by = words(Noise(seed=6, counter=2**34), device)
+    x = torch.randn(144, 96, generator=rng)
+    x *= torch.exp2(torch.randint(-9, 9, (9, 6), generator=rng)).repeat_interleave(
+        16, 0).repeat_interleave(16, 1)
+    x[:, 16:32], x[32:48] = 0, x[32:48] * 1e-6
+    x = x.to(device)
+    few = x[:48, :80].contiguous()
+    bad = few.clone()
+    bad[1, 3], bad[40, 70] = torch.nan, torch.inf
+    for rule in ("e4m3-normal", "e4m3"):
+        line = Cast(format="e2m1", block=NVFP4, scale=rule)
+        mixed, square = replace(line, transform="hadamard"), replace(line, block=NVFP4_SQUARE)
+        yield x, line, True, False, True, None, None
+        yield few.bfloat16(), line, True, False, False, None, None
+        yield x.bfloat16(), square, True, True, True, None, None
+        yield few.bfloat16(), mixed, False, True, True, None, drawn_by
+        for scale in (0.0, 1e-35, 1e33):
+            yield few * scale, line, True, False, False, None, None
+            yield few * scale, mixed, False, True, False, None, None
+        yield bad, square, True, True, False, None, None
+        yield bad, mixed, False, True, False, None, None
+    yield x[:5], line, True, False, False, None, drawn_by
+    yield few, line, False, True, False, None, None
+
+
+def _kernel(examples: Callable[[torch.Generator, torch.device], Examples]) -> Kernel:
+    return Kernel(definition=definition, versions={"triton": in_triton}, examples=examples,
+                  exact=True)
+
+
+TENSOR, ROWS, BLOCKS, MX, NVFP4_KERNEL = map(_kernel, (
+    _whole_examples, _rows_examples, _blocks_examples, _mx_examples, _nvfp4_examples))
