@@ -539,6 +539,14 @@ def test_bad_sources(tmp_path, name, data, sentence):
     assert not left
 
 
+def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
+    """Nobody trains on a part of a folder unawares."""
+    (tmp_path / "a.txt").write_text("one line\n" * 9999)
+    (tmp_path / "b.jsonl.gz").write_bytes(b"packed")
+    with pytest.raises(ConfigError, match="b.jsonl.gz is packed, and nothing is unpacked here; unpack it first"):
+        prepare(DataConfig(source=str(tmp_path)), 256, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("settings, vocab, sentence", [
     ({"source": "no/such/thing"}, 256, "no file, folder or glob 'no/such/thing'.*python-stdlib"),
     ({"source": "/dev/zero"}, 256, "neither a file nor a folder"),

@@ -39,6 +39,7 @@ MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".zst", ".xz", ".bz2", ".zip")
+PACKED = tuple(suffix + packing for suffix in SUFFIXES for packing in PACKINGS)
 WAY_OUT = "repair or remove it, or choose the files to read with a glob"
 _NOT_THE_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages"})
 
@@ -72,7 +73,7 @@ def find(source: str) -> "Source":
 
 def _local(source: str, path: Path) -> "Files":
     if path.is_dir():
-        return Files(name=source, files=_walk(path, SUFFIXES))
+        return Files(name=source, files=_walk(path, SUFFIXES + PACKED))
     if path.is_file():
         return Files(name=source, files=[(path.name, path)], alone=True)
     if path.exists():
