@@ -543,7 +543,7 @@ def test_packed_text_in_a_folder_is_not_passed_over(tmp_path):
     """Nobody trains on a part of a folder unawares."""
     (tmp_path / "a.txt").write_text("one line\n" * 9999)
     (tmp_path / "b.jsonl.gz").write_bytes(b"packed")
-    with pytest.raises(ConfigError, match="b.jsonl.gz is packed, and nothing is unpacked here; unpack it first"):
+    with pytest.raises(ConfigError, match=r"b\.jsonl\.gz is packed, and nothing is unpacked here; unpack it first"):
         prepare(DataConfig(source=str(tmp_path)), 256, tmp_path / "cache")
 
 
