@@ -19,8 +19,10 @@ from lpkit.measure import doctor
 from lpkit.nn import library_attention
 from lpkit.nn.attention import plain
 from lpkit.parallel.ranks import Ranks
+from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import Attending, why_not
+from lpkit.techniques.recipes import RECIPES
 from lpkit.training import attention as attending
 from lpkit.training import build
 from tests.fake_gpus import gpus
@@ -172,6 +174,16 @@ def test_the_flash_kernel_is_not_offered_where_it_has_no_room(capability, said):
     """A T4 gives a program 64 KB of shared memory; it takes 96."""
     given = Attending(model=Config().model, dtype="float16", device="gpu", capability=capability)
     assert why_not("triton", given) == said
+
+
+@pytest.mark.parametrize("major, minor, recipe, said", [
+    (8, 0, "fp8-tensorwise", r"one scale a tensor need compute capability 8\.9, and this GPU has 8\.0"),
+    (8, 9, "fp8-blockwise", r".* need compute capability 9\.0, and this GPU has 8\.9"),
+    (10, 0, "fp8-blockwise", r"PyTorch has .* on Hopper alone \(9\.0\), and this GPU has 10\.0; mxfp8 is its successor")])
+def test_a_product_that_this_gpu_has_not_is_named(major, minor, recipe, said, monkeypatch):
+    with gpus(major=major, minor=minor):
+        assert re.match(said, found := BACKENDS["scaled_mm"].why_not(recipe, RECIPES[recipe], torch.device("cuda"))), found
+        monkeypatch.undo()
 
 
 @pytest.fixture
