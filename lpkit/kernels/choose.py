@@ -5,9 +5,8 @@ kernel's own examples and on the tensors at hand. One that differs is refused, a
 that pass are raced forward and backward, with the definition among them; where a training's blocks
 are compiled, each within a compiled function. What was found is kept in a folder of this user
 alone, under the machine, what limits its processor, its driver, the versions of PyTorch and Triton,
-the kernel's source, the shapes at hand and whether blocks are compiled; another of any of these, and
-it is found out anew. That takes up to a minute on a GPU, so what is compiled for each shape is
-compiled for as few as can be.
+the kernel's source, the shapes at hand and whether blocks are compiled, and for another of these it
+is found out anew. That takes up to a minute on a GPU, so few shapes are compiled.
 
 A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
 where it could have been written now: it names the candidates that there are, and its winner is
