@@ -27,6 +27,9 @@ from lpkit.optim import one_pass
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast, scale_bytes
 
+# What torch 2.11 brings. It keeps 8 bytes of a thread in memory in some builds (docs/gpu.md).
+BY_TRITON_3_6 = triton is not None and triton.__version__.startswith("3.6.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Build:

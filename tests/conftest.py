@@ -46,6 +46,17 @@ def pytest_pycollect_makemodule(module_path, parent):
     return Module.from_parent(parent, path=module_path)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """On a CPU torch 2.11 multiplies FP8 with one scale a tensor, and no other: what wants a scale a row is skipped there."""
+    try:
+        return (yield)
+    except Exception as error:
+        if "_scaled_mm only supports per-tensor scaling for CPU" not in str(error):
+            raise
+    pytest.skip("torch 2.11 multiplies FP8 on a CPU with one scale a tensor alone")
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.stem in PROOF:

@@ -182,10 +182,10 @@ def test_fp8_is_never_raced():
 
 def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
     given = asked("documents")
-    assert attention.ran(given, 2, CPU) == "; here flash"
+    assert attention.ran("sdpa", given, CPU) == "; here flash"
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: 0)
     with pytest.raises(ConfigError, match=r"system\.attention=sdpa would fall to PyTorch's formula here, .*; tiled|blocked"):
-        attention.ran(given, 2, CPU, refuse=True)
+        attention.ran("sdpa", given, CPU, refuse=True)
 
 
 def test_one_that_fails_in_the_race_is_refused(tmp_path):

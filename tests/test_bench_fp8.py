@@ -22,6 +22,7 @@ CPU = torch.device("cpu")
 TINY = Config().replace({"model.layers": 1, "model.width": 64, "model.heads": 2, "model.vocab": 64, "model.context": 32,
                          "global_batch": 2})
 WIDE = TINY.replace({"model.width": 128})
+COMPARED = [name for name in fp8.COMPARED if name in fp8.runs_here(CPU)]        # torch 2.11 has no scale a row on a CPU
 
 
 def test_all_sizes_with_the_advisor_s_choice(tmp_path):
@@ -30,18 +31,19 @@ def test_all_sizes_with_the_advisor_s_choice(tmp_path):
     cases = [(result.case, result.peer, result.target) for result in results]
     for i, width in enumerate((64, 128)):
         size = f"1 x {width}, 2 x 32 tokens"
-        assert cases[3 * i:3 * i + 2] == [(f"{name}, {size}", "bf16", None) for name in fp8.COMPARED]
-        assert cases[3 * i + 2][0] == f"advised: bf16, {size}" and cases[3 * i + 2][2] == 0.99
+        *compared, advised = cases[(len(COMPARED) + 1) * i:(len(COMPARED) + 1) * (i + 1)]
+        assert compared == [(f"{name}, {size}", "bf16", None) for name in COMPARED]
+        assert advised[0] == f"advised: bf16, {size}" and advised[2] == 0.99
         assert facts["advice"][size]["sentence"].startswith("bf16: at these widths the casts cost more")
         # random tokens of 64 kinds: about ln 64 before anything is learned
-        assert facts["losses"][size].keys() == {"bf16", *fp8.COMPARED}
+        assert facts["losses"][size].keys() == {"bf16", *COMPARED}
         assert facts["losses"][size]["bf16"] == pytest.approx(math.log(64), rel=0.1)
     kept = summary(results)
     assert kept["advice"].keys() == kept["losses"].keys() == {"1 x 64, 2 x 32 tokens", "1 x 128, 2 x 32 tokens"}
     # what is recorded is what the advisor looks for afterwards, and the row of its own choice is not among it
     (tmp_path / "fp8-step-h200.json").write_text(json.dumps(kept | {"device": "NVIDIA H200"}))
     recorded = recorded_steps(CATALOGUE["h200"], "bf16", tmp_path)
-    assert recorded.keys() == {case_name(name, config) for name in fp8.COMPARED for config in (TINY, WIDE)}
+    assert recorded.keys() == {case_name(name, config) for name in COMPARED for config in (TINY, WIDE)}
 
 
 def test_products_alone_are_the_products(monkeypatch):
@@ -111,7 +113,7 @@ def test_the_choice_is_raced_whatever_it_is(monkeypatch, choice):
     monkeypatch.setattr(fp8, "advise", advise)
     facts = provenance()
     *others, last = fp8.compare([WIDE], CPU, CATALOGUE["h200"], 2, facts=facts)
-    assert [result.case.partition(",")[0] for result in others] == list(dict.fromkeys((*fp8.COMPARED, choice)))
+    assert [result.case.partition(",")[0] for result in others] == list(dict.fromkeys((*COMPARED, choice)))
     assert last.case == f"advised: {choice}, 1 x 128, 2 x 32 tokens" and last.peer.startswith("the fastest of these, ")
     medians = {result.case: result.ours_median for result in others} | {"bf16": others[0].peer_median}
     assert last.ours_median == medians[last.case.removeprefix("advised: ")] and last.peer_median == min(medians.values())

@@ -201,6 +201,74 @@ def no_room(x, weight, eps):
     return NORM.definition(x, weight, eps)
 
 
+# ---- within compiled blocks
+
+def breaks(x, weight, eps):
+    torch._dynamo.graph_break()
+    return NORM.versions["pytorch"](x, weight, eps)
+
+
+def lingers(x, weight, eps):
+    """As fast as PyTorch's own, until it is compiled."""
+    for _ in range(400 if torch.compiler.is_compiling() else 0):
+        x = x + 0
+    return NORM.versions["pytorch"](x, weight, eps)
+
+
+@pytest.fixture
+def as_on_a_gpu(graphs, monkeypatch):
+    """There the compiler is a candidate. Eagerly the definition loses."""
+    def slow(x, weight, eps):
+        for _ in range(0 if torch.compiler.is_compiling() else 60):
+            x = x + 0
+        return NORM.definition(x, weight, eps)
+
+    monkeypatch.setattr(choosing, "why_not", lambda version, at_hand: "")
+    return dataclasses.replace(NORM, definition=slow, versions={}, examples=lambda *_: [])
+
+
+@pytest.mark.parametrize("planted, refused", [
+    (breaks, "cannot be compiled with a block: Unsupported: Call to `torch._dynamo.graph_break()`"), (lingers, None)])
+def test_the_fastest_outside_of_a_block_loses_within(planted, refused, as_on_a_gpu, tmp_path):
+    """Each is raced as a compiled block runs it, and a record of the one is none of the other."""
+    kernel, call = dataclasses.replace(as_on_a_gpu, versions={"cpu": planted}), [rows(4096)]
+    eager = {"reference": kernel.definition, "cpu": planted}
+    assert choose("rms-norm", kernel, "auto", call, offered=eager, cache=tmp_path / "eager").choice.used == "cpu"
+    for _ in range(2):
+        within = choose("rms-norm", kernel, "auto", call, cache=tmp_path / "within", in_block=True)
+        assert within.choice.used == "compile" and within.refused.get("cpu") == refused
+        assert within.refused["reference"] == "a compiled block makes of it what it makes of compile"
+    assert len(list((tmp_path / "within").iterdir())) == 1 and not refused_here(), "it is kept, and it is not wrong"
+    one, other = (choosing._key("rms-norm", kernel, eager, call, how) for how in (False, True))
+    assert one != other
+
+
+def test_calls_of_a_kernel_are_one_graph_within_a_block(as_on_a_gpu, graphs, tmp_path):
+    """Casts have one for each operand."""
+    calls = [rows(), rows(9), (rows(5)[0].bfloat16(), rows()[1].bfloat16(), 1e-3)]
+    kernel = dataclasses.replace(as_on_a_gpu, versions={"cpu": NORM.versions["pytorch"]})
+    found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
+    assert len(graphs) == 2 and set(found.refused) == {"reference"} and "the fastest of cpu, compile in a compiled block" in found.choice.why
+
+    def wrong_in_the_last(x, weight, eps):
+        return NORM.definition(x, weight, eps) * (1.2 if torch.compiler.is_compiling() and x.dtype == torch.bfloat16 else 1)
+
+    kernel = dataclasses.replace(kernel, versions={"cpu": wrong_in_the_last})
+    found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
+    assert found.choice.used == "compile" and found.refused["cpu"].startswith("differs from its definition: result 3 of 9, at the run's size")
+
+
+def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
+    def no_block(x, weight, eps):
+        if torch.compiler.is_compiling():
+            raise ValueError("planted")
+        return NORM.definition(x, weight, eps)
+
+    kernel = dataclasses.replace(as_on_a_gpu, definition=no_block, versions={"cpu": no_block})
+    found = choose("rms-norm", kernel, "auto", [rows()], cache=tmp_path, in_block=True)
+    assert found.choice.used == "compile" and set(found.refused) == {"reference", "cpu"}
+
+
 # ---- attention
 
 def asked(**model):

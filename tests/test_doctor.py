@@ -3,6 +3,7 @@
 import json
 import os
 from functools import partial
+from importlib import metadata
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_the_report_is_json_and_each_row_has_its_reason(report):
 
 def test_the_machine_is_this_one(report):
     machine = report["machine"]
-    assert machine["libraries"]["torch"] == torch.__version__
+    assert machine["libraries"]["torch"] == metadata.version("torch")
     assert machine["cores"] <= os.cpu_count() and machine["memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf(
         "SC_PHYS_PAGES")
     assert len(machine["gpus"]) == torch.cuda.device_count()

@@ -89,7 +89,11 @@ class Lesson:
     def _run(self, name: str, source: str, skip: bool) -> None:
         tree = ast.parse(source)
         of = {kind: {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, kind)} for kind in (ast.Load, ast.Store)}
-        made = {one.get_name() for one in symtable.symtable(source, name, "exec").get_symbols() if one.is_assigned()}
+        inner = {node for one in ast.walk(tree) if isinstance(one, ast.comprehension) for node in ast.walk(one.target) if isinstance(node, ast.Name)}
+        # to Python 3.12 a comprehension's names are the cell's
+        alone = {node.id for node in inner} - {node.id for node in set(ast.walk(tree)) - inner if isinstance(node, ast.Name) and isinstance(
+            node.ctx, ast.Store)}
+        made = {one.get_name() for one in symtable.symtable(source, name, "exec").get_symbols() if one.is_assigned()} - alone
         if skip or (of[ast.Load] - (of[ast.Store] - made)) & self.missing:
             self.passed.append(name)
             self.missing |= made

@@ -325,7 +325,8 @@ def test_what_is_not_the_definition_s_is_no_peer():
 
 
 def test_the_loss_in_pieces_and_pytorch_s_are_the_loss():
-    for call in (losses.KERNEL.versions["cpu"], losses.PEERS["F.linear_cross_entropy"]):
+    pytorchs = [losses.PEERS["F.linear_cross_entropy"]] * losses.PYTORCH_HAS_IT
+    for call in (losses.KERNEL.versions["cpu"], *pytorchs):
         assert not judged(losses.KERNEL, call, torch.bfloat16)
 
 
@@ -333,7 +334,7 @@ def test_linear_and_cross_entropy_are_raced_beside_their_products(monkeypatch):
     monkeypatch.setattr(fused, "SAMPLE_SECONDS", 0.0)
     monkeypatch.setattr(fused, "candidates", lambda kernel: {"reference": kernel.definition, **kernel.versions})
     results = fused.fused(1, kernel="linear-cross-entropy")
-    assert {one.peer for one in results} >= {"reference", "F.linear_cross_entropy", fused.PRODUCTS}
+    assert {one.peer for one in results} >= {"reference", *["F.linear_cross_entropy"] * losses.PYTORCH_HAS_IT, fused.PRODUCTS}
     assert all(one.case.startswith("linear-cross-entropy, 256x64 bfloat16") and one.case.endswith("and backward") for one in results)
     assert {"quack", "liger, cutedsl"} <= results[0].provenance["missing"].keys() and results[0].provenance["kernel"] == "linear-cross-entropy"
     assert ("quack left out", "ModuleNotFoundError: No module named 'quack' (linear-cross-entropy)") in results[0].provenance["breakdown"]

@@ -11,7 +11,7 @@ import pytest
 
 from lpkit.kernels.jit import tl
 from lpkit.techniques.hardware import HARDWARE
-from tests.builds import PROOFS
+from tests.builds import BY_TRITON_3_6, PROOFS
 from tests.pages.kernels import FP8_SINCE, ON_PAGE, TARGETS, runs
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def test_other_gpus_have_good_machine_code_too(target):
     assert len(rows) == sum(runs(build, target) for _, build in BUILDS) and {one["target"] for one in rows} == {target}
     for one in rows:
         where = f"{one['kernel']}'s {one['function']} ({one['way']})"
-        assert one["stack_bytes"] <= SPILLS.get(one["kernel"], 0), f"{where} spills"
+        assert one["stack_bytes"] <= SPILLS.get(one["kernel"], 8 * BY_TRITON_3_6), f"{where} spills"
         assert one["shared_bytes"] <= TARGETS[target], f"{where} has more shared memory than there is"
         assert not one["calls"], f"{where} calls a slow path"
         assert one["wide_accesses"], f"{where} moves less than 128 bits at a time"

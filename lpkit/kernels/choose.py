@@ -2,11 +2,11 @@
 
 First each candidate is held against the definition on this machine, forward and backward, on the
 kernel's own examples and on the tensors at hand. One that differs is refused, and is named. Those
-that pass are raced forward and backward, with the definition among them. What was found is kept in
-a folder of this user alone, under the machine, what limits its processor, its driver, the versions
-of PyTorch and Triton, the kernel's source and the shapes at hand; another of any of these, and it is
-found out anew. That takes up to a minute on a GPU, so what is compiled for each shape is compiled
-for as few as can be.
+that pass are raced forward and backward, with the definition among them; where a training's blocks
+are compiled, each within a compiled function. What was found is kept in a folder of this user
+alone, under the machine, what limits its processor, its driver, the versions of PyTorch and Triton,
+the kernel's source, the shapes at hand and whether blocks are compiled, and for another of these it
+is found out anew. That takes up to a minute on a GPU, so few shapes are compiled.
 
 A wrong backend is worse than a slow one, and its numbers look like numbers. So a record is believed
 where it could have been written now: it names the candidates that there are, and its winner is
@@ -24,7 +24,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,14 @@ def _compiled(definition: Version, _: tuple) -> Version:
 def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            offered: Mapping[str, Version] | None = None, raced: Sequence[tuple] | None = None,
            within_seconds: float = math.inf, setting: str = "system.kernels",
-           definition: str = "", cache: Path | None = None) -> Chosen:
+           definition: str = "", in_block: bool = False, cache: Path | None = None) -> Chosen:
     """The version for calls like those `at_hand`, each a tuple of arguments. asked: "auto" or a
     version's name, by `setting`, where `definition` is the definition's.
 
     offered:  the candidates, the definition first; None: the kernel's.
     raced:    the calls of the race, at a step's size; None: those at hand. It takes
               `within_seconds` or one round.
+    in_block: a compiled block calls it, so each candidate is raced as a compiled block runs it.
     Raises ConfigError for an unknown version, and for one that differs or cannot run here.
     """
     offered = offered or candidates(kernel)
@@ -107,7 +108,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
                               f"{definition or next(iter(offered))}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
-    path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced)}.json"
+    path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced, in_block)}.json"
     found, passed_over = None, ""
     try:
         private_folder(path.parent)
@@ -121,7 +122,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         if _device(at_hand).type == "cuda":
             print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
                   f"machine", file=sys.stderr, flush=True)
-        found = _find(kernel, offered, at_hand, raced, within_seconds)
+        found = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
         # a lack of memory is of this moment; no room, no right to write: anew next time
         if not any(why.startswith(LACKS) for why in found["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
@@ -129,7 +130,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
                 write_atomically(path, records.sealed(found), 0o600)
     seconds: dict[str, float] = found["seconds"]
     used = min(seconds, key=seconds.__getitem__)
-    why = f"the fastest of {', '.join(seconds)} here, and verified"
+    where = "in a compiled block" if in_block else "here"
+    why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if len(seconds) == 1:
         why = "nothing else runs here"
     if found["refused"]:
@@ -145,11 +147,13 @@ def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -
 
 
 def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tuple],
-          raced: Sequence[tuple], within_seconds: float) -> dict:
+          raced: Sequence[tuple], within_seconds: float, in_block: bool = False) -> dict:
     refused, right = {}, {}
     for key, call in offered.items():
         why = why_not(key, at_hand)
-        if not why and key == COMPILE and kernel.exact:
+        if not why and in_block and key in TRUSTED and not why_not(COMPILE, at_hand):
+            why = "a compiled block makes of it what it makes of compile"
+        if not why and key == COMPILE and kernel.exact and not in_block:
             why = "takes seconds for each operand, and so is taken by name alone"
         if not why and key not in (*TRUSTED, COMPILE) and call is not kernel.definition:
             why = wrong(kernel, call, at_hand)
@@ -159,6 +163,8 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
             right[key] = call
     if len(right) == 1:
         return {"seconds": dict.fromkeys(right, 0.0), "refused": refused}
+    if in_block:
+        kernel, raced, right = _as_in_a_block(kernel, raced, right)
     runners, seconds, known = {}, {}, (kernel.definition, *right.values())
     for key, call in right.items():
         runners[key] = functools.partial(_step, kernel, call, raced)
@@ -168,12 +174,36 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
                 continue
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
-            refused[key] = _failed(error)
+            refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
+    if not seconds:     # the definition runs all the same
+        del refused[first := COMPILE if in_block and COMPILE in right else next(iter(right))]
+        return {"seconds": {first: 0.0}, "refused": refused}
     close = [key for key, one in seconds.items() if one <= HOPELESS * min(seconds.values())]
     times = interleaved_seconds([runners[key] for key in close], rounds=ROUNDS, warm_up=WARM_UP,
                                 shuffle=True, within_seconds=within_seconds)
     seconds |= dict(zip(close, map(statistics.median, times), strict=True))
     return {"seconds": seconds, "refused": refused}
+
+
+def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
+                   ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
+    """All of its calls as one, and each version of that as one graph, which may not break. Of one
+    kernel it is the two or three graphs that a first start has the time for."""
+    ends = list(itertools.accumulate(map(len, raced)))
+    begins = [0, *ends[:-1]]
+
+    def whole(call: Version) -> Version:
+        def calls(*given: Any) -> tuple[torch.Tensor, ...]:
+            found = [call(*given[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+            return tuple(t for one in found for t in (one if isinstance(one, tuple) else (one,)))
+
+        return calls
+
+    places = tuple(begin + place for begin in begins for place in kernel.gradients)
+    compiles = {key: jit.compiled(jit.fresh(whole(call)), dynamic=False, fullgraph=True)
+                for key, call in right.items()}
+    return (replace(kernel, definition=whole(kernel.definition), gradients=places),
+            [tuple(itertools.chain(*raced))], compiles)
 
 
 def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
@@ -242,11 +272,12 @@ def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
     return ""
 
 
-def _failed(error: Exception) -> str:
+def _failed(error: Exception, cannot: str = "") -> str:
     what = str(error).partition("\n")[0][:200]
     if isinstance(error, ConfigError):
         return f"cannot: {what}"
-    return f"{LACKS if out_of_memory(error) else WRONG[1]}: {type(error).__name__}: {what}"
+    lacks = out_of_memory(error)
+    return f"{LACKS if lacks else cannot or WRONG[1]}: {type(error).__name__}: {what}"
 
 
 def _step(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> None:
@@ -306,9 +337,9 @@ def refused_here() -> dict[str, dict[str, str]]:
 
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
-         raced: Sequence[tuple]) -> str:
+         raced: Sequence[tuple], in_block: bool) -> str:
     said = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
-            torch.get_num_threads())
+            torch.get_num_threads(), in_block)
     return f"{name}-{_machine()}-{_short(said)}"
 
 

@@ -70,15 +70,17 @@ def fresh(function: Callable) -> Callable:
 
 
 def jit(function: Callable) -> Callable:
-    """triton.jit(function), whose first launch looks after its cache."""
+    """triton.jit(function), whose first launch looks after its cache, or mends the interpreter."""
     if triton is None:
         return function
     kernel = triton.jit(function)
-    if INTERPRETED:
-        return kernel
 
     def first(*given: Any, **how: Any) -> Any:
-        keep_privately()
+        if INTERPRETED:
+            from lpkit.kernels.interpreter import mend_calls  # reads `tl` of here
+            mend_calls()
+        else:
+            keep_privately()
         vars(kernel).pop("run", None)       # of two threads, one was first
         return kernel.run(*given, **how)
 

@@ -71,7 +71,12 @@ def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Ten
            *rest) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(x, *rest)
-    return checkpoint(forward, x, *rest, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+    # what is given to checkpoint itself torch 2.11 compiles for: a graph for layer 0, one for all
+    def again(x: Tensor) -> Tensor:
+        return forward(x, *rest)
+
+    return checkpoint(again, x, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",

@@ -3,8 +3,8 @@ emulated.
 
 Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
-2.13 and flash-attn at 0251105 (`flash_attn_interface.py`, `cute/interface.py`). Packed documents lie
-one after the other.
+2.11 and newer (`tests/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`,
+`cute/interface.py`). Packed documents lie one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -12,6 +12,7 @@ Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -190,10 +191,20 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     from torch.nn.attention.varlen import varlen_attn
 
     at, longest = _packed(q, documents, rule)
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}      # 2.11 knows no groups
+    grouped, repeats = {}, q.shape[1] // k.shape[1]
+    if repeats > 1 and knows_groups(varlen_attn):
+        grouped = {"enable_gqa": True}
+    elif repeats > 1:
+        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
     out = varlen_attn(*_tokens(q, k, v), at, at, longest, longest, window_size=(_left(rule), 0),
                       **grouped)
     return _heads(out, q)
+
+
+@functools.cache
+def knows_groups(varlen_attn: Callable[..., Any]) -> bool:
+    """Whether it takes fewer heads of k and v than of q, which torch 2.11's does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

@@ -183,9 +183,9 @@ class ScaledMM(Backend):
                 if has >= (10, 0):
                     return (f"PyTorch has {what} on Hopper alone (9.0), and this GPU has "
                             f"{dotted(has)}; mxfp8 is its successor")
-        if device.type == "cuda" and torch.cuda.is_available():
-            return self.refusal(recipe, device)
-        return _saturates(recipe, device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return ""
+        return _saturates(recipe, device) or self.refusal(recipe, device)
 
     def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
         return ScaledLinear.wrap(linear, recipe, copy(self), name=name, seed=seed)
@@ -193,7 +193,7 @@ class ScaledMM(Backend):
     def refusal(self, recipe: Recipe, device: torch.device) -> str:
         """PyTorch's or cuBLASLt's words to a small product of each kind; empty: they take it. A
         scale a row, for one, comes from cuBLASLt on Hopper since CUDA 12.9, else from CUTLASS,
-        which a build of PyTorch may lack."""
+        which a build of PyTorch may lack, and on a CPU from no torch 2.11."""
         x = torch.zeros(256, 256, device=device, dtype=torch.bfloat16)      # blocks of 128 need two
         for name, pair in recipe.products.items():
             a, b = (self.cast(x, replace(cast, rounding="nearest-even"), x.dtype, amax=None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,8 +67,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
     if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
         verified(asked, given, config.micro_batch, device)
         why = "asked for, and verified here"
-    if used == "sdpa":
-        why += ran(given, config.micro_batch, device, refuse=asked != "auto")
+    why += ran(used, given, device, refuse=asked != "auto")
     return Choice(asked=asked, used=used, why=why)
 
 
@@ -93,9 +93,7 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
                   raced=[drawn(given, device, batch=batch, groups=groups, T=T)],
                   within_seconds=within, setting=WHERE)
     choice = found.choice
-    if choice.used == "sdpa":
-        choice = Choice(asked="auto", used="sdpa", why=choice.why + ran(given, batch, device))
-    return choice
+    return replace(choice, why=choice.why + ran(choice.used, given, device))
 
 
 def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
@@ -163,10 +161,20 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
     return q, k, v, documents, normal(heads) if rule.sinks else None
 
 
-def ran(given: Attending, batch: int, device: torch.device, *, refuse: bool = False) -> str:
-    """What PyTorch's own choice of kernel is here. Raises ConfigError if `refuse` and it falls to
-    its formula, which holds all scores, where it was to be a fused kernel."""
+def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
+    """How this PyTorch computes `used`, where that differs: which kernel sdpa is, and groups of
+    heads that varlen has not. Raises ConfigError if `refuse` and sdpa falls to PyTorch's formula,
+    which holds all scores, where it was to be a fused kernel."""
     m, rule = given.model, given.rule
+    if used == "varlen" and m.G != m.H:
+        from torch.nn.attention.varlen import varlen_attn
+
+        from lpkit.nn.library_attention import knows_groups
+        return "" if knows_groups(varlen_attn) else (
+            f"; torch {torch.__version__} has no groups of heads there, so that keys and values "
+            f"are repeated for {m.H} heads")
+    if used != "sdpa":
+        return ""
     q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
     mask = None
     if rule != Rule():

@@ -178,6 +178,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
     of the run."""
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
                    before=decisions.kernels, ranks=ranks,
+                   in_block=decisions.choices["compile"].used != OFF,
                    piece=rows_of(config)["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 

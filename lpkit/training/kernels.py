@@ -2,8 +2,9 @@
 
 A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
 for it (`lpkit.precision.backends.ScaledMM`). On a GPU each is verified and raced on the tensors
-that its first layer is given (`lpkit.kernels.choose`), and what won stands in every layer. On a CPU
-PyTorch's own stay, unless others are asked for.
+that its first layer is given (`lpkit.kernels.choose`), as a compiled block runs it where blocks are
+compiled, and what won stands in every layer. On a CPU PyTorch's own stay, unless others are asked
+for.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ OFFERED = {LOSS: cross_entropy.OFFERED}     # in place of a kernel's candidates
 @dataclass(frozen=True, kw_only=True)
 class Kernels(Transform):
     """asked: `system.kernels`; besides: a kernel that is chosen elsewhere, the optimizer's; before:
-    what a run that goes on was begun with, by kernel; batch: a micro-batch's sequences and tokens;
-    piece: tokens of which the loss has logits at a time, 0: it calls no kernel. What the first of
-    `ranks` finds holds for all. `choices` fills up when it is called. Raises ConfigError for a
-    kernel that no layer calls."""
+    what a run that goes on was begun with, by kernel; in_block: blocks are compiled, which a loss in
+    pieces is not; batch: a micro-batch's sequences and tokens; piece: tokens of which the loss has
+    logits at a time, 0: it calls no kernel. What the first of `ranks` finds holds for all.
+    `choices` fills up when it is called. Raises ConfigError for a kernel that no layer calls."""
 
     asked: str
     besides: str = ""
@@ -46,6 +47,7 @@ class Kernels(Transform):
     ranks: Ranks = field(default_factory=Ranks)
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
+    in_block: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)
     stage = Stage.KERNELS
 
@@ -76,7 +78,7 @@ class Kernels(Transform):
                 continue
             known = asked == "auto" or asked in offered or name in by_name(self.asked)
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
-                            offered=offered).choice
+                            offered=offered, in_block=self.in_block and name != LOSS).choice
             said = "" if known else f"it has no version {asked}; "
             found[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
         return found

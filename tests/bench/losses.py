@@ -32,6 +32,7 @@ TOKENS, TOKENS_HELD = 1024, 4096        # of the race, and where memory is count
 THREADS = (1, 2)
 MEMORY_TARGET = 1 / 15                  # of the plain loss's peak
 EQUAL_PIECES = "F.linear_cross_entropy, equal pieces"
+PYTORCH_HAS_IT = hasattr(F, "linear_cross_entropy")     # 2.11 has not
 
 
 def plain(h: Tensor, head: nn.Module, y: Tensor) -> Tensor:
@@ -78,11 +79,11 @@ def gradients(loss: Callable[..., Tensor], h: Tensor, head: nn.Linear,
 
 def _seconds(threads: int, rounds: int) -> list[Result]:
     over = [inputs(TOKENS)]
-    contenders = {"plain": plain, EQUAL_PIECES: torchs}
+    contenders = {"plain": plain} | ({EQUAL_PIECES: torchs} if PYTORCH_HAS_IT else {})
 
     def check() -> None:
         want = gradients(plain, *over[0])
-        for loss in (in_pieces, torchs):
+        for loss in (in_pieces, *contenders.values()):
             for got, expected in zip(gradients(loss, *over[0]), want, strict=True):
                 error = (got - expected).norm() / expected.norm()
                 assert error < 1e-5, f"{loss.__name__}: relative error {error:.1e}"
