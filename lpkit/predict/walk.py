@@ -95,18 +95,17 @@ class Walk(Device):
         self.total, self.highest = total, highest
 
     def walk(self) -> None:
-        kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again
+        kept, final, low = self.kept, self.ops.linears[-1], self.last.low
         # token ids and targets have a row of their own
         self.begin(LOSS)
         self.add(ACTIVATIONS, kept.waiting_bytes)
-        others = max(0, self.layers - 2)
-        for block, number in ((self.last, not last_again),
-                              (self.first, self.layers > 1 and not first_again),
-                              (self.inner, others - self.repeats_between(1))):
-            if number:
-                self.add(COPIES, number * block.copied_bytes)
-                self.add(LOW, number * block.low_bytes)
-        cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
+        cached = 0.0        # of blocks that run again: autocast keeps copies to the end of forward
+        for count, block, again in self.alike():
+            if not again:
+                self.add(COPIES, count * block.copied_bytes)
+                self.add(LOW, count * block.low_bytes)
+            elif not self.widened:
+                cached += count * block.copied_bytes
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
         self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0))
@@ -115,35 +114,39 @@ class Walk(Device):
             self.add(TEMPORARIES, self.stream)             # from the next stage
             self.mark()
         elif self.chunk:
-            self.chunked_loss()
+            self.chunked_loss(cached)
         else:
-            self.whole_loss()
+            self.whole_loss(cached)
         self.begin(LAST)
-        self.through(self.layers - 1, self.last)
-        done = 1
-        inner_again = self.layers - 2 in self.again
-        if self.layers > 2 and (inner_again != last_again or self.inner is not self.last
-                                or self.leave):
-            self.through(self.layers - 2, self.inner)
-            done = 2
-        if self.layers > done:
-            second = self.leave and self.layers > 3
-            self.between(self.layers - done - 1, done, second)
+        lasts = firsts = 1      # blocks that are walked
+        if self.layers > 2 and (self.leave or self.inner is not self.last or
+                                (self.layers - 1 in self.again) != (self.layers - 2 in self.again)):
+            lasts = 2
+        if self.layers > 3 and self.leave:
+            firsts = 2
+        for number in range(self.layers - 1, self.layers - 1 - lasts, -1):
+            self.through(number)
+        if self.layers > lasts:
+            self.between(range(firsts, self.layers - lasts))
             self.begin(FIRST)
-            if second:
-                self.through(1, self.inner)
-            self.through(0, self.first)
+            for number in reversed(range(firsts)):
+                self.through(number)
         if self.embeds:
             self.embeddings()
 
-    def repeats_between(self, done: int) -> int:
-        """Blocks that run again, without the first and the last `done`."""
-        if not self.again:
-            return 0
-        return len(range(self.again.step, self.layers - done, self.again.step))
+    def alike(self) -> list[tuple[int, Block, bool]]:
+        """How many blocks are alike, and whether they run again."""
+        found = [(1, self.last, self.layers - 1 in self.again)]
+        if self.layers > 1:
+            found.append((1, self.first, 0 in self.again))
+        others, run = self.layers - len(found), len(self.again) - sum(again for *_, again in found)
+        return [*found, (run, self.inner, True), (others - run, self.inner, False)]
 
-    def through(self, number: int, block: Block) -> None:
+    def through(self, number: int) -> None:
         """One block's backward; blocks that are alike have the same steps."""
+        block = self.first if number == 0 else self.inner
+        if number == self.layers - 1:
+            block = self.last
         self.travel(number)
         key = id(block), number in self.again
         if key not in self.steps:
@@ -160,14 +163,14 @@ class Walk(Device):
             each -= self.travels
         self.add(MESSAGES, each * self.block_numbers - self.now[MESSAGES])
 
-    def between(self, count: int, done: int, second: bool) -> None:
-        """The blocks from the first to the last, without these two; without the `second`, too."""
-        run = self.repeats_between(done) - (second and 1 in self.again)
-        count -= second
-        self.add(ACTIVATIONS, -run * self.kept.again_bytes - (count - run) * self.kept.block_bytes)
-        self.add(COPIES, -(count - run) * self.inner.copied_bytes)
-        self.add(LOW, -(count - run) * self.inner.low_bytes)
-        self.add(GRADIENTS, count * self.block_gradient_bytes)
+    def between(self, numbers: range) -> None:
+        """The blocks that are not walked."""
+        run = sum(number in self.again for number in numbers) if self.again else 0
+        others = len(numbers) - run
+        self.add(ACTIVATIONS, -run * self.kept.again_bytes - others * self.kept.block_bytes)
+        self.add(COPIES, -others * self.inner.copied_bytes)
+        self.add(LOW, -others * self.inner.low_bytes)
+        self.add(GRADIENTS, len(numbers) * self.block_gradient_bytes)
 
     def copies(self, weights: float) -> float:
         """Bytes of the copy of weights in the dtype of their product."""
@@ -175,20 +178,10 @@ class Walk(Device):
             return weights * self.widened
         return weights * self.s.compute_bytes if self.s.mixed else 0.0
 
-    @property
-    def cached(self) -> float:
-        """Of blocks that run again: autocast keeps the copies to the end of forward."""
-        if self.widened or not self.again:
-            return 0.0
-        ends = {self.layers - 1: self.last, 0: self.first} if self.layers > 1 else {0: self.last}
-        ends = {number: block for number, block in ends.items() if number in self.again}
-        return ((len(self.again) - len(ends)) * self.inner.copied_bytes
-                + sum([block.copied_bytes for block in ends.values()]))
-
-    def whole_loss(self) -> None:
+    def whole_loss(self, cached: float) -> None:
         """Leaves with the gradient of the head's input."""
         logits, compute, head = self.tokens * self.s.model.V, self.s.compute_bytes, self.ops.head
-        low, copies, cached = self.head_low, self.copies(self.table), self.cached
+        low, copies = self.head_low, self.copies(self.table)
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
         if low:
             copies = 0.0
@@ -211,11 +204,10 @@ class Walk(Device):
             self.add(TEMPORARIES, self.waiting_table)
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
-    def chunked_loss(self) -> None:
+    def chunked_loss(self, cached: float) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
         chunk's logits are there. Leaves with the first."""
-        copies, cached = self.copies(self.table), self.cached
-        table = FP32 * self.table * self.ops.head.trained
+        copies, table = self.copies(self.table), FP32 * self.table * self.ops.head.trained
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         self.add(LOGITS, self.stream)               # both gradients
         self.add(GRADIENTS, table)
