@@ -62,7 +62,7 @@ class Step:
             emulated = why_emulated(row_of(config, name), on, config.precision.backend)
             p = replace(p, low=replace(p.low, native=not emulated))
             operand_bytes, keep = self.widened or p.low.number_bytes, p.low.keep
-        self.p, self.gathered = p, gathered_itemsizes(config, layout, name)
+        self.p, self.gathered_itemsizes = p, gathered_itemsizes(config, layout, name)
         self.s, self.pieces = on_device(
             config, on, layout, p, attention, operand_bytes=operand_bytes,
             head_bytes=None if "head" in keep else operand_bytes,
@@ -96,7 +96,7 @@ class Device:
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.sequence_parallel else layout.context
         # tensor ranks that gather what they hold a part of; 1: nothing is gathered
-        self.gathered = self.tensor if self.stream_cut == self.cut else 1
+        self.gathering = self.tensor if self.stream_cut == self.cut else 1
         self.tokens, self.stream_tokens = s.tokens / self.cut, s.tokens / self.stream_cut
         self.stream = self.stream_tokens * m.D * s.residual_bytes       # and its gradient
         self.chunk = step.techniques["cross_entropy"].chunk_tokens(step.config.memory.cross_entropy)
@@ -177,8 +177,9 @@ class Device:
     def _gradients(self) -> None:
         """How gradients and gathered weights come and go; bytes are of a number."""
         step, layout, p, config = self.step, self.step.layout, self.step.p, self.step.config
-        row, ranks = GATHERED[layout.gathered], layout.state_ranks
-        self.at_once = not step.techniques["optimizer_step"].gradients_held     # updated in backward
+        row = GATHERED[layout.gathered]
+        # parameters are updated in backward
+        self.at_once = not step.techniques["optimizer_step"].gradients_held
         self.sharded, self.whole = step.sharded, step.whole
         # inside a pipeline nothing is resharded, and added up whole, until the last micro-batch
         self.staged = layout.pipeline > 1 and step.pieces > 1
@@ -190,9 +191,11 @@ class Device:
         # weights come from other ranks as their casts, for forward and once more for backward, and
         # none is kept between them but of a table that the embedding shares
         self.gathers_casts = self.sharded and row.cast
-        self.travels, self.travels_outside, _ = step.gathered
+        self.travels, self.travels_outside, _ = step.gathered_itemsizes
         self.made_bytes = p.compute_bytes if row.mixed else p.weights
-        self.shard_bytes = (p.weights if p.buffered else p.gradients) / (ranks if self.sharded else 1)
+        self.shard_bytes = p.weights if p.buffered else p.gradients
+        if self.sharded:
+            self.shard_bytes /= layout.state_ranks
         self.gradient_bytes = self.made_bytes if self.leave else self.shard_bytes
         self.small_gradient_bytes = self.small * self.gradient_bytes
         self.block_gradient_bytes = 0.0         # how gradients grow by a block

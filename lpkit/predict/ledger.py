@@ -223,9 +223,9 @@ def _doubt(step: Step) -> str:
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
     if changed := [row.name for row in (*config.transforms, *config.governors)]:
-        return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, bytes, "
-                f"FLOPs and seconds are those of the model without; lpkit.measure.memory(config) "
-                f"counts an update here")
+        return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
+                f"bytes, FLOPs and seconds are those of the model without; "
+                f"lpkit.measure.memory(config) counts an update here")
     if changed := [row.name for row in config.model.changes]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:
@@ -263,137 +263,137 @@ def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
                 held[moment] = held.get(moment, 0.0) + nbytes
 
 
-def _held(z: Walk, doubt: str) -> Memory:
+def _held(d: Walk, doubt: str) -> Memory:
     """One device, with what the walk over it found."""
-    step, config = z.step, z.step.config
+    step, config = d.step, d.step.config
     *outlive, gradients = model_states(
-        z.inside + z.tables, precision=step.p, optimizer=step.optimizer,
-        moment_format=config.memory.moment_format.name, zero=3 if z.whole else step.layout.zero,
-        devices=step.layout.state_ranks, trained=trained_count(z.m) / parameter_count(z.m),
+        d.inside + d.tables, precision=step.p, optimizer=step.optimizer,
+        moment_format=config.memory.moment_format.name, zero=3 if d.whole else step.layout.zero,
+        devices=step.layout.state_ranks, trained=trained_count(d.m) / parameter_count(d.m),
         work=optimizer_work(config, step.optimizer))
     rows = [row for row in outlive
-            if row.at[UPDATE] and not (z.resting and row.name == "optimizer state")]
-    at = z.at
-    _live(at, _gradients(z, gradients.bytes))
-    _live(at, _batches(z))
-    if z.sharded:
-        _live(at, _gathered(z))
-        _live(at, _leaving(z))
+            if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
+    at = d.at
+    _live(at, _gradients(d, gradients.bytes))
+    _live(at, _batches(d))
+    if d.sharded:
+        _live(at, _gathered(d))
+        _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
-        at[MESSAGES] = _reduced(z, at[GRADIENTS], at[TEMPORARIES].get(EMBED, 0))
-    if z.low:
-        if z.caches_casts:
+        at[MESSAGES] = _reduced(d, at[GRADIENTS], at[TEMPORARIES].get(EMBED, 0))
+    if d.low:
+        if d.caches_casts:
             at[LOW] = {}
-        _live(at, _casts(z))
-    if not z.at_once:
-        _live(at, [State("optimizer temporaries", _update_bytes(z), UPDATE)])
-    rows += [Row(name, at[name], *words) for name, words in _words(z, gradients).items()
+        _live(at, _casts(d))
+    if not d.at_once:
+        _live(at, [State("optimizer temporaries", _update_bytes(d), UPDATE)])
+    rows += [Row(name, at[name], *words) for name, words in _words(d, gradients).items()
              if any(at.get(name, {}).values())]
     apart, unused = {}, 0.0
-    if step.on.kind == "gpu" and z.sharded:     # FSDP2 reduces and gathers on streams of their own
-        apart = {"gathered at once": max(z.tables * z.travels_outside,
-                                         z.block_parameters * z.travels),
-                 "gradients of shards" if z.staged else "gradients": gradients.bytes}
-    if step.on.kind == "gpu" and z.heads and not z.chunk and step.p.compute_bytes < FP32:
-        unused = z.tokens * z.m.V * step.p.compute_bytes
+    if step.on.kind == "gpu" and d.sharded:     # FSDP2 reduces and gathers on streams of their own
+        apart = {"gathered at once": max(d.tables * d.travels_outside,
+                                         d.block_parameters * d.travels),
+                 "gradients of shards" if d.staged else "gradients": gradients.bytes}
+    if step.on.kind == "gpu" and d.heads and not d.chunk and step.p.compute_bytes < FP32:
+        unused = d.tokens * d.m.V * step.p.compute_bytes
     return Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
                   unused_bytes=unused)
 
 
-def _gradients(z: Walk, nbytes: float) -> Iterator[State]:
+def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
     """Those of earlier micro-batches, or shards, beside what the walk adds; and for the update."""
-    if z.at_once:
+    if d.at_once:
         return
     yield State(GRADIENTS, nbytes, UPDATE)
-    if z.gathers:
-        staged = z.staged and z.step.layout.zero >= 2
-        yield State(GRADIENTS, (z.inside + z.tables) * z.step.p.gradients if staged else nbytes,
+    if d.gathers:
+        staged = d.staged and d.step.layout.zero >= 2
+        yield State(GRADIENTS, (d.inside + d.tables) * d.step.p.gradients if staged else nbytes,
                     dies=EMBED)
 
 
-def _batches(z: Walk) -> Iterator[State]:
+def _batches(d: Walk) -> Iterator[State]:
     """Tokens, what an objective has, and activations of other micro-batches under way."""
-    step, s = z.step, z.s
+    step, s = d.step, d.s
     extra = OBJECTIVES[step.config.objective.name].operations(s, step.config.objective)
     yield State("objective", FP32 * sum(op.params for op in extra))
     yield State("objective", sum(op.saved_bytes for op in extra), dies=LOSS)
     yield State("batch", 2 * TOKEN_ID * s.tokens * step.pieces / step.layout.context)
-    others = z.under_way - 1
-    waits = others * z.kept.waiting_bytes
-    if not z.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
-        waits += others * z.stream
+    others = d.under_way - 1
+    waits = others * d.kept.waiting_bytes
+    if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
+        waits += others * d.stream
     yield State(ACTIVATIONS, waits, dies=EMBED)
 
 
-def _gathered(z: Walk) -> Iterator[State]:
+def _gathered(d: Walk) -> Iterator[State]:
     """Whole weights of FSDP."""
-    row, ends = "gathered weights", z.tables * z.travels_outside
-    inside, block = z.inside * z.travels, z.block_parameters * z.travels
-    if z.staged:
+    row, ends = "gathered weights", d.tables * d.travels_outside
+    inside, block = d.inside * d.travels, d.block_parameters * d.travels
+    if d.staged:
         yield State(row, ends + inside, dies=EMBED)
         return
     for moment in IN_BACKWARD:
-        if moment in z.most or moment == FIRST:
+        if moment in d.most or moment == FIRST:
             yield State(row, ends, moment, moment)
-    if not z.whole:
+    if not d.whole:
         yield State(row, block, LAST, FIRST)
         return
     yield State(row, inside, dies=HEAD)
     # of which one is counted as on its way
-    yield State(row, (z.inside - (z.layers > 1) * z.block_parameters) * z.travels, LAST, LAST)
+    yield State(row, (d.inside - (d.layers > 1) * d.block_parameters) * d.travels, LAST, LAST)
     yield State(row, block, FIRST, FIRST)
 
 
-def _leaving(z: Walk) -> Iterator[State]:
+def _leaving(d: Walk) -> Iterator[State]:
     """What FSDP gathers into and reduces from, beside what is on its way while blocks work."""
-    numbers, whole = z.block_parameters, z.tables * FP32
-    if z.staged:
-        yield State(MESSAGES, numbers * z.made_bytes, LAST, LAST)
-        copied = z.made_bytes if z.made_bytes < FP32 else 0
+    numbers, whole = d.block_parameters, d.tables * FP32
+    if d.staged:
+        yield State(MESSAGES, numbers * d.made_bytes, LAST, LAST)
+        copied = d.made_bytes if d.made_bytes < FP32 else 0
         yield State(MESSAGES, numbers * (FP32 + copied), FIRST, FIRST)
         yield State(MESSAGES, whole, EMBED, EMBED)
         return
     # those outside of blocks leave when all are there, and whole weights and gradients are gone
     # but for the embedding's
-    gone = (z.tables - z.table) * z.travels_outside
-    temporaries = z.most[EMBED][TEMPORARIES] if z.embeds else 0
-    most = whole * (1 + 1 / z.step.layout.state_ranks) - gone - temporaries
+    gone = (d.tables - d.table) * d.travels_outside
+    temporaries = d.most[EMBED][TEMPORARIES] if d.embeds else 0
+    most = whole * (1 + 1 / d.step.layout.state_ranks) - gone - temporaries
     yield State(MESSAGES, max(numbers * FP32, most), EMBED, EMBED)
-    if z.whole:         # what the last block was gathered into, and for a moment the one before
-        logits, block = z.most[LOSS][TEMPORARIES], numbers * z.travels
-        kept = z.kept.block_bytes + z.most[LOSS][LOGITS]
+    if d.whole:         # what the last block was gathered into, and for a moment the one before
+        logits, block = d.most[LOSS][TEMPORARIES], numbers * d.travels
+        kept = d.kept.block_bytes + d.most[LOSS][LOGITS]
         yield State(MESSAGES, max(0.0, block + max(-logits, block - logits - kept)), dies=LOSS)
 
 
-def _casts(z: Walk) -> Iterator[State]:
+def _casts(d: Walk) -> Iterator[State]:
     """What low precision keeps of its casts: weights that serve a whole update, scales, amaxes."""
-    low, linears = z.low, z.ops.linears
-    cast = z.layers - len(z.plain & {"first", "last"})      # blocks whose Linears are
-    if z.caches_casts:      # casts that serve both products, and those that do not
+    low, linears = d.low, d.ops.linears
+    cast = d.layers - len(d.plain & {"first", "last"})      # blocks whose Linears are
+    if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
-        yield State(LOW, z.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
-    scales = sum(low.scales(z.tokens, *op.matmul) for op in linears) * cast
+        yield State(LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
+    scales = sum(low.scales(d.tokens, *op.matmul) for op in linears) * cast
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0
     yield State("amax histories", cast * len(linears) * amaxes * FP32)
 
 
-def _words(z: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
+def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
     """How each row is counted and where that is from, in the order in which they are shown."""
-    step, layout, repeated = z.step, z.step.layout, z.step.repeated
-    micro = (f"micro-batch of {z.s.batch}, {z.m.T:,} tokens each, recompute={step.recompute}")
+    step, layout, repeated = d.step, d.step.layout, d.step.repeated
+    micro = (f"micro-batch of {d.s.batch}, {d.m.T:,} tokens each, recompute={step.recompute}")
     if repeated.kept_share is not None:
-        micro += (f", an estimate: at most {repeated.kept_share(step.recompute):g} of what autograd "
-                  f"keeps, as torch.compile chooses")
-    micro += f", attention={z.s.attention}"
-    if z.under_way > 1:
-        micro += f", {z.under_way:g} micro-batches under way"
+        micro += (f", an estimate: at most {repeated.kept_share(step.recompute):g} of what "
+                  f"autograd keeps, as torch.compile chooses")
+    micro += f", attention={d.s.attention}"
+    if d.under_way > 1:
+        micro += f", {d.under_way:g} micro-batches under way"
     whole = "all outside the blocks, and the block at work, whole, in the compute dtype"
-    if z.staged:
+    if d.staged:
         whole = "the whole stage in the compute dtype, from the first micro-batch to the last"
-    elif z.whole:
+    elif d.whole:
         whole = "whole weights, until a block's backward is done"
-    words = {} if z.sharded else {MESSAGES: (
+    words = {} if d.sharded else {MESSAGES: (
         f"gradients on their way, {layout.reduction}, and what ZeRO 1 gathers weights into",
         "lpkit.parallel.replicas")}
     words |= {
@@ -402,14 +402,16 @@ def _words(z: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
                       "operations of its row"),
         "batch": ("token ids and targets of one update, int64", "lpkit.datasets"),
         "gathered weights": (whole, FSDP)}
-    if z.sharded:
+    if d.sharded:
         words[MESSAGES] = ("one block's gradients, whole, reduced in float32 on their way to their "
                            "shards", FSDP)
     return words | {
-        COPIES: ("each weight of a 16-bit product once more in that dtype, until its backward", AMP),
+        COPIES: ("each weight of a 16-bit product once more in that dtype, until its backward",
+                 AMP),
         LOW: (f"each weight as {step.p.what.split()[-1]} casts it, until its backward", LINEAR),
         "scales": ("of the operands that are kept", LINEAR),
-        "amax histories": ("the largest magnitudes of x, w and dy in earlier micro-batches", LINEAR),
+        "amax histories": ("the largest magnitudes of x, w and dy in earlier micro-batches",
+                           LINEAR),
         ACTIVATIONS: (micro, "lpkit.predict.activations"),
         AGAIN: ("one block's activations, all of them", CHECKPOINTS),
         LOGITS: ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY),
@@ -420,21 +422,21 @@ def _words(z: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
         TEMPORARIES: ("gradients of activations, and what is cast or copied on the way", ENGINE)}
 
 
-def _reduced(z: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:
+def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:
     """What messages of replicas and of ZeRO 1 hold in the last micro-batch, by moment; takes what
     has left from `at`, the gradients. `temporaries` are there beside the embeddings. Messages leave
     as backward has their gradients, or after it; two are under way. A parameter alone travels as it
     lies."""
-    layout, p = z.step.layout, z.step.p
+    layout, p = d.step.layout, d.step.p
     row, ranks, sharded = REDUCTIONS[layout.reduction], layout.shard, layout.stage == 1
-    sizes, copied, so_far, spread = _message_bytes(z.m, row.bucket_bytes // p.weights, p.gradients,
+    sizes, copied, so_far, spread = _message_bytes(d.m, row.bucket_bytes // p.weights, p.gradients,
                                                    ranks if sharded else 1)
     messages, total = dict.fromkeys(IN_BACKWARD, 0.0), so_far[-1]
     most = total + (copied[-1] if row.overlaps else max(copied))    # once backward is done
     if row.overlaps and sharded:
         for moment in (LAST, FIRST, EMBED):
             there = total - sizes[-1] if moment == EMBED else at.get(moment, 0)
-            if z.step.pieces > 1 and moment != EMBED:
+            if d.step.pieces > 1 and moment != EMBED:
                 there = 0.0         # gradients of earlier micro-batches, the last one's are added
             gone = bisect_right(so_far, there) - 1
             at[moment] = at.get(moment, 0) - so_far[gone] * (1 - 1 / ranks)
@@ -460,19 +462,19 @@ def _message_bytes(m: ModelConfig, most: int, itemsize: int,
     return sizes, copied, [0, *accumulate(sizes)], spread
 
 
-def _update_bytes(z: Walk) -> float:
+def _update_bytes(d: Walk) -> float:
     """While the largest parameter is updated by itself; a fused step over all needs nothing. Of a
     state that rests elsewhere that of a parameter is fetched, and that of the next one."""
-    step, ops, optimizer = z.step, z.ops, z.step.config.optimizer
-    shards = z.tensor * (step.layout.state_ranks if step.layout.zero else 1)
+    step, ops, optimizer = d.step, d.ops, d.step.config.optimizer
+    shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
     if optimizer.name == step.optimizer and not optimizers.elementwise(optimizer):
-        return optimizers.whole_update_bytes(shapes(z.m), optimizer,
+        return optimizers.whole_update_bytes(shapes(d.m), optimizer,
                                              step.config.memory.moment_format.name,
-                                             z.weight_itemsize, shards)
+                                             d.weight_itemsize, shards)
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
-    if z.state_bytes:
+    if d.state_bytes:
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
-        in_order = [*ends[:2], *weights, *weights * (z.layers > 1), ends[2]]
+        in_order = [*ends[:2], *weights, *weights * (d.layers > 1), ends[2]]
         fetched = max(map(sum, pairwise(filter(None, in_order))))
     largest = max(0, ops.embed.params * ops.embed.trained, *weights)
-    return (z.updating_bytes * largest + z.state_bytes * fetched) / shards
+    return (d.updating_bytes * largest + d.state_bytes * fetched) / shards

@@ -42,8 +42,8 @@ class Block:
 
 
 class Walk(Device):
-    """A device as a micro-batch goes backward: what is live, by row, and `most`: for each moment the
-    rows of the most that was."""
+    """A device as a micro-batch goes backward: what is live `now`, by row, and of each moment the
+    rows when they were `most`."""
 
     def __init__(self, step: Step, embeds: bool, heads: bool):
         super().__init__(step, embeds, heads)
@@ -158,10 +158,11 @@ class Walk(Device):
         the one before. What was gathered once is whole until a block's backward is done."""
         if not self.leave:
             return
-        each = self.travels * (number > 0) + FP32 * (number < self.layers - 1)
+        reduced = FP32 * (number < self.layers - 1)
         if self.whole and 0 < number == self.layers - 2:
-            each -= self.travels
-        self.add(MESSAGES, each * self.block_numbers - self.now[MESSAGES])
+            reduced -= self.travels
+        self.add(MESSAGES, (self.travels * (number > 0) + reduced) * self.block_numbers
+                 - self.now[MESSAGES])
 
     def between(self, numbers: range) -> None:
         """The blocks that are not walked."""
@@ -336,10 +337,10 @@ class Walk(Device):
         """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
         input, or its output before the ranks add up their parts (Korthikanti et al. 2022, section
         4.2). Nothing where it is whole."""
-        if self.gathered == 1:
+        if self.gathering == 1:
             return 0.0
         x, y, _ = self.numbers(op)
-        return self.gathered * (x if op.cut == "column" else y) * self.s.compute_bytes
+        return self.gathering * (x if op.cut == "column" else y) * self.s.compute_bytes
 
     def linear(self, op: Op, saved_bytes: float, low: Low | None) -> list[Change]:
         """A product's two gradients. That of its output is freed after it, with the saved input and
@@ -355,7 +356,7 @@ class Walk(Device):
         # gathered once more: the input, beside its own gradient as the ranks have it in parts; or
         # the gradient of the output
         whole = 0.0
-        if self.gathered > 1:
+        if self.gathering > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         gathers = self.gathers and not self.leave
         after = final if gathers and not s.mixed else NO_MOMENT
