@@ -67,9 +67,8 @@ class Step:
             config, on, layout, p, attention, operand_bytes=operand_bytes,
             head_bytes=None if "head" in keep else operand_bytes,
             attends_again=self.repeated.attention_alone)
-        ops = as_it_is = operations(self.s)
-        self.padded = _padded(config, p, self.s, ops)
-        self.ops = _with_padding(ops, self.padded, self.s) if self.padded else ops
+        as_it_is = operations(self.s)
+        self.ops, self.padded = _padded(config, p, self.s, as_it_is)
         stay = p.low.stay(self.m.L) if p.low else ()
         if stay:
             as_it_is = operations(replace(self.s, operand_bytes=None))
@@ -131,7 +130,7 @@ class Device:
     def _casts(self) -> None:
         """Which Linears are cast, and how: `low`, but for those of `plain` (the first block, the
         last, the head)."""
-        p, m, here = self.step.p, self.s.model, {}
+        p, m, here = self.step.p, self.m, {}
         self.low, self.widened = p.low, self.step.widened
         if p.low:
             stay = p.low.stay(m.L)
@@ -228,33 +227,26 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
                       **sizes), pieces
 
 
-def _padded(config: Config, p: Precision, s: MicroBatch, ops: Operations) -> Padded:
-    """The Linears that are padded to tiles."""
+def _padded(config: Config, p: Precision, s: MicroBatch,
+            ops: Operations) -> tuple[Operations, Padded]:
+    """The Linears that are padded to tiles, and the operations with what is saved of that: a
+    Linear's input, and its result where the next operation saves a view of it."""
     if p.low is None or not getattr(config.precision.recipe, "pad", False):
-        return {}
-    recipe, found = resolve(config.precision.recipe), {}
-    head = () if "head" in p.low.keep else (ops.head,)
-    for op in (*ops.linears, *head):
-        size = (s.tokens, *op.matmul)
-        if untiled(recipe, dict(zip("MKN", size))):
-            found[op.name] = tuple(-(-side // recipe.tile) * recipe.tile for side in size)
-    return found
-
-
-def _with_padding(ops: Operations, padded: Padded, s: MicroBatch) -> Operations:
-    """The operations that save what is padded: a Linear its input, and its result where the next
-    operation saves a view of it."""
-    found, more = [], 0.0
+        return ops, {}
+    recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
     for op in (*ops.block, ops.head):
-        if op.name in padded:
-            M, K, N = padded[op.name]
+        size = (s.tokens, *(op.matmul or ()))
+        stays = op is ops.head and "head" in p.low.keep
+        if op.matmul and not stays and untiled(recipe, dict(zip("MKN", size))):
+            M, K, N = padded[op.name] = tuple(-(-side // recipe.tile) * recipe.tile
+                                              for side in size)
             more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
             op = replace(op, saved_bytes=M * K * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
             op = replace(op, saved_bytes=op.saved_bytes + more)
         found.append(op)
-    return replace(ops, block=tuple(found[:-1]), head=found[-1])
+    return replace(ops, block=tuple(found[:-1]), head=found[-1]), padded
 
 
 def _one_tensor(s: MicroBatch, ops: Operations, quantized: bool) -> tuple[float, float]:

@@ -15,28 +15,12 @@ from typing import NamedTuple
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
+from lpkit.predict import walk
 from lpkit.predict.device import Step
 from lpkit.predict.messages import buckets
 from lpkit.predict.params import optimizer_work, parameter_count, shapes, trained_count
 from lpkit.predict.recipes import PRECISIONS, Precision
-from lpkit.predict.walk import (
-    ACTIVATIONS,
-    AGAIN,
-    COPIES,
-    EMBED,
-    FIRST,
-    GRADIENTS,
-    GRADIENTS_OF_LOGITS,
-    HEAD,
-    LAST,
-    LOGITS,
-    LOSS,
-    LOW,
-    MESSAGES,
-    TEMPORARIES,
-    UPDATE,
-    Walk,
-)
+from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.layouts import REDUCTIONS, Layout
@@ -280,10 +264,10 @@ def _held(d: Walk, doubt: str) -> Memory:
         _live(at, _gathered(d))
         _live(at, _leaving(d))
     elif step.as_trained and step.layout.devices > 1:
-        at[MESSAGES] = _reduced(d, at[GRADIENTS], at[TEMPORARIES].get(EMBED, 0))
+        at[walk.MESSAGES] = _reduced(d, at[walk.GRADIENTS], at[walk.TEMPORARIES].get(EMBED, 0))
     if d.low:
         if d.caches_casts:
-            at[LOW] = {}
+            at[walk.LOW] = {}
         _live(at, _casts(d))
     if not d.at_once:
         _live(at, [State("optimizer temporaries", _update_bytes(d), UPDATE)])
@@ -304,11 +288,11 @@ def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
     """Those of earlier micro-batches, or shards, beside what the walk adds; and for the update."""
     if d.at_once:
         return
-    yield State(GRADIENTS, nbytes, UPDATE)
+    yield State(walk.GRADIENTS, nbytes, UPDATE)
     if d.gathers:
-        staged = d.staged and d.step.layout.zero >= 2
-        yield State(GRADIENTS, (d.inside + d.tables) * d.step.p.gradients if staged else nbytes,
-                    dies=EMBED)
+        if d.staged and d.step.layout.zero >= 2:
+            nbytes = (d.inside + d.tables) * d.step.p.gradients
+        yield State(walk.GRADIENTS, nbytes, dies=EMBED)
 
 
 def _batches(d: Walk) -> Iterator[State]:
@@ -322,7 +306,7 @@ def _batches(d: Walk) -> Iterator[State]:
     waits = others * d.kept.waiting_bytes
     if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
         waits += others * d.stream
-    yield State(ACTIVATIONS, waits, dies=EMBED)
+    yield State(walk.ACTIVATIONS, waits, dies=EMBED)
 
 
 def _gathered(d: Walk) -> Iterator[State]:
@@ -348,21 +332,21 @@ def _leaving(d: Walk) -> Iterator[State]:
     """What FSDP gathers into and reduces from, beside what is on its way while blocks work."""
     numbers, whole = d.block_parameters, d.tables * FP32
     if d.staged:
-        yield State(MESSAGES, numbers * d.made_bytes, LAST, LAST)
+        yield State(walk.MESSAGES, numbers * d.made_bytes, LAST, LAST)
         copied = d.made_bytes if d.made_bytes < FP32 else 0
-        yield State(MESSAGES, numbers * (FP32 + copied), FIRST, FIRST)
-        yield State(MESSAGES, whole, EMBED, EMBED)
+        yield State(walk.MESSAGES, numbers * (FP32 + copied), FIRST, FIRST)
+        yield State(walk.MESSAGES, whole, EMBED, EMBED)
         return
     # those outside of blocks leave when all are there, and whole weights and gradients are gone
     # but for the embedding's
     gone = (d.tables - d.table) * d.travels_outside
-    temporaries = d.most[EMBED][TEMPORARIES] if d.embeds else 0
+    temporaries = d.most[EMBED][walk.TEMPORARIES] if d.embeds else 0
     most = whole * (1 + 1 / d.step.layout.state_ranks) - gone - temporaries
-    yield State(MESSAGES, max(numbers * FP32, most), EMBED, EMBED)
+    yield State(walk.MESSAGES, max(numbers * FP32, most), EMBED, EMBED)
     if d.whole:         # what the last block was gathered into, and for a moment the one before
-        logits, block = d.most[LOSS][TEMPORARIES], numbers * d.travels
-        kept = d.kept.block_bytes + d.most[LOSS][LOGITS]
-        yield State(MESSAGES, max(0.0, block + max(-logits, block - logits - kept)), dies=LOSS)
+        logits, block = d.most[LOSS][walk.TEMPORARIES], numbers * d.travels
+        kept = d.kept.block_bytes + d.most[LOSS][walk.LOGITS]
+        yield State(walk.MESSAGES, max(0.0, block + max(-logits, block - logits - kept)), dies=LOSS)
 
 
 def _casts(d: Walk) -> Iterator[State]:
@@ -371,7 +355,7 @@ def _casts(d: Walk) -> Iterator[State]:
     cast = d.layers - len(d.plain & {"first", "last"})      # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
-        yield State(LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
+        yield State(walk.LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
     scales = sum(low.scales(d.tokens, *op.matmul) for op in linears) * cast
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0
@@ -393,33 +377,35 @@ def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
         whole = "the whole stage in the compute dtype, from the first micro-batch to the last"
     elif d.whole:
         whole = "whole weights, until a block's backward is done"
-    words = {} if d.sharded else {MESSAGES: (
+    words = {} if d.sharded else {walk.MESSAGES: (
         f"gradients on their way, {layout.reduction}, and what ZeRO 1 gathers weights into",
         "lpkit.parallel.replicas")}
     words |= {
-        GRADIENTS: (gradients.formula, gradients.source),
+        walk.GRADIENTS: (gradients.formula, gradients.source),
         "objective": ("what rests of it, and what it saves beside next-token's loss",
                       "operations of its row"),
         "batch": ("token ids and targets of one update, int64", "lpkit.datasets"),
         "gathered weights": (whole, FSDP)}
     if d.sharded:
-        words[MESSAGES] = ("one block's gradients, whole, reduced in float32 on their way to their "
-                           "shards", FSDP)
+        words[walk.MESSAGES] = ("one block's gradients, whole, reduced in float32 on their way to "
+                                "their shards", FSDP)
     return words | {
-        COPIES: ("each weight of a 16-bit product once more in that dtype, until its backward",
+        walk.COPIES: ("each weight of a 16-bit product once more in that dtype, until its backward",
                  AMP),
-        LOW: (f"each weight as {step.p.what.split()[-1]} casts it, until its backward", LINEAR),
+        walk.LOW: (f"each weight as {step.p.what.split()[-1]} casts it, until its backward",
+                   LINEAR),
         "scales": ("of the operands that are kept", LINEAR),
         "amax histories": ("the largest magnitudes of x, w and dy in earlier micro-batches",
                            LINEAR),
-        ACTIVATIONS: (micro, "lpkit.predict.activations"),
-        AGAIN: ("one block's activations, all of them", CHECKPOINTS),
-        LOGITS: ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY),
-        GRADIENTS_OF_LOGITS: ("of the log-probabilities and of the logits, float32",
+        walk.ACTIVATIONS: (micro, "lpkit.predict.activations"),
+        walk.AGAIN: ("one block's activations, all of them", CHECKPOINTS),
+        walk.LOGITS: ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY),
+        walk.GRADIENTS_OF_LOGITS: ("of the log-probabilities and of the logits, float32",
                                    CROSS_ENTROPY),
         "optimizer temporaries": ("the moments and the weight of the largest parameter, as its "
                                   "update wants them", "lpkit.optim.stepper"),
-        TEMPORARIES: ("gradients of activations, and what is cast or copied on the way", ENGINE)}
+        walk.TEMPORARIES: ("gradients of activations, and what is cast or copied on the way",
+                           ENGINE)}
 
 
 def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:

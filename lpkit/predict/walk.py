@@ -54,8 +54,10 @@ class Walk(Device):
         self.row = ACTIVATIONS      # of what the operations at hand saved
         as_it_is = Block(self, self.kept.plain, None)
         self.inner = Block(self, self.kept.block, self.low) if self.low else as_it_is
-        self.first = as_it_is if "first" in self.plain else self.inner
-        self.last = as_it_is if "last" in self.plain else self.inner
+        self.blocks = [self.inner] * self.layers
+        for name, number in (("first", 0), ("last", -1)):
+            if name in self.plain:
+                self.blocks[number] = as_it_is
         self.walk()
 
     @property
@@ -95,17 +97,20 @@ class Walk(Device):
         self.total, self.highest = total, highest
 
     def walk(self) -> None:
-        kept, final, low = self.kept, self.ops.linears[-1], self.last.low
+        kept, final, low = self.kept, self.ops.linears[-1], self.blocks[-1].low
         # token ids and targets have a row of their own
         self.begin(LOSS)
         self.add(ACTIVATIONS, kept.waiting_bytes)
+        copies = casts = 0.0
         cached = 0.0        # of blocks that run again: autocast keeps copies to the end of forward
-        for count, block, again in self.alike():
-            if not again:
-                self.add(COPIES, count * block.copied_bytes)
-                self.add(LOW, count * block.low_bytes)
+        for number, block in enumerate(self.blocks):
+            if number not in self.again:
+                copies += block.copied_bytes
+                casts += block.low_bytes
             elif not self.widened:
-                cached += count * block.copied_bytes
+                cached += block.copied_bytes
+        self.add(COPIES, copies)
+        self.add(LOW, casts)
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
         self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0))
@@ -119,7 +124,7 @@ class Walk(Device):
             self.whole_loss(cached)
         self.begin(LAST)
         lasts = firsts = 1      # blocks that are walked
-        if self.layers > 2 and (self.leave or self.inner is not self.last or
+        if self.layers > 2 and (self.leave or self.inner is not self.blocks[-1] or
                                 (self.layers - 1 in self.again) != (self.layers - 2 in self.again)):
             lasts = 2
         if self.layers > 3 and self.leave:
@@ -134,23 +139,13 @@ class Walk(Device):
         if self.embeds:
             self.embeddings()
 
-    def alike(self) -> list[tuple[int, Block, bool]]:
-        """How many blocks are alike, and whether they run again."""
-        found = [(1, self.last, self.layers - 1 in self.again)]
-        if self.layers > 1:
-            found.append((1, self.first, 0 in self.again))
-        others, run = self.layers - len(found), len(self.again) - sum(again for *_, again in found)
-        return [*found, (run, self.inner, True), (others - run, self.inner, False)]
-
     def through(self, number: int) -> None:
         """One block's backward; blocks that are alike have the same steps."""
-        block = self.first if number == 0 else self.inner
-        if number == self.layers - 1:
-            block = self.last
         self.travel(number)
-        key = id(block), number in self.again
+        block, again = self.blocks[number], number in self.again
+        key = id(block), again
         if key not in self.steps:
-            self.steps[key] = self.block(block, number in self.again)
+            self.steps[key] = self.block(block, again)
         self.follow(self.steps[key])
 
     def travel(self, number: int) -> None:
