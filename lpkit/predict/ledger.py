@@ -1,8 +1,8 @@
 """Bytes that one device holds in a training step, by what they are for and by when.
 
 `walk` finds what is alive while a micro-batch goes backward. All else is a `State`: a row, its
-bytes, the moment when it is born and the one after which it dies. Both add up by row and moment, and
-the peak is the largest moment, not the sum of the rows. Sources: Rajbhandari et al. 2020, ZeRO,
+bytes, the moment when it is born and the one after which it dies. Both add up by row and moment,
+and the peak is the largest moment, not the sum of the rows. Sources: Rajbhandari et al. 2020, ZeRO,
 section 3 (https://arxiv.org/abs/1910.02054) for model states and their sharding; `activations` for
 what the forward pass keeps.
 """

@@ -30,8 +30,8 @@ from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
 
 # ---- The study
 
-# The impossible triangle: speed, quality and cost cannot all be best. A point is beaten when another
-# one is at least as good everywhere and better somewhere (Pareto).
+# The impossible triangle: speed, quality and cost cannot all be best. A point is beaten when
+# another one is at least as good everywhere and better somewhere (Pareto).
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
