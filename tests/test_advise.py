@@ -16,7 +16,7 @@ from lpkit.measure.advice import (
     recorded_steps,
 )
 from lpkit.predict import evidence
-from lpkit.predict.casts import Operand, Recipe, cast_passes, linear_cost, on_hardware
+from lpkit.predict.casts import Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import memory
 from lpkit.predict.precision import step_cost
@@ -24,9 +24,9 @@ from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques.machines import CATALOGUE, Machine
-from lpkit.techniques.recipes import RECIPES
+from lpkit.techniques.recipes import RECIPES, Cast
 
-TENSOR, ROW, MX = Operand(bits=8, transposes=True), Operand(bits=8, block=(1, 0)), Operand(bits=8, block=(1, 32), scale_bytes=1)
+TENSOR, ROW, MX = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0), (1, 32)))
 TENSORWISE, ROWWISE, MXFP8 = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
                               for name, one in (("tensor", TENSOR), ("row", ROW), ("mx", MX)))
 PLAIN = Efficiency(products={"bf16": 1.0, "fp8": 1.0}, attention=1, bandwidth=1, casts=1, kernel_seconds=0, fused=1, source="")

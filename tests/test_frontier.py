@@ -10,9 +10,15 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-from lessons.l09_predict_before_you_rent import frontier_figure, frontier_view
+from lessons.l09_predict_before_you_rent import (
+    Candidate,
+    Point,
+    frontier,
+    frontier_figure,
+    frontier_view,
+    triangle,
+)
 from lpkit.errors import ConfigError
-from lpkit.predict.frontier import Candidate, Point, frontier, triangle
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout

@@ -19,12 +19,12 @@ import pytest
 
 from lessons.l01_memory_math import memory_view
 from lessons.l08_recompute_and_offload import predicted, with_technique
+from lessons.l09_predict_before_you_rent import Candidate, triangle
 from lpkit import cli
 from lpkit.measure.advice import advise
 from lpkit.predict import memory, predict
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
-from lpkit.predict.frontier import Candidate, triangle
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import Plan, plan
 from lpkit.predict.recipes import precision_of

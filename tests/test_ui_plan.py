@@ -9,6 +9,8 @@ import pytest
 
 from lessons.l09_predict_before_you_rent import (
     budget_view,
+    frontier,
+    grid,
     layouts_view,
     opened,
     optimism_view,
@@ -16,10 +18,10 @@ from lessons.l09_predict_before_you_rent import (
     option_figure,
     plan_view,
     published_figure,
+    triangle,
     unseen_figure,
 )
 from lpkit.predict import CATALOGUE
-from lpkit.predict.frontier import frontier, grid, triangle
 from lpkit.predict.ledger import memory
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
 from lpkit.predict.published import calibrated, published, runs, table

@@ -21,7 +21,7 @@ from typing import Any
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import evidence
-from lpkit.predict.casts import FINE_SHARE, TENSORWISE, Operand, Recipe, as_run, linear_cost
+from lpkit.predict.casts import FINE_SHARE, TENSORWISE, Recipe, as_run, linear_cost
 from lpkit.predict.compare import Comparison
 from lpkit.predict.compare import Row as Compared
 from lpkit.predict.evidence import MEASURED
@@ -34,7 +34,7 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import RECIPES, resolve
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
 from lpkit.values import Text, checked
 
 BASES = ("bf16", "fp16", "fp32")
@@ -227,7 +227,7 @@ def claims() -> Comparison:
     """Published speed-ups as `measured`, the formula's beside them. The second fixed the assumed
     FP8 efficiency, both of rowwise together `casts.FINE_SHARE`."""
     tensorwise = replace(TENSORWISE, kept={"head": 1})
-    row = Operand(bits=8, block=(1, 0))
+    row = Cast(format="e4m3fn", block=(1, ALL))
     rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)),
                       product_share=FINE_SHARE["fp8"])
     nanochat = Config(global_batch=16, model=ModelConfig(

@@ -7,9 +7,8 @@ the product after it both need is one tensor. Names are those of the modules in
 holds the two equal, to the byte, on the CPU.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from lpkit.config import ModelConfig
 from lpkit.techniques.blocks import Operations, operations
@@ -31,37 +30,20 @@ class Kept:
     weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
     again_bytes: float              # what a block keeps that runs again
 
-    def sharded(self, cut: int, depth: float, whole: Mapping[str, float] = MappingProxyType({}),
-                again_bytes: float | None = None) -> "Kept":
-        """Of a device that has 1/cut of each tensor and `depth` of the blocks. `whole`: of some
-        operations, what they are cut by instead; then `again_bytes` are given."""
-        def share(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes / whole.get(name, cut) for name, nbytes in saved.items()}
+    def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
+               depth: float = 1.0) -> "Kept":
+        """With `scale(operation, bytes)` for the bytes of each, `again_bytes`, and `depth` of the
+        blocks."""
+        def each(saved: dict[str, float]) -> dict[str, float]:
+            return {name: scale(name, nbytes) for name, nbytes in saved.items()}
 
-        again = self.again_bytes / cut if again_bytes is None else again_bytes
-        operations = share(self.operations)
+        operations = each(self.operations)
         if self.again_bytes:
-            operations[AGAIN] *= again * cut / self.again_bytes
+            operations[AGAIN] = self.operations[AGAIN] * (again_bytes / self.again_bytes)
         for name in operations.keys() - OUTSIDE:
             operations[name] *= depth
-        return Kept(operations=operations, block=share(self.block), plain=share(self.plain),
-                    weight_copy_bytes=self.weight_copy_bytes / cut * depth, again_bytes=again)
-
-    def offloaded(self, shares: dict[str, float], stream: float, stream_share: float) -> "Kept":
-        """With a share of what each operation of the blocks keeps, and of the input, `stream`
-        bytes, of a block that runs again: in low precision, or nothing, elsewhere. Results that
-        such a block keeps stay: no hook sees them."""
-        less = {}
-        if self.again_bytes:
-            again = self.again_bytes - stream * (1 - stream_share)
-            less = {AGAIN: again / self.again_bytes}
-
-        def shrunk(saved: dict[str, float]) -> dict[str, float]:
-            return {name: nbytes * (shares | less).get(name, 1.0) for name, nbytes in saved.items()}
-
-        block, plain = (self.block, self.plain) if less else map(shrunk, (self.block, self.plain))
-        return replace(self, operations=shrunk(self.operations), block=block, plain=plain,
-                       again_bytes=self.again_bytes * less.get(AGAIN, 1.0))
+        return replace(self, operations=operations, block=each(self.block), plain=each(self.plain),
+                       again_bytes=again_bytes)
 
     @property
     def block_bytes(self) -> float:

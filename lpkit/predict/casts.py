@@ -10,6 +10,7 @@ The passes of each cast are those of torchao's own roofline
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from lpkit.predict.recipes import BF16, FP32, row_of
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
 from lpkit.techniques.hardware import why_emulated
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import PRODUCTS, SCALES, kept, scale_bytes
+from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept, scale_bytes
 from lpkit.techniques.recipes import Recipe as Row
 
 ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
@@ -41,45 +42,42 @@ NOISY_CAST_TRAFFIC = 7
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
-    """How one operand (rows, contracted axis) is cast: a `block` shares a scale, 0 spans all."""
-
-    bits: float
-    block: tuple[int, int] = (0, 0)
-    scale_bytes: float = 4
-    transposes: bool = False        # one cast serves x and x.T, in two layouts
-
-    def sides(self, rows: int, columns: int) -> tuple[int, int]:
-        """Of a block."""
-        return self.block[0] or rows, self.block[1] or columns
-
-    def all_scales(self, rows: int, columns: int) -> float:
-        """Bytes."""
-        high, wide = self.sides(rows, columns)
-        return -(-rows // high) * -(-columns // wide) * self.scale_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the formulas need of a precision recipe. `casts` are y: (x, w), dx: (g, w), dw: (g, x);
-    an absent product stays in 16 bits."""
+    """What the formulas need of a precision recipe. `casts` are those of its row; an absent product
+    stays in 16 bits."""
 
     name: str
     dtype: str                      # of the products, in the catalogue of machines
-    casts: Mapping[str, tuple[Operand, Operand]] = field(default_factory=dict)
+    casts: Mapping[str, tuple[Cast, Cast]] = field(default_factory=dict)
     history: int = 0                # amaxes remembered: a cast does not look at its tensor first
     kept: Mapping[str, int] = field(default_factory=dict)   # Linears that stay in 16 bits, by name
     result_bytes: float = BF16      # moved for each element of a product's result
     product_share: float = 1.0      # of the efficiency of its dtype: scales inside cost something
     cast_factor: float = 1.0        # traffic of its casts over that of fused ones
+    wide_bits: int = 0              # of a value where casts are emulated; 0: as its format has them
+    folded: bool = False            # scales are multiplied into the values
 
-    def operand(self, tensor: str, product: str) -> Operand | None:
+    def operand(self, tensor: str, product: str) -> Cast | None:
         pair = self.casts.get(product)
         return pair and pair[PRODUCTS[product].index(tensor)]
 
+    def bits(self, cast: Cast) -> int:
+        return self.wide_bits or cast.bits
+
+    def written_bytes(self, cast: Cast, rows: int, columns: int) -> float:
+        """Values, and scales unless they are folded."""
+        high, wide = _sides(cast, rows, columns)
+        scales = 0 if self.folded else -(-rows // high) * -(-columns // wide) * scale_bytes(cast)
+        return rows * columns * self.bits(cast) / 8 + scales
+
+
+def _sides(cast: Cast, rows: int, columns: int) -> tuple[int, int]:
+    """Of the block that shares a scale."""
+    return cast.block[0] or rows, cast.block[1] or columns
+
 
 TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
-                    casts=dict.fromkeys(("y", "dx", "dw"), (Operand(bits=8, transposes=True),) * 2))
+                    casts=dict.fromkeys(PRODUCTS, (Cast(format="e4m3fn"),) * 2))
 
 
 @functools.cache
@@ -90,14 +88,9 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
     names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
     names["head"] = "head"
     stay = Counter(names[full] for full in kept(names, row.high_precision_layers))
-    casts, share = {}, 1.0
-    for product, pair in row.products.items():
-        casts[product] = tuple(Operand(bits=cast.bits, block=cast.block, transposes=cast.transposes,
-                                       scale_bytes=scale_bytes(cast)) for cast in pair)
-        if any(cast.block != (0, 0) and scale_bytes(cast) == FP32 for cast in pair):
-            share = FINE_SHARE.get(row.dtype, 1.0)
-    return Recipe(name=name, dtype=row.dtype, casts=casts, kept=stay, product_share=share,
-                  history=row.history,
+    fine = any(cast.block != (ALL, ALL) and scale_bytes(cast) == FP32 for cast in row.all_casts)
+    return Recipe(name=name, dtype=row.dtype, casts=row.products, kept=stay, history=row.history,
+                  product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
                   result_bytes=RESULT_BYTES.get(row.dtype, BF16))
 
 
@@ -116,13 +109,10 @@ def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
 def in_emulation(name: str, row: Row, m: ModelConfig, base: str) -> Recipe:
     """As `backends.Emulated` runs it: values in 16 bits, scales multiplied into them where that is
     exact, and float32 products where float32 scales vary inside the sum."""
-    recipe = on_hardware(name, row, m)
     unfolded = [cast for cast in row.all_casts if not SCALES[cast.scale].folds]
     wide = base == "fp32" or any(cast.block[1] > 1 for cast in unfolded)
-    changes = {"bits": 32 if wide else 16, **({} if unfolded else {"scale_bytes": 0})}
-    casts = {product: tuple(replace(operand, **changes) for operand in pair)
-             for product, pair in recipe.casts.items()}
-    return replace(recipe, dtype="fp32" if wide else base, casts=casts, result_bytes=BF16,
+    return replace(on_hardware(name, row, m), dtype="fp32" if wide else base,
+                   wide_bits=32 if wide else 16, folded=not unfolded, result_bytes=BF16,
                    product_share=1.0, cast_factor=NOISY_CAST_TRAFFIC if row.stochastic else 1.0)
 
 
@@ -150,21 +140,21 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
         first, second = recipe.operand(tensor, along), recipe.operand(tensor, down)
         both = first is not None and first == second and first.transposes
         if first is not None:
-            passes += _casts(tensor, first, rows, columns, 1, recipe.history, both)
+            passes += _casts(recipe, tensor, first, (rows, columns), 1, both)
         if second is not None and not both:
-            passes += _casts(tensor, second, columns, rows, COALESCED, recipe.history)
+            passes += _casts(recipe, tensor, second, (columns, rows), COALESCED)
     return tuple(passes)
 
 
-def _casts(tensor: str, operand: Operand, rows: int, columns: int, coalesced: int, history: int,
+def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coalesced: int,
            both: bool = False) -> Iterator[Pass]:
-    read = rows * columns * READ[tensor]
-    high, wide = operand.sides(rows, columns)
-    if max(high, coalesced) * wide > ON_CHIP or history:
-        if not history:
+    read = math.prod(size) * READ[tensor]
+    high, wide = _sides(cast, *size)
+    if max(high, coalesced) * wide > ON_CHIP or recipe.history:
+        if not recipe.history:
             yield Pass(tensor=tensor, what="amax", bytes=read)
         yield Pass(tensor=tensor, what="scale", bytes=0)
-    written = rows * columns * operand.bits / 8 + operand.all_scales(rows, columns)
+    written = recipe.written_bytes(cast, *size)
     if both:
         yield Pass(tensor=tensor, what="cast, both layouts", bytes=read + 2 * written)
     else:
@@ -212,7 +202,7 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     mixed = dict(plain)
     for name, pair in recipe.casts.items():
-        bits = max(operand.bits for operand in pair)
+        bits = max(map(recipe.bits, pair))
         seconds = product_seconds(*p.shapes[name], machine, efficiency, dtype=recipe.dtype,
                                   bits=bits, result_bytes=recipe.result_bytes)
         mixed[name] = seconds / recipe.product_share

@@ -32,8 +32,9 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, flops
 from lpkit.predict.casts import Recipe, as_run, linear_seconds
+from lpkit.predict.device import on_device
 from lpkit.predict.evidence import Spread
-from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO, on_device
+from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import optimizer_work, parameter_count, parameters, trained_count

@@ -14,10 +14,9 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 import math
 from collections.abc import Mapping
 
-from lpkit.predict.activations import Kept
+from lpkit.predict.device import Device, Step
 from lpkit.predict.recipes import Low
-from lpkit.techniques.blocks import Operations
-from lpkit.techniques.operation import FP32, TOKEN_ID, MicroBatch, Op
+from lpkit.techniques.operation import FP32, TOKEN_ID, Op
 
 LOSS, HEAD = "backward begins", "head and last norm"
 LAST, FIRST = "the last block", "the first block"
@@ -25,9 +24,9 @@ EMBED, UPDATE = "embeddings", "optimizer works"
 ACTIVATIONS, COPIES = "activations", "weight copies"
 GRADIENTS, TEMPORARIES = "gradients", "temporaries"
 AGAIN, LOGITS, LOW = "recomputed block", "logits and loss", "low-precision weights"
-MESSAGES = "communication buffers"
+MESSAGES, GRADIENTS_OF_LOGITS = "communication buffers", "logits' gradients"
 # what is there for a moment too; then a row, and what it grows by
-Step = tuple[float, str, float]
+Change = tuple[float, str, float]
 NO_MOMENT = -math.inf
 
 
@@ -42,79 +41,33 @@ class Block:
             self.low_bytes = sum([walk.low_bytes(op, low) for op in walk.ops.linears])
 
 
-class Walk:
-    """What is live, by row, as a micro-batch goes backward on one device; and `most`: for each
-    moment the rows of the most that was.
+class Walk(Device):
+    """A device as a micro-batch goes backward: what is live `now`, by row, and of each moment the
+    rows when they were `most`."""
 
-    cut, tensor     devices over which a tensor inside attention and MLP is cut, and each weight
-    stream_cut      devices over which the residual stream is: `cut`, with sequence parallelism
-    gradient_bytes  of a number of a weight's gradient
-    gathers         gradients add to nothing here: they were there, or leave at once
-    sharded         gradients leave to their shards, those outside the blocks at the end
-    reduced_bytes   then of a number of a block's gradients, which leave when its backward is done
-                    and are on their way while the next one is at work; 0: all leave at the end
-    ahead_bytes     of a number of the next block's weights, on their way meanwhile
-    whole_bytes     of a number of whole weights, which a block then has until its backward is done
-    shard_bytes     of a number of a weight's gradient, once it has left
-    embeds, heads   the device has the embeddings; the head and the loss
-    low             how Linears are cast; `plain`: but for those of the first, the last, the head
-    gathers_casts   weights come from other ranks as their casts, for forward and once more for
-                    backward, and none is kept between them but of a table that the embedding shares
-    again           numbers of the blocks that run once more before their backward
-    chunk           tokens from which the loss is computed at a time; 0: all
-    packed          at work while forward puts a tensor into low precision
-    fetched         what comes back from elsewhere, or from low precision, at a time
-    update_bytes    of a number of a weight, while backward updates it; 0: it does not
-    widened         bytes of a Linear's operands that are rounded to 16 bits and multiplied in 32;
-                    0: they are multiplied as they are
-    padded          tokens, inputs and outputs of Linears that are padded to tiles, by name
-    """
-
-    def __init__(self, s: MicroBatch, ops: Operations, kept: Kept, *, cut: int, tensor: int,
-                 layers: int, gradient_bytes: float, gathers: bool, sharded: bool, embeds: bool,
-                 heads: bool, low: Low | None, plain: frozenset[str], again: range, chunk: int,
-                 packed: float, fetched: float, stream_cut: int, update_bytes: float,
-                 widened: float, padded: Mapping[str, tuple[int, int, int]],
-                 shard_bytes: float, ahead_bytes: float, reduced_bytes: float,
-                 whole_bytes: float, gathers_casts: bool):
+    def __init__(self, step: Step, embeds: bool, heads: bool):
+        super().__init__(step, embeds, heads)
         rows = (ACTIVATIONS, COPIES, GRADIENTS, TEMPORARIES, AGAIN, LOGITS, LOW, MESSAGES)
         self.now, self.total = dict.fromkeys(rows, 0.0), 0.0
         self.most: dict[str, dict[str, float]] = {}
-        self.steps: dict[tuple[int, bool], list[Step]] = {}
-        self.s, self.kept, self.ops = s, kept, ops
-        self.cut, self.tensor, self.layers = cut, tensor, layers
-        self.gradient_bytes, self.gathers, self.sharded = gradient_bytes, gathers, sharded
-        self.ahead_bytes, self.whole_bytes = ahead_bytes, whole_bytes
-        self.reduced_bytes, self.leave = reduced_bytes, reduced_bytes > 0
-        self.gathers_casts = gathers_casts
-        self.embeds, self.heads = embeds, heads
-        self.again, self.chunk, self.fetched = again, chunk, fetched
-        self.stream_cut, self.update_bytes, self.widened = stream_cut, update_bytes, widened
-        self.padded = padded
+        self.steps: dict[tuple[int, bool], list[Change]] = {}
         self.row = ACTIVATIONS      # of what the operations at hand saved
-        self.tokens, self.stream_tokens = s.tokens / cut, s.tokens / stream_cut
-        self.stream = self.stream_tokens * s.model.D * s.residual_bytes     # and its gradient
-        # tensor ranks that gather what they hold a part of; 1: nothing is gathered
-        self.gathered = tensor if stream_cut == cut else 1
-        self.weight_bytes = s.residual_bytes    # of a weight, and of its gradient as it is made
-        self.table = self.ops.head.weights / tensor     # numbers of the embedding, and of the head
-        # the head's gradient waits for that of the same table in the embedding
-        self.waiting_table = gradient_bytes * self.table if s.model.tied and embeds else 0.0
-        self.waiting_table *= ops.head.trained
-        self.linear_weights = ops.linear_weights / tensor
-        with_columns, others = ops.small
-        small = with_columns / tensor + others
-        self.small_gradient_bytes = small * gradient_bytes
-        self.block_numbers = ops.trained_weights / tensor + small       # that have gradients
-        # how gradients grow by a block
-        self.block_gradient_bytes = 0.0 if gathers else self.block_numbers * (
-            shard_bytes if self.leave else gradient_bytes)
-        as_it_is = Block(self, kept.plain, None)
-        self.inner = Block(self, kept.block, low) if low else as_it_is
-        self.first = as_it_is if "first" in plain else self.inner
-        self.last = as_it_is if "last" in plain else self.inner
-        self.head_low = None if "head" in plain else low
-        self.walk(packed)
+        as_it_is = Block(self, self.kept.plain, None)
+        self.inner = Block(self, self.kept.block, self.low) if self.low else as_it_is
+        self.blocks = [self.inner] * self.layers
+        for name, number in (("first", 0), ("last", -1)):
+            if name in self.plain:
+                self.blocks[number] = as_it_is
+        self.walk()
+
+    @property
+    def at(self) -> dict[str, dict[str, float]]:
+        """Bytes by row and moment."""
+        at = {row: {moment: held[row] for moment, held in self.most.items() if held[row]}
+              for row in self.now}
+        if self.heads:
+            at[GRADIENTS_OF_LOGITS] = {LOSS: at[TEMPORARIES].pop(LOSS, 0)}
+        return at
 
     def begin(self, moment: str) -> None:
         self.moment, self.highest = moment, -1.0
@@ -131,7 +84,7 @@ class Walk:
             rows = self.most[self.moment] = self.now.copy()
             rows[TEMPORARIES] += more
 
-    def follow(self, steps: list[Step]) -> None:
+    def follow(self, steps: list[Change]) -> None:
         """`mark` and `add`, many times."""
         now, total, highest = self.now, self.total, self.highest
         for mark, row, nbytes in steps:
@@ -143,78 +96,77 @@ class Walk:
             total += nbytes
         self.total, self.highest = total, highest
 
-    def walk(self, packed: float) -> None:
-        kept, last_again, first_again = self.kept, self.layers - 1 in self.again, 0 in self.again
+    def walk(self) -> None:
+        kept, final, low = self.kept, self.ops.linears[-1], self.blocks[-1].low
         # token ids and targets have a row of their own
         self.begin(LOSS)
         self.add(ACTIVATIONS, kept.waiting_bytes)
-        others = max(0, self.layers - 2)
-        for block, number in ((self.last, not last_again),
-                              (self.first, self.layers > 1 and not first_again),
-                              (self.inner, others - self.repeats_between(1))):
-            if number:
-                self.add(COPIES, number * block.copied_bytes)
-                self.add(LOW, number * block.low_bytes)
-        cached, low, final = self.cached, self.last.low, self.ops.linears[-1]
+        copies = casts = 0.0
+        cached = 0.0        # of blocks that run again: autocast keeps copies to the end of forward
+        for number, block in enumerate(self.blocks):
+            if number not in self.again:
+                copies += block.copied_bytes
+                casts += block.low_bytes
+            elif not self.widened:
+                cached += block.copied_bytes
+        self.add(COPIES, copies)
+        self.add(LOW, casts)
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
-        self.mark(max(packed, self.forward(final, low) - after if low else 0.0))
+        self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0))
         self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
             self.mark()
         elif self.chunk:
-            self.chunked_loss()
+            self.chunked_loss(cached)
         else:
-            self.whole_loss()
+            self.whole_loss(cached)
         self.begin(LAST)
-        self.through(self.layers - 1, self.last)
-        done = 1
-        inner_again = self.layers - 2 in self.again
-        if self.layers > 2 and (inner_again != last_again or self.inner is not self.last
-                                or self.leave):
-            self.through(self.layers - 2, self.inner)
-            done = 2
-        if self.layers > done:
-            second = self.leave and self.layers > 3
-            self.between(self.layers - done - 1, done, second)
+        lasts = firsts = 1      # blocks that are walked
+        if self.layers > 2 and (self.leave or self.inner is not self.blocks[-1] or
+                                (self.layers - 1 in self.again) != (self.layers - 2 in self.again)):
+            lasts = 2
+        if self.layers > 3 and self.leave:
+            firsts = 2
+        for number in range(self.layers - 1, self.layers - 1 - lasts, -1):
+            self.through(number)
+        if self.layers > lasts:
+            self.between(range(firsts, self.layers - lasts))
             self.begin(FIRST)
-            if second:
-                self.through(1, self.inner)
-            self.through(0, self.first)
+            for number in reversed(range(firsts)):
+                self.through(number)
         if self.embeds:
             self.embeddings()
 
-    def repeats_between(self, done: int) -> int:
-        """Blocks that run again, without the first and the last `done`."""
-        if not self.again:
-            return 0
-        return len(range(self.again.step, self.layers - done, self.again.step))
-
-    def through(self, number: int, block: Block) -> None:
+    def through(self, number: int) -> None:
         """One block's backward; blocks that are alike have the same steps."""
         self.travel(number)
-        key = id(block), number in self.again
+        block, again = self.blocks[number], number in self.again
+        key = id(block), again
         if key not in self.steps:
-            self.steps[key] = self.block(block, number in self.again)
+            self.steps[key] = self.block(block, again)
         self.follow(self.steps[key])
 
     def travel(self, number: int) -> None:
-        """What is on its way while this block is at work."""
-        reduced = self.reduced_bytes * (number < self.layers - 1)
-        if 0 < number == self.layers - 2:
-            reduced -= self.whole_bytes
-        self.add(MESSAGES, (self.ahead_bytes * (number > 0) + reduced) * self.block_numbers
+        """What is on its way while this block is at work: the next one's weights, and gradients of
+        the one before. What was gathered once is whole until a block's backward is done."""
+        if not self.leave:
+            return
+        reduced = FP32 * (number < self.layers - 1)
+        if self.whole and 0 < number == self.layers - 2:
+            reduced -= self.travels
+        self.add(MESSAGES, (self.travels * (number > 0) + reduced) * self.block_numbers
                  - self.now[MESSAGES])
 
-    def between(self, count: int, done: int, second: bool) -> None:
-        """The blocks from the first to the last, without these two; without the `second`, too."""
-        run = self.repeats_between(done) - (second and 1 in self.again)
-        count -= second
-        self.add(ACTIVATIONS, -run * self.kept.again_bytes - (count - run) * self.kept.block_bytes)
-        self.add(COPIES, -(count - run) * self.inner.copied_bytes)
-        self.add(LOW, -(count - run) * self.inner.low_bytes)
-        self.add(GRADIENTS, count * self.block_gradient_bytes)
+    def between(self, numbers: range) -> None:
+        """The blocks that are not walked."""
+        run = sum(number in self.again for number in numbers) if self.again else 0
+        others = len(numbers) - run
+        self.add(ACTIVATIONS, -run * self.kept.again_bytes - others * self.kept.block_bytes)
+        self.add(COPIES, -others * self.inner.copied_bytes)
+        self.add(LOW, -others * self.inner.low_bytes)
+        self.add(GRADIENTS, len(numbers) * self.block_gradient_bytes)
 
     def copies(self, weights: float) -> float:
         """Bytes of the copy of weights in the dtype of their product."""
@@ -222,20 +174,10 @@ class Walk:
             return weights * self.widened
         return weights * self.s.compute_bytes if self.s.mixed else 0.0
 
-    @property
-    def cached(self) -> float:
-        """Of blocks that run again: autocast keeps the copies to the end of forward."""
-        if self.widened or not self.again:
-            return 0.0
-        ends = {self.layers - 1: self.last, 0: self.first} if self.layers > 1 else {0: self.last}
-        ends = {number: block for number, block in ends.items() if number in self.again}
-        return ((len(self.again) - len(ends)) * self.inner.copied_bytes
-                + sum([block.copied_bytes for block in ends.values()]))
-
-    def whole_loss(self) -> None:
+    def whole_loss(self, cached: float) -> None:
         """Leaves with the gradient of the head's input."""
         logits, compute, head = self.tokens * self.s.model.V, self.s.compute_bytes, self.ops.head
-        low, copies, cached = self.head_low, self.copies(self.table), self.cached
+        low, copies = self.head_low, self.copies(self.table)
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
         if low:
             copies = 0.0
@@ -258,11 +200,10 @@ class Walk:
             self.add(TEMPORARIES, self.waiting_table)
         self.follow(self.fold(self.ops.norm, self.kept.operations["norm"]))
 
-    def chunked_loss(self) -> None:
+    def chunked_loss(self, cached: float) -> None:
         """Gradients of the hidden states and of the head are made in the forward pass, while a
         chunk's logits are there. Leaves with the first."""
-        copies, cached = self.copies(self.table), self.cached
-        table = FP32 * self.table * self.ops.head.trained
+        copies, table = self.copies(self.table), FP32 * self.table * self.ops.head.trained
         self.add(ACTIVATIONS, -self.kept.operations["head"])
         self.add(LOGITS, self.stream)               # both gradients
         self.add(GRADIENTS, table)
@@ -301,6 +242,7 @@ class Walk:
         positions = self.ops.positions.params * self.gradient_bytes * self.ops.positions.trained
         tied = self.s.model.tied and self.heads
         self.begin(EMBED)
+        self.add(MESSAGES, -self.now[MESSAGES])
         if not self.gathers and not self.leave:
             self.add(GRADIENTS, positions)
         self.mark(table + positions)
@@ -310,9 +252,9 @@ class Walk:
             waiting = self.waiting_table if tied else 0.0       # is in the sum
             self.mark(table + self.table * self.update_bytes - waiting)
 
-    def block(self, block: Block, recompute: bool) -> list[Step]:
+    def block(self, block: Block, recompute: bool) -> list[Change]:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
-        steps: list[Step] = []
+        steps: list[Change] = []
         unused, low = 0.0, block.low
         self.row = AGAIN if recompute else ACTIVATIONS
         if recompute:
@@ -343,11 +285,11 @@ class Walk:
                       (NO_MOMENT, AGAIN, self.stream))
         return steps
 
-    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Step]:
+    def fold(self, op: Op, saved_bytes: float, low: Low | None = None) -> list[Change]:
         """One operation's backward: it frees the `saved_bytes` of its own."""
         if op.matmul:
             return self.linear(op, saved_bytes, low)
-        steps: list[Step] = []
+        steps: list[Change] = []
         cut = self.stream_cut if op.in_stream else self.cut
         for hold in op.backward:
             steps.append((hold.nbytes / cut, self.row, -hold.frees * saved_bytes))
@@ -383,19 +325,19 @@ class Walk:
         copies = 0.0
         if op.name in self.padded:
             wide = self.s.residual_bytes if op.reads_residual else self.s.compute_bytes
-            copies = x * wide + weight * self.weight_bytes
+            copies = x * wide + weight * self.s.residual_bytes
         return low.forward_bytes(x, y, weight) + copies
 
     def whole_input(self, op: Op) -> float:
         """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
         input, or its output before the ranks add up their parts (Korthikanti et al. 2022, section
         4.2). Nothing where it is whole."""
-        if self.gathered == 1:
+        if self.gathering == 1:
             return 0.0
         x, y, _ = self.numbers(op)
-        return self.gathered * (x if op.cut == "column" else y) * self.s.compute_bytes
+        return self.gathering * (x if op.cut == "column" else y) * self.s.compute_bytes
 
-    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> list[Step]:
+    def linear(self, op: Op, saved_bytes: float, low: Low | None) -> list[Change]:
         """A product's two gradients. That of its output is freed after it, with the saved input and
         the weight's copy, unless the residual stream needs it still; the input's gradient stays in
         TEMPORARIES."""
@@ -409,7 +351,7 @@ class Walk:
         # gathered once more: the input, beside its own gradient as the ranks have it in parts; or
         # the gradient of the output
         whole = 0.0
-        if self.gathered > 1:
+        if self.gathering > 1:
             whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
         gathers = self.gathers and not self.leave
         after = final if gathers and not s.mixed else NO_MOMENT
@@ -437,9 +379,9 @@ class Walk:
         s, (x, y, weight) = self.s, self.cast(op)
         compute, real = s.compute_bytes, self.numbers(op)
         dx, dw = x * wide / real[0], weight * compute
-        final = weight * self.weight_bytes if s.mixed else 0.0
+        final = weight * self.s.residual_bytes if s.mixed else 0.0
         work = whole + low.work_bytes(x, y, weight, dx=dx, dw=dw, final=final)
         if op.name not in self.padded:
             return work
-        cut = dx + max(final, dw) + real[2] * self.weight_bytes + wide - dy
+        cut = dx + max(final, dw) + real[2] * self.s.residual_bytes + wide - dy
         return max(y * compute, cut, work + y * compute - dy)

@@ -41,7 +41,15 @@ from lpkit.precision import backends
 from lpkit.predict.casts import on_hardware
 from lpkit.predict.evidence import MEASURED, whole
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.techniques.recipes import PRODUCTS, RECIPES, SIDE_WORDS, SIDES, Cast, Recipe
+from lpkit.techniques.recipes import (
+    PRODUCTS,
+    RECIPES,
+    SIDE_WORDS,
+    SIDES,
+    Cast,
+    Recipe,
+    scale_bytes,
+)
 from lpkit.training.runs import Run
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
@@ -418,7 +426,7 @@ def casts_table(model: ModelConfig) -> str:
         x, w = made.casts["y"]
         both = [tensor for tensor, operand in (("x", x), ("w", w)) if operand.transposes]
         rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
-                     f"{x.scale_bytes:g}", " and ".join(both).replace("x", "x, dy") or "none",
+                     f"{scale_bytes(x):g}", " and ".join(both).replace("x", "x, dy") or "none",
                      f"{made.product_share:g}"))
     return html_table(("recipe", "x and w", "dy", "a scale for: of x, dy", "of w",
                        "bytes of a scale", "one cast for both layouts", "products at"), rows)

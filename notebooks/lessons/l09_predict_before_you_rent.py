@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from random import Random
 from textwrap import wrap
@@ -12,20 +13,115 @@ from typing import Any
 
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
+from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row, percent
-from lpkit.predict.frontier import Point, frontier
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.published import Run, optimism
-from lpkit.predict.scaling import FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
-from lpkit.predict.time import StepTime
+from lpkit.predict.scaling import DEFAULT, FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
+from lpkit.predict.time import StepTime, bill, step_time
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.machines import Machine, find
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.memory import ROW_COLOURS, limit_of
 from lpkit.ui.plan import KIND_OF, KINDS, opened_memory, opened_time
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
+
+# ---- The study
+
+# The impossible triangle: speed, quality and cost cannot all be best. A point is beaten when
+# another one is at least as good everywhere and better somewhere (Pareto).
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """`values` by axis; `facts` for a figure to filter by; `where` says what gave the values."""
+
+    name: str
+    values: Mapping[str, float]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "formula"
+
+
+def frontier(points: Iterable[Point], *, least: Sequence[str] = (),
+             most: Sequence[str] = ()) -> tuple[Point, ...]:
+    """Those that no other beats, in their order. Equal points are all kept.
+
+    Raises ConfigError for an axis that a point lacks or where it has no number.
+    """
+    points = tuple(points)
+    if not (least or most):
+        raise ConfigError("a frontier needs an axis: least=('days', 'dollars'), "
+                          "most=('tokens_per_second',)")
+    goals = []
+    for point in points:
+        for goal in (*least, *most):
+            if not math.isfinite(point.values.get(goal, math.nan)):
+                raise ConfigError(f"{point.name} has no {goal!r}; it has {', '.join(point.values)}")
+        goals.append((*(point.values[goal] for goal in least),
+                      *(-point.values[goal] for goal in most)))
+    rivals = set(goals)
+    return tuple(point for point, mine in zip(points, goals)
+                 if not any(_beats(rival, mine) for rival in rivals))
+
+
+def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One point to be made: what is trained, in the layout of its `parallel`, and where."""
+
+    name: str
+    config: Config
+    machine: str | Machine = "h200"
+    tokens: float
+
+
+def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devices: Iterable[int],
+         tokens: Iterable[float]) -> tuple[Candidate, ...]:
+    """Every config on every number of devices of every machine, in the soonest layout that fits
+    (`plan`), for each number of tokens. Where nothing fits there is no candidate."""
+    made, tokens = [], tuple(tokens)
+    for (name, config), machine, count in itertools.product(configs.items(), map(find, machines),
+                                                            devices):
+        for best in plan(config, max(tokens), machine, devices=count).options[:1]:
+            for many in tokens:
+                words = f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}"
+                made.append(Candidate(name=words, config=best.config, machine=machine, tokens=many))
+    return tuple(made)
+
+
+def triangle(candidates: Iterable[Candidate], *,
+             measured: Mapping[str, float] | None = None) -> tuple[Point, ...]:
+    """A point for each, with `days`, `dollars` and `loss` (of the law DEFAULT), and
+    `tokens_per_second` beside them.
+
+    `measured` are losses by candidate's name: they replace the law's, and the point says so. All of
+    them must then be of one corpus. A loss beyond the law's fit is labelled `extrapolated`.
+    """
+    measured, made = measured or {}, []
+    for one in candidates:
+        on, count = find(one.machine), parameter_count(one.config.model)
+        step = step_time(one.config, on)
+        paid = bill(step, on, one.tokens)
+        if paid.cost is None:
+            raise ConfigError(f"{on.title} has no price_per_hour, so {one.name} has no cost; "
+                              f"describe the machine with one")
+        said = LAWS[DEFAULT].extrapolate(count, one.tokens)
+        loss, where, note = said.nats, "formula" if said.inside else "extrapolated", said.note
+        if one.name in measured:
+            loss, where, note = measured[one.name], "measured", "measured"
+        values = {"days": paid.seconds / 86_400, "dollars": paid.cost, "loss": loss,
+                  "tokens_per_second": step.tokens_per_second}
+        dollars = between(paid.range_of(paid.cost), lambda value: "$" + quantity(value))
+        likely = f"nine of ten: {between(paid.range_of(paid.seconds), duration)}, {dollars}"
+        facts = {"range": likely, "machine": on.name, "devices": step.devices, "parameters": count,
+                 "tokens": one.tokens, "layout": str(one.config.parallel), "note": note}
+        made.append(Point(name=one.name, where=where, values=values, facts=facts))
+    return tuple(made)
+
 
 # ---- Figures
 

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Literal
 
+from lessons.l09_predict_before_you_rent import Candidate, triangle
 from lpkit.commands.claims import HEADS, line, opened
 from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
 from lpkit.predict.activations import kept
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
-from lpkit.predict.frontier import Candidate, triangle
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds
