@@ -248,7 +248,10 @@ def _cpu():
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
 
 OWN = {"lora": {"model.changes": [{"name": "lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
-       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"}}
+       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
+       "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
+       "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},
+       "sparse": {"model.changes": "sparse"}}
 PAGE = Path(__file__).parents[1] / "docs" / "own_technique.md"
 
 

@@ -294,7 +294,7 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
     recipe, found = resolve(config.precision.recipe), {}
     head = () if "head" in p.low.keep else (ops.head,)
     for op in (*ops.linears, *head):
-        size = (s.tokens, *op.matmul)
+        size = (round(s.tokens * op.tokens_share), *op.matmul)
         if untiled(recipe, dict(zip("MKN", size))):
             found[op.name] = tuple(-(-side // recipe.tile) * recipe.tile for side in size)
     return found
@@ -308,7 +308,7 @@ def _with_padding(ops: Operations, padded: Mapping[str, tuple[int, int, int]],
     for op in ops.block:
         if op.name in padded:
             M, K, N = padded[op.name]
-            more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
+            more = (M * N - s.tokens * op.tokens_share * op.matmul[1]) * s.compute_bytes
             op = replace(op, saved_bytes=M * K * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):
@@ -476,7 +476,8 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
             lows = dict.fromkeys(IN_BACKWARD, held)
         row("low-precision weights", lows,
             f"each weight as {p.what.split()[-1]} casts it, until its backward", LINEAR)
-        scales = sum(p.low.scales(z.tokens, *op.matmul) for op in ops.linears) * cast
+        scales = cast * sum(p.low.scales(z.tokens * op.tokens_share, *op.matmul)
+                            for op in ops.linears)
         row("scales", dict.fromkeys((walk.LOSS, walk.HEAD, walk.LAST), scales),
             "of the operands that are kept", LINEAR)
         amaxes = 3 * (1 + p.low.history) if p.low.history else 0
