@@ -145,7 +145,7 @@ def scored(policy: DataPolicy, file: str, tokens: int) -> DataPolicy:
     try:
         scores = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{asked} cannot be read ({in_one_line(error)}); save an array with "
+        raise ConfigError(f"{asked} cannot be read ({in_one_line(str(error))}); save an array with "
                           f"numpy.save") from None
     if getattr(scores, "shape", None) != (tokens,) or scores.dtype.kind != "f":
         what = f"{scores.dtype} {scores.shape}" if hasattr(scores, "dtype") else "no array"
