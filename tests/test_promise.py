@@ -374,6 +374,18 @@ def test_dropped_tokens_are_in_no_formula(own):
     assert 0.6 < dropped.memory.at("backward begins")["activations"] / whole.memory.at("backward begins")["activations"] < 0.9
 
 
+def test_the_page_drops_tokens_and_combines_parts(own):
+    """What docs/own_technique.md shows beside LoRA runs, and the fold is that of tests/own_rows.py."""
+    drops, combines = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[3:]
+    here = {}
+    exec(drops, here)
+    exec(combines, {})
+    own = own.replace({"model.layers": 4})
+    ops, s, half = of(own.model), operation.MicroBatch(model=own.model), SimpleNamespace(share=0.5)
+    named = of(own.replace({"model.changes": "drop-tokens"}).model)
+    assert here["operations"](ops, s, half).block == named.block[1:]
+
+
 def test_weights_do_not_travel_as_casts_where_some_are_frozen(own):
     config = own.replace(OWN["lora"] | {"precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "parallel.zero": 3, "parallel.gathered": "fp8"})
     with pytest.raises(ConfigError, match=r"parallel\.gathered=fp8 casts .* model\.changes=lora may freeze some; set parallel\.gathered=compute"):

@@ -64,7 +64,7 @@ class Recall(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
-    """`gives_ids`: its batches say which document a token is of. `hides`: and show no target among
+    """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
     run's validation data are read."""
 
