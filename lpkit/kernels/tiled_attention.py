@@ -34,12 +34,14 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import TILE
 
 
-def tiles(rule: Rule, T: int, keys: int, tile: int = TILE) -> Iterator[tuple[slice, list[slice]]]:
-    """Each tile of T queries, and the tiles of keys of which it sees any."""
+def tiles(rule: Rule, T: int, tile: int = TILE,
+          keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
+    """Each tile of T queries, and the tiles of keys of which it sees any. `keys`: their number,
+    where it is not T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
         yield slice(first, last), [slice(start, min(start + tile, end))
-                                   for begin, end in rule.spans(first, last, keys)
+                                   for begin, end in rule.spans(first, last, keys or T)
                                    for start in range(begin, end, tile)]
 
 
@@ -89,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
     at = Tiles(q, k, documents, rule)
     out = q.new_empty(B, T, H, E).transpose(1, 2)       # heads side by side, as they are read
     lse = q.new_empty(B, H, T, dtype=at.wide)
-    for queries, seen in tiles(rule, T, k.shape[2], tile):
+    for queries, seen in tiles(rule, T, tile, k.shape[2]):
         q_tile = at.rows(q, queries) * at.scale
         acc = torch.zeros_like(q_tile)
         l = acc.new_zeros(*acc.shape[:3], 1)
@@ -121,7 +123,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))
     d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=at.wide)
-    for queries, seen in tiles(rule, q.shape[2], k.shape[2]):
+    for queries, seen in tiles(rule, q.shape[2], keys=k.shape[2]):
         q_tile, dy, y = (at.rows(t, queries) for t in (q, d_out, out))
         q_tile = q_tile * at.scale
         of_sum = at.rows(lse[..., None], queries)
