@@ -80,12 +80,15 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
+        part = op.tokens_share < 1      # else numbers stay whole, and letters are letters
         if op.matmul:
-            K, N = op.matmul
-            found.append(Product(name=op.name, M=round(batch * model.T * op.tokens_share), N=N, K=K,
-                                 calls=calls, cut=op.cut, trained=op.trained, density=op.density))
+            (K, N), M = op.matmul, batch * model.T
+            found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,
+                                 K=K, calls=calls, cut=op.cut, trained=op.trained,
+                                 density=op.density))
         for one in op.pairs:
-            found.append(Product(**vars(one) | {"M": round(one.M), "group": batch * one.group},
+            found.append(Product(**vars(one) | {"M": round(one.M) if part else one.M,
+                                                "group": batch * one.group},
                                  calls=calls, pairs=True))
     return tuple(found)
 
