@@ -341,7 +341,7 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
 def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, name, zero, by_command, tmp_path):
     """`lpkit.launch`, and `lpkit train --import` with a file, which imports nothing by itself."""
     (beside[0] / "toy_rows.py").write_text("from tests.toys import add\n\nadd()\n")
-    config = SMALL.replace({"imports": "toy_rows", "data.source": own.data.source}).replace(toys.SAYS[name])
+    config = SMALL.replace({"imports": "toy_rows", "data.source": own.data.source, "model.width": 32}).replace(toys.SAYS[name])
     alone, sharded = lpkit.train(config, out=tmp_path / "alone"), config.replace({"parallel.shard": 2, "parallel.zero": zero})
     if by_command:
         (tmp_path / "config.yaml").write_text(sharded.to_yaml())
