@@ -67,7 +67,7 @@ class Op:
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
     in_stream: bool = False                 # works on the residual stream, whole in its width
     trained: bool = True                    # its parameters have gradients and optimizer states
-    tokens_share: float = 1.0               # of the tokens, what it sees, on average over the blocks
+    tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
 
     @functools.cached_property

@@ -270,9 +270,9 @@ def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
              model_version: int = nn.VERSION, born: str | None = None,
              start: str = "") -> dict[str, Any]:
     """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
-    of the training and the validation tokens, and of scores. `born`: drawn at the run's birth, which tells it from
-    another of the same numbers; None: an older lpkit drew none. `start`: the SHA-256 of the weights
-    that it began from; empty: it began from none."""
+    of the training and the validation tokens, and of scores. `born`: drawn at the run's birth,
+    which tells it from another of the same numbers; None: an older lpkit drew none. `start`: the
+    SHA-256 of the weights that it began from; empty: it began from none."""
     settings = {key: one for key, one in flat(config).items()
                 if key not in MAY_CHANGE and (key not in LATER or one != LATER[key])}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
