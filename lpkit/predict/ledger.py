@@ -420,7 +420,7 @@ def _stage(config: Config, on: Machine, layout: Layout, p: Precision, s: MicroBa
         "what rests of it, and what it saves beside next-token's loss", "operations of its row")
     read = 2 * TOKEN_ID + FP32 * bool(config.data.scores)
     row("batch", dict.fromkeys(MOMENTS, read * s.tokens * pieces / layout.context),
-        "token ids and targets of one update, int64, and scores", "lpkit.datasets")
+        "token ids and targets of one update, int64", "lpkit.datasets")
     # The first stage begins that many micro-batches before the first comes back (one forward, one
     # backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C).
     chunks, stages = layout.interleave, layout.pipeline
