@@ -137,6 +137,8 @@ class DataConfig(Group):
     source: Text = "python-stdlib"
     tokenizer: str = "bytes"            # bytes, bpe (trained on the source), gpt2
     policy: Settings = one_of(POLICIES, "random-windows")
+    # an .npy of a float for each training token, which comes with each batch; "": none
+    scores: str = ""
     val_fraction: InnerShare = 0.1      # share of the files, or of the documents, for validation
 
 

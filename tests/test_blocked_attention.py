@@ -16,6 +16,7 @@ from tests.test_predict import CPU
 HOLES = BlockSparse(block=16, table=tuple("".join("01"[(a + b) % 3 == 1] for b in range(19)) for a in range(19))).rule(300)
 RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),
          "many global tokens": Rule(window=20, global_tokens=200), "capped": Rule(soft_cap=2.0), "sinks": Rule(sinks=True),
+         "keys to come": Rule(causal=False), "documents both ways": Rule(causal=False, documents=True),
          "documents": Rule(documents=True, soft_cap=3.0, sinks=True), "documents in windows": Rule(documents=True, window=50),
          "block-sparse": BlockSparse(block=16).rule(300), "queries that see nothing": HOLES}
 # of the norm. float32: sums of 300 terms, and tanh of a capped score; 16 bits: q, k, v and weights of 8 or 11 bits are rounded

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,19 @@ import lpkit
 from lpkit import cli, measure
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Stage, Transform
+from lpkit.datasets import prepare
 from lpkit.errors import ConfigError
 from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
+from lpkit.nn.attention import backend
+from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.layers import GeluMLP
+from lpkit.nn.transformer import Transformer
 from lpkit.parallel.processes import WarmParent
 from lpkit.predict import memory, predict
+from lpkit.predict.decoding import decoding
 from lpkit.predict.flops import training_flops
+from lpkit.predict.params import of
 from lpkit.predict.plan import plan
 from lpkit.presets import resolve
 from lpkit.techniques import (
@@ -46,6 +53,7 @@ from lpkit.techniques import (
     schedules,
 )
 from lpkit.techniques import memory as techniques
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build
@@ -248,7 +256,10 @@ def _cpu():
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
 
 OWN = {"lora": {"model.changes": [{"name": "lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
-       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"}}
+       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
+       "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
+       "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},
+       "sparse": {"model.changes": "sparse"}}
 PAGE = Path(__file__).parents[1] / "docs" / "own_technique.md"
 
 
@@ -323,6 +334,56 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
         for key in ("loss", "grad_norm"):
             assert [line[key] for line in run.metrics] == pytest.approx([line[key] for line in alone.metrics], rel=1e-5), zero
         assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "zero", "by_command"), [("muon", 3, False), ("schedule-free", 1, True)])
+def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, name, zero, by_command, tmp_path):
+    """`lpkit.launch`, and `lpkit train --import` with a file, which imports nothing by itself."""
+    (beside[0] / "toy_rows.py").write_text("from tests.toys import add\n\nadd()\n")
+    config = SMALL.replace({"imports": "toy_rows", "data.source": own.data.source, "model.width": 32}).replace(toys.SAYS[name])
+    alone, sharded = lpkit.train(config, out=tmp_path / "alone"), config.replace({"parallel.shard": 2, "parallel.zero": zero})
+    if by_command:
+        (tmp_path / "config.yaml").write_text(sharded.to_yaml())
+        assert cli.main(["train", str(tmp_path / "config.yaml"), "--import", "toy_rows", "--processes", "2", "--out", str(tmp_path / "ranks")]) == 0
+        run = Run(tmp_path / "ranks")
+    else:
+        run = lpkit.launch(sharded, processes=2, out=tmp_path / "ranks", parent=beside[1]).result()
+    assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5)
+    assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
+    sys.modules.pop("toy_rows")
+
+
+def test_a_pruned_description_has_no_flops_of_zeros(own):
+    """Zeros are stored and multiplied: bytes and seconds are those of all numbers, and MFU says what is wasted."""
+    pruned, dense = (predict(own.replace({"model.changes": changes}), "h200") for changes in ("sparse", ""))
+    block = sum(op.weights for op in of(own.model).linears)
+    assert pruned.parameters == dense.parameters == dense.nonzero_parameters == pruned.nonzero_parameters + own.model.layers * block / 2
+    assert dense.flops_per_token - pruned.flops_per_token == 6 * own.model.layers * block / 2
+    assert pruned.step.mfu < dense.step.mfu and pruned.step_seconds == pytest.approx(dense.step_seconds, rel=0.01)
+
+
+def test_dropped_tokens_are_in_no_formula(own):
+    """Of four blocks the two in the middle see half, and a quarter of the pairs."""
+    own = own.replace({"model.layers": 4})
+    dropped, whole = (predict(own.replace({"model.changes": changes}), "h200") for changes in ("drop-tokens", ""))
+    m, linears = own.model, sum(op.weights for op in of(own.model).linears)
+    pairs = 2 * 2 * m.T * m.D
+    assert whole.flops_per_token - dropped.flops_per_token == 3 * 2 * (linears * 2 / 2 + pairs * 3 / 4)
+    assert dropped.parameters == whole.parameters and dropped.step_seconds < whole.step_seconds
+    assert 0.6 < dropped.memory.at("backward begins")["activations"] / whole.memory.at("backward begins")["activations"] < 0.9
+
+
+def test_the_page_drops_tokens_and_combines_parts(own):
+    """What docs/own_technique.md shows beside LoRA runs, and the fold is that of tests/own_rows.py."""
+    drops, combines = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[3:]
+    here = {}
+    exec(drops, here)
+    exec(combines, {})
+    own = own.replace({"model.layers": 4})
+    ops, s, half = of(own.model), operation.MicroBatch(model=own.model), SimpleNamespace(share=0.5)
+    named = of(own.replace({"model.changes": "drop-tokens"}).model)
+    assert here["operations"](ops, s, half).block == named.block[1:]
 
 
 def test_weights_do_not_travel_as_casts_where_some_are_frozen(own):
@@ -467,11 +528,9 @@ LAYOUTS = [{"parallel.data": 2}, *({"parallel.shard": 2, "parallel.zero": zero} 
 @pytest.fixture
 def with_toys(corpus, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
-    for name, row in toys.OPTIMIZERS.items():
-        monkeypatch.setitem(optimizers.OPTIMIZERS, name, row)
-    for name, row in toys.OBJECTIVES.items():
-        monkeypatch.setitem(objectives.OBJECTIVES, name, row)
-    monkeypatch.setitem(data.SIZES, "ramp", toys.SIZES["ramp"])
+    for table, rows in toys.ROWS:
+        for name, row in rows.items():
+            monkeypatch.setitem(table, name, row)
     return SMALL.replace({"data.source": str(corpus / "*.py")})
 
 
@@ -482,6 +541,8 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
         lpkit.train(with_toys.replace({"model.layers": 1}), out=tmp_path / "teacher")
         with_toys = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
     config = with_toys.replace(toys.SAYS[name] | ({"optimizer.head_dim": 18} if name == "muon" else {}))
+    if name == "weighted":
+        config = toys.prepared_scores(config, tmp_path)
     losses, evaluated, weights = toys.trained(config)
     for found in on_ranks("toys_train", config, layouts=LAYOUTS):
         for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
@@ -536,6 +597,88 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
 
 
+def goes_on_to_the_bit(config, run, folder):
+    """A run that was stopped after two updates, and resumed, has the lines of `run`."""
+    handle = lpkit.start(config, out=folder)
+    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
+    handle.result()
+    parts = lpkit.train(config, out=folder, resume=True)
+    lines = [[(line["loss"], line.get("val_loss")) for line in one.metrics] for one in (parts, run)]
+    assert lines[0] == lines[1]
+
+
+def test_a_masked_model_sees_all_but_what_it_is_asked_for(with_toys, tmp_path):
+    """What needs the past alone is refused: next tokens as targets, caches, samples, exports."""
+    config = with_toys.replace(toys.SAYS["masked"] | {"steps": 12, "model.layers": 1, "optimizer.lr": 0.01, "checkpoint_every": 2})
+    assert Config.from_yaml(config.to_yaml()) == config
+    step, causal = (predict(one, "h200").step for one in (config, with_toys.replace({"model.layers": 1, "model.vocab": 257})))
+    assert step["attention"].seconds > 1.5 * causal["attention"].seconds
+    run = lpkit.train(config, out=tmp_path / "run")
+    assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 1
+    goes_on_to_the_bit(config, run, tmp_path / "parts")
+    batch = Training.build(config).batch(0)
+    hidden = batch.tokens == 256
+    assert hidden.any(1).all() and torch.equal(batch.weights, hidden.float()) and torch.equal(batch.tokens[~hidden], batch.targets[~hidden])
+    assert measure.memory(config, device="cpu").rows == lpkit.predict_trace(config).rows
+    with pytest.raises(ConfigError, match=r"sees tokens to come, and with data\.policy=random-windows these are what it is asked for; name"):
+        config.replace({"data.policy": "random-windows"})
+    for ask in (lambda: lpkit.sample(run), lambda: decoding(config, "h200"),
+                lambda: new_cache(config.model, dtype=torch.float32, device="cpu")):
+        with pytest.raises(ConfigError, match=r"model\.attention=bidirectional sees tokens to come, so that .* nothing can be generated or cached; ask"):
+            ask()
+    with pytest.raises(ConfigError, match=r"transformers has no model with .*model\.attention=bidirectional"):
+        export(run, tmp_path / "out")
+    for name in ("plain", "tiled", "blocked", "sdpa"):
+        assert toys.trained(config.replace({"system.attention": name}), updates=2)[0] == pytest.approx(
+            [line["loss"] for line in run.metrics[:2]], rel=1e-5)
+    with pytest.raises(ConfigError, match=r"system\.attention=varlen runs on a GPU alone|has no attention to keys to come"):
+        build.decide(config.replace({"system.attention": "varlen"}))
+    with pytest.raises(ConfigError, match="a window and blocks are of the past; give"):
+        Rule(causal=False, window=3)
+
+
+@pytest.mark.parametrize("position", ["learned", "rope"])
+def test_tokens_stand_where_their_places_say(position, with_toys):
+    """A rank of a context-parallel group has some of a text's tokens: each is turned, or gets the vector, of its own place."""
+    m = with_toys.replace(toys.SAYS["masked"] | {"model.position": position}).model
+    model = Transformer(m, attend=backend("plain", m))
+    tokens, places = torch.randint(256, (2, m.T)), torch.randperm(m.T)
+    assert torch.allclose(model(tokens[:, places], places=places), model(tokens)[:, places], atol=1e-5)
+    assert not torch.allclose(model(tokens[:, places]), model(tokens)[:, places], atol=1e-2)
+
+
+def test_scores_come_with_the_tokens_that_they_are_of(with_toys, tmp_path):
+    """They are part of what a run is, wherever their file lies; what is no array of them is refused in one sentence."""
+    config = toys.prepared_scores(with_toys.replace(toys.SAYS["weighted"] | {"grad_accum_steps": 2, "checkpoint_every": 2}), tmp_path)
+    assert Config.from_yaml(config.to_yaml()) == config and predict(config, "h200").memory.doubt
+    run = lpkit.train(config, out=tmp_path / "run")
+    goes_on_to_the_bit(config, run, tmp_path / "parts")
+    training = Training.build(config)
+    batch, scores = training.batch(0), np.load(config.data.scores)
+    of = dict(zip(prepare(config.data, vocab=256).train.tolist(), scores.tolist()))      # of a token, here
+    assert batch.extra["scores"].flatten().tolist() == pytest.approx([of[token] for token in batch.targets.flatten().tolist()])
+    assert run.metrics[0]["loss"] == pytest.approx(training.objective(training.model, batch).item(), rel=1e-6)
+    assert run.metrics[0]["loss"] != pytest.approx(training.loss(training.model, batch).item(), rel=1e-4)
+    assert run.identity["tokens"]["scores"] and lpkit.sample(run, tokens=3)
+    assert measure.memory(config, device="cpu").rows == lpkit.predict_trace(config).rows
+    moved = tmp_path / "moved.npy"
+    Path(config.data.scores).rename(moved)
+    longer = config.replace({"data.scores": str(moved), "steps": 5})
+    assert lpkit.train(longer, out=tmp_path / "run", resume=True).summary["status"] == "complete"
+    np.save(moved, scores + 1)
+    with pytest.raises(ConfigError, match=r"cannot resume .* its tokens have the SHA-256"):
+        lpkit.train(longer.replace({"steps": 6}), out=tmp_path / "run", resume=True)
+    for bad, sentence in ((scores[1:], "holds float32 .*, and the corpus wants a float for each of its .* training tokens"),
+                          (scores.astype(int), "holds int64"), (None, "cannot be read")):
+        moved.unlink()
+        if bad is not None:
+            np.save(moved, bad)
+        with pytest.raises(ConfigError, match=f"data.scores='.*moved.npy' {sentence}"):
+            Training.build(longer)
+    with pytest.raises(ConfigError, match=r"are of a corpus, and this data\.policy draws its own tokens"):
+        Training.build(config.replace({"data.policy": "copy", "model.context": 32}))
+
+
 def test_a_ramp_reads_the_sequences_of_the_whole_in_their_order(with_toys, tmp_path):
     """Tokens, FLOPs and the pace of a run are sums over its steps; what is no whole micro-batch is refused before anything is allocated."""
     config = with_toys.replace({"sizes": "ramp", "sizes.until": 3, "data.policy": "spread-windows", "steps": 5, "grad_accum_steps": 2})
@@ -561,9 +704,11 @@ def test_extra_tensors_are_split_by_rows_like_the_rest():
 
 
 @pytest.mark.parametrize("name", [name for name in toys.SAYS if name != "distil"])
-def test_toys_train_in_fp8(name, with_toys):
+def test_toys_train_in_fp8(name, with_toys, tmp_path):
     """Casts are of the forward and backward passes, and nothing of a toy is: losses fall as those of float32 do."""
     config = with_toys.replace(toys.SAYS[name] | {"model.width": 64, "model.context": 32, "optimizer.lr": 3e-3, "steps": 8})
+    if name == "weighted":
+        config = toys.prepared_scores(config, tmp_path)
     found = []
     for recipe in ("fp32", "fp8-tensorwise"):
         training = Training.build(config.replace({"precision.recipe": recipe}))
@@ -571,12 +716,12 @@ def test_toys_train_in_fp8(name, with_toys):
     assert found[0] != found[1] == pytest.approx(found[0], rel=0.02)
 
 
-@pytest.mark.parametrize("name", [*toys.OPTIMIZERS, "z-loss", "ramp"])
+@pytest.mark.parametrize("name", [*toys.OPTIMIZERS, "z-loss", "ramp", "masked"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
 def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
     """Its states to the byte, the peak within 2%, or a doubt that names the trace."""
     config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
     traced = lpkit.predict_trace(config, layout.devices, layout=layout)
     there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
-    assert there.at(there.peak_moment)["optimizer state"] == pytest.approx(traced.rows["optimizer state"], rel=1e-3 if name in ("z-loss", "ramp") else 1e-9)
+    assert there.at(there.peak_moment)["optimizer state"] == pytest.approx(traced.rows["optimizer state"], rel=1e-9 if name in toys.OPTIMIZERS else 1e-3)
     assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt else 0.02)

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import measure
 from lpkit.config import ModelConfig
-from lpkit.nn.attention import backend, tiled
+from lpkit.errors import ConfigError
+from lpkit.nn.attention import backend, partial_of, tiled
 from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset
@@ -29,6 +30,8 @@ RULES = {
     "documents": Rule(documents=True),
     "soft cap": Rule(soft_cap=1.5),
     "sinks": Rule(sinks=True),
+    "keys to come": Rule(causal=False),
+    "documents both ways": Rule(causal=False, documents=True),
     "all": Rule(window=50, global_tokens=2, documents=True, soft_cap=2.0, sinks=True),
 }
 # Of the largest number. A result is a sum in float32 of weights that add up to 1, and is rounded once; in 16 bits that rounding is
@@ -83,6 +86,34 @@ def test_tiled_is_the_definition_in_float64(name, dtype, T):
         off, size = (got.double() - exact).abs().max().item(), exact.abs().max().item()
         assert off <= TOLERANCE[dtype][i > 0] * max(size, 1), (i, off, size)
         assert got.dtype == ([dtype] * 4 + [torch.promote_types(dtype, torch.float32)])[i]     # of sinks as they are
+
+
+def ring(part, q, k, v, rule):
+    """Causal attention as two ranks compute it, of which each has half of the keys: the second half of the queries meets both."""
+    (early, late), keys, values = (t.chunk(2, dim=2) for t in (q, k, v))
+    parts = [part(late, keys[0], values[0], rule=replace(rule, causal=False)), part(late, keys[1], values[1], rule=rule)]
+    outs, sums = zip(*parts)
+    shares = torch.stack(sums).softmax(0)
+    merged = sum(share[..., None].type_as(out) * out for share, out in zip(shares, outs))
+    return torch.cat((part(early, keys[0], values[0], rule=rule)[0], merged), dim=2)
+
+
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [name for name, row in ATTENTION.items() if row.partial])
+def test_parts_of_the_keys_are_merged_by_their_log_sums(name, dtype, cap):
+    """Answer and gradients, which go through the log-sums too, are those of all keys in float64."""
+    rule = Rule(soft_cap=cap)
+    inputs, d_out = drawn(rule, 310, dtype)
+    wide = [t if t is None else t.detach().double() for t in inputs]
+    got = both(lambda q, k, v, documents, sinks, rule: ring(partial_of(name), q, k, v, rule), inputs, d_out, rule)
+    for i, (ours, exact) in enumerate(zip(got, both(definition, wide, d_out.double(), rule), strict=True)):
+        assert (ours.double() - exact).abs().max() <= TOLERANCE[dtype][i > 0] * max(exact.abs().max().item(), 1), i
+
+
+def test_who_has_no_gradient_of_log_sums_is_refused():
+    with pytest.raises(ConfigError, match=r"system\.attention=sdpa gives no gradient of its log-sums, .*; choose one of plain, tiled"):
+        partial_of("sdpa")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

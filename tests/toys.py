@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,10 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
+from lpkit.datasets import RandomWindows, prepare
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques import data, objectives, optimizers
+from lpkit.techniques import attention, data, objectives, optimizers
+from lpkit.techniques.attention import AttentionKind, Rule, Softmax
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.data import Sizes
+from lpkit.techniques.data import Policy, Sizes
 from lpkit.techniques.objectives import Objective
 from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings, Slot
@@ -232,12 +235,66 @@ def of_teacher(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
     return (*(replace(op, saved_bytes=0) for op in blocks), saved)
 
 
+def weighted(settings: Settings, context: ObjectiveContext) -> Loss:
+    """Each token counts as much as its score says."""
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context.autocast:
+            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
+        nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        return (nats * batch.extra["scores"].flatten()).mean()
+    return loss
+
+
+def prepared_scores(config: Config, folder: Path) -> Config:
+    """Rare tokens count more. In a run they might be another model's."""
+    tokens = prepare(config.data, vocab=config.model.vocab).train
+    scores = np.bincount(tokens, minlength=256)[tokens].astype(np.float32) ** -0.25
+    np.save(folder / "scores.npy", scores / scores.mean())
+    return config.replace({"data.scores": str(folder / "scores.npy")})
+
+
 OBJECTIVES = {
+    "weighted": Objective(implementation=HERE + "weighted", why="tokens count by their scores"),
     "z-loss": Objective(settings=ZLoss(), implementation=HERE + "z_loss", why="logits are kept small",
                         operations=of_z_loss),
     "distil": Objective(settings=Distil(), implementation=HERE + "distil", why="a teacher's probabilities", operations=of_teacher),
 }
-SAYS |= {"z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
+SAYS |= {"weighted": {"objective": "weighted"}, "z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
+
+
+# ---- a masked model: every query sees every key, and the tokens that are asked for are hidden
+
+@dataclass(frozen=True, kw_only=True)
+class Bidirectional(Softmax):
+    def rule(self, T: int) -> Rule:
+        return Rule(causal=False, soft_cap=self.soft_cap, sinks=self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hiding(Settings):
+    where = "data.policy."
+
+    share: float = 0.15     # of the tokens (Devlin et al. 2019, arXiv:1810.04805)
+    mask: int = 256         # the token in their place
+
+
+class Masked(RandomWindows):
+    """Targets are the tokens themselves, and of these the hidden ones have a weight."""
+
+    def __init__(self, *, share: float, mask: int, **settings):
+        super().__init__(**settings)
+        self.share, self.mask = share, mask
+
+    def batch(self, step: int) -> Batch:
+        tokens = super().batch(step).tokens
+        hidden = torch.from_numpy(np.random.default_rng((self.seed, step)).random(tokens.shape) < self.share)
+        hidden[:, 0] |= ~hidden.any(1)
+        return Batch(tokens.masked_fill(hidden, self.mask), tokens, weights=hidden.float())
+
+
+KINDS = {"bidirectional": AttentionKind(why="every token", settings=Bidirectional())}
+POLICIES = {"masked": Policy(why="hidden tokens are asked for", settings=Hiding(), hides=True, implementation=HERE + "Masked", evaluation="masked")}
+SAYS |= {"masked": {"model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}}
 
 
 # ---- sizes of updates
@@ -260,11 +317,14 @@ SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
 SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "global_batch": 8, "grad_accum_steps": 4}}
 
 
+ROWS = ((optimizers.OPTIMIZERS, OPTIMIZERS), (objectives.OBJECTIVES, OBJECTIVES), (data.SIZES, SIZES), (data.POLICIES, POLICIES),
+        (attention.KINDS, KINDS))
+
+
 def add() -> None:
     """Into the kit's tables, for as long as this process lives."""
-    optimizers.OPTIMIZERS.update(OPTIMIZERS)
-    objectives.OBJECTIVES.update(OBJECTIVES)
-    data.SIZES.update(SIZES)
+    for table, rows in ROWS:
+        table.update(rows)
 
 
 def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> list:

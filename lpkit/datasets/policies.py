@@ -17,7 +17,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lpkit.contracts import Batch, DataPolicy
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, in_one_line, shown
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
@@ -122,6 +122,37 @@ def _splitmix64(z: np.ndarray) -> np.ndarray:
         z *= np.uint64(factor)
     z ^= z >> np.uint64(31)
     return z
+
+
+class Scored(DataPolicy):
+    """The batches of `policy`, with a number for each target, (B, T) float32, as extra scores."""
+
+    def __init__(self, policy: Windows, scores: np.ndarray):
+        self.policy, self._windows = policy, sliding_window_view(scores, policy.T + 1)
+
+    def batch(self, step: int) -> Batch:
+        batch, scores = self.policy.batch(step), self._windows[self.policy.starts(step)][:, 1:]
+        return replace(batch, extra={**batch.extra,
+                                     "scores": torch.from_numpy(scores.astype(np.float32))})
+
+
+def scored(policy: DataPolicy, file: str, tokens: int) -> DataPolicy:
+    """With the scores of an .npy file, one for each of `tokens`. Raises ConfigError."""
+    asked = f"data.scores={shown(file)}"
+    if not isinstance(policy, Windows):
+        raise ConfigError(f"{asked} are of a corpus, and this data.policy draws its own tokens; "
+                          f"leave the scores out")
+    try:
+        scores = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{asked} cannot be read ({in_one_line(str(error))}); save an array with "
+                          f"numpy.save") from None
+    if getattr(scores, "shape", None) != (tokens,) or scores.dtype.kind != "f":
+        what = f"{scores.dtype} {scores.shape}" if hasattr(scores, "dtype") else "no array"
+        raise ConfigError(f"{asked} holds {what}, and the corpus wants a float for each of its "
+                          f"{tokens:,} training tokens, in their order; score what "
+                          f"lpkit.datasets.prepare(config.data, vocab).train has")
+    return Scored(policy, np.asarray(scores))
 
 
 class Ramped(DataPolicy):

@@ -391,7 +391,7 @@ def _lists(blocks: str, block: int, window: int | None, global_tokens: int, docu
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
     for i in range(down):
         first = i * queries
-        spans = rule.spans(first, min(first + queries, T))
+        spans = rule.spans(first, min(first + queries, T), T)
         for j in sorted({j for begin, end in spans for j in range(begin // keys, -(-end // keys))}):
             whole = not documents and not rule.hides(first, first + queries, j * keys,
                                                      (j + 1) * keys)

@@ -34,12 +34,14 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import TILE
 
 
-def tiles(rule: Rule, T: int, tile: int = TILE) -> Iterator[tuple[slice, list[slice]]]:
-    """Each tile of queries, and the tiles of keys of which it sees any."""
+def tiles(rule: Rule, T: int, tile: int = TILE,
+          keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
+    """Each tile of T queries, and the tiles of keys of which it sees any. `keys`: their number,
+    where it is not T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
         yield slice(first, last), [slice(start, min(start + tile, end))
-                                   for begin, end in rule.spans(first, last)
+                                   for begin, end in rule.spans(first, last, keys or T)
                                    for start in range(begin, end, tile)]
 
 
@@ -89,7 +91,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
     at = Tiles(q, k, documents, rule)
     out = q.new_empty(B, T, H, E).transpose(1, 2)       # heads side by side, as they are read
     lse = q.new_empty(B, H, T, dtype=at.wide)
-    for queries, seen in tiles(rule, T, tile):
+    for queries, seen in tiles(rule, T, tile, k.shape[2]):
         q_tile = at.rows(q, queries) * at.scale
         acc = torch.zeros_like(q_tile)
         l = acc.new_zeros(*acc.shape[:3], 1)
@@ -113,18 +115,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 
 
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-              documents: Tensor | None, sinks: Tensor | None, rule: Rule
-              ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and sinks. Those of k and v are sums over tiles of queries, float32."""
+              documents: Tensor | None, sinks: Tensor | None, rule: Rule,
+              d_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and sinks. Those of k and v are sums over tiles of queries, in float32.
+    A gradient of lse adds p d_lse to ds."""
     at = Tiles(q, k, documents, rule)
     dq = torch.empty_like(q)
     dk, dv = (torch.zeros_like(t, dtype=at.wide) for t in (k, v))
     d_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=at.wide)
-    for queries, seen in tiles(rule, q.shape[2]):
+    for queries, seen in tiles(rule, q.shape[2], keys=k.shape[2]):
         q_tile, dy, y = (at.rows(t, queries) for t in (q, d_out, out))
         q_tile = q_tile * at.scale
         of_sum = at.rows(lse[..., None], queries)
         weight = (dy * y).sum(-1, keepdim=True)         # sum(do o) = sum(p dp)
+        if d_lse is not None:
+            weight = weight - at.rows(d_lse[..., None], queries)
         dq_tile = torch.zeros_like(q_tile)
         for keys in seen:
             k_tile = at.keys(k, keys)
@@ -145,21 +150,22 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 
 
 class TiledAttention(torch.autograd.Function):
-    """`TiledAttention.apply(q, k, v, documents, sinks, rule)`. Keeps q, k, v, the answer, and a
-    number for each query and head."""
+    """`TiledAttention.apply(q, k, v, documents, sinks, rule)` gives the answer and lse. Keeps q, k,
+    v, the answer, and a number for each query and head."""
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-                sinks: Tensor | None, rule: Rule) -> Tensor:
+                sinks: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)        # mostly nobody asks for lse
         with torch.autocast(q.device.type, enabled=False):
             out, lse = attend(q, k, v, documents, sinks, rule)
         ctx.save_for_backward(q, k, v, out, lse, documents, sinks)
         ctx.rule = rule
-        return out
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, d_out: Tensor, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         with torch.autocast(d_out.device.type, enabled=False):
-            dq, dk, dv, d_sinks = gradients(d_out, *ctx.saved_tensors, ctx.rule)
+            dq, dk, dv, d_sinks = gradients(d_out, *ctx.saved_tensors, ctx.rule, d_lse)
         return dq, dk, dv, None, d_sinks, None

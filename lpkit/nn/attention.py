@@ -7,17 +7,18 @@ Here are the softmax kinds; `lpkit.nn.linear_attention` has those without.
 
 import math
 from functools import partial
+from pkgutil import resolve_name
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
-from lpkit.contracts import Attend
+from lpkit.contracts import Attend, Partial
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.blocked_attention import BlockedAttention
 from lpkit.kernels.tiled_attention import TiledAttention
-from lpkit.techniques.attention import KINDS, Rule
+from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 
 CAUSAL = Rule()
@@ -51,10 +52,7 @@ def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     places = torch.arange(T, device=q.device)
     hidden = ~sees(rule, places, places, documents)
-    scores = q @ k.mT / math.sqrt(E)
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
-    scores = scores.masked_fill(hidden, -torch.inf)
+    scores = capped(q @ k.mT / math.sqrt(E), rule).masked_fill(hidden, -torch.inf)
     if sinks is None and rule.every_query_sees:
         return scores.softmax(-1)
     if sinks is None:
@@ -63,18 +61,35 @@ def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,
     return torch.cat((scores, sink), dim=-1).softmax(-1)[..., :-1]
 
 
+def capped(scores: Tensor, rule: Rule) -> Tensor:
+    return scores if rule.soft_cap is None else rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+
+
+def plain_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
+    """A `contracts.Partial`, by the definition."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    queries, keys = (torch.arange(t.shape[2], device=q.device) for t in (q, k))
+    scores = capped(q @ k.mT / math.sqrt(q.shape[-1]), rule)
+    scores = scores.masked_fill(~sees(rule, queries, keys, None), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def tiled_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
+    return TiledAttention.apply(q, k, v, None, None, rule)
+
+
 def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """FlashAttention, to be read; see `kernels.tiled_attention`."""
-    return TiledAttention.apply(q, k, v, documents, sinks, rule)
+    return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
     grouped = q.shape[1] != k.shape[1]
-    if rule == CAUSAL:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if rule in (CAUSAL, EVERY_KEY):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=rule.causal, enable_gqa=grouped)
     places = torch.arange(q.shape[2], device=q.device)
     return F.scaled_dot_product_attention(q, k, v, sees(rule, places, places, documents),
                                           enable_gqa=grouped)
@@ -112,6 +127,16 @@ def backend(name: str, model: ModelConfig) -> Attend:
         if problem := why_not(name, Attending(model=model)):
             raise ConfigError(f"system.attention={name} {problem}")
         return getattr(KINDS[model.attention.name].load(), name)
-    for one in (rule, CAUSAL):
+    for one in (rule, CAUSAL, EVERY_KEY):
         _ = one.bits, one.words     # a graph finds them made: it cannot make them
     return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
+
+
+def partial_of(name: str) -> Partial:
+    """The backend's own. Raises ConfigError for one that has none."""
+    row = pick(ATTENTION, name, "system.attention")
+    if not row.partial:
+        able = ", ".join(key for key, other in ATTENTION.items() if other.partial)
+        raise ConfigError(f"system.attention={name} gives no gradient of its log-sums, by which "
+                          f"parts of the keys are combined; choose one of {able}")
+    return resolve_name(row.partial)

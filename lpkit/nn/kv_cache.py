@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.caches import CACHES, CacheFormat, slots
+from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.operation import POSITIONS
 
@@ -31,6 +31,7 @@ def new_cache(config: ModelConfig, batch: int = 1, *, tokens: int | None = None,
               format: str = "same", dtype: torch.dtype, device: torch.device | str) -> Cache:
     """Empty, for `batch` sequences of up to `tokens` each (None: of the context). `dtype` is that
     of the products. Raises ConfigError for an unknown format."""
+    refuse_keys_to_come(config)
     kind = resolve_name(KINDS[config.attention.name].cache)
     return kind(config, batch, min(tokens or config.T, config.T), pick(CACHES, format, "cache"),
                 dtype=dtype, device=device)
@@ -52,7 +53,7 @@ class Cache(ABC):
 
     def begin(self, T: int) -> int | Tensor:
         """The next T tokens of each sequence, a prompt or one: where the first of them stands, an
-        int, or where sequences differ (B,) int64. Raises ConfigError when they do not fit the
+        int, or where sequences differ (B, 1) int64. Raises ConfigError when they do not fit the
         context."""
         lengths = self.lengths.tolist()
         if T != 1 and any(lengths):
@@ -62,7 +63,9 @@ class Cache(ABC):
                               f"model.context={self.config.T}")
         self.place(lengths, T)
         self.lengths += T
-        return lengths[0] if len(set(lengths)) == 1 else torch.tensor(lengths, device=self.device)
+        if len(set(lengths)) == 1:
+            return lengths[0]
+        return torch.tensor(lengths, device=self.device)[:, None]
 
     def place(self, lengths: list[int], T: int) -> None:
         """Called once for all layers, before T tokens come to sequences of these lengths."""

@@ -90,7 +90,7 @@ class SwigluMLP(nn.Module):
 
 class LearnedPositions(nn.Module):
     """Adds a learned vector to each token's embedding; leaves q and k alone. `start`: where the
-    first token stands, or (B,) of one token each where sequences differ."""
+    first token stands; or the place of each, (T,) int64, or where sequences differ (B, T)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -98,7 +98,7 @@ class LearnedPositions(nn.Module):
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:   # (B, T, D) -> (B, T, D)
         if isinstance(start, Tensor):
-            return x + self.embed(start)[:, None]
+            return x + self.embed(start)
         return x + self.embed.weight[start:start + x.shape[1]]
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> None:
@@ -120,11 +120,11 @@ class RotaryPositions(nn.Module):
         return x
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep. With start
-        (B,), where T is 1, (B, 1, 1, E)."""
+        """cos and sin, (T, E) each, as `like`: cheaper to compute again than to keep. Where places
+        differ by sequence, (B, 1, T, E), which kernels do not take."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         if isinstance(start, Tensor):
-            places = start.float()[:, None, None]
+            places = (start if start.ndim == 1 else start[:, None]).float()
         else:
             places = torch.arange(start, start + T, device=like.device).float()
         angles = places[..., None] * self.theta ** (-i / self.E)

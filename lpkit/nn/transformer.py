@@ -108,16 +108,19 @@ class Transformer(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def hidden(self, tokens: Tensor, cache: Cache | None = None,
-               documents: Tensor | None = None) -> Tensor:
-        """(B, T) -> (B, T, D), normalised. Raises ConfigError when T exceeds the context."""
+    def hidden(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
+               places: Tensor | None = None) -> Tensor:
+        """(B, T) -> (B, T, D), normalised. `places`: where in the text each token stands, (T,)
+        int64; None: one after the other. Raises ConfigError when T exceeds the context."""
         T = tokens.shape[1]
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
         if documents is not None and documents.shape != tokens.shape:
             raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
                               f"{tuple(tokens.shape)}; give one id for each token")
-        start = 0 if cache is None else cache.begin(T)
+        start = 0 if places is None else places
+        if cache is not None:
+            start = cache.begin(T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
             documents = torch.zeros_like(tokens)        # one, as a prompt is
         x = self.positions.add(self.embed(tokens), start)
@@ -126,9 +129,9 @@ class Transformer(nn.Module):
             x = block(x, rotation, cache, layer, documents)
         return self.norm(x)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None,
-                documents: Tensor | None = None) -> Tensor:
-        return self.head(self.hidden(tokens, cache, documents))
+    def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
+                places: Tensor | None = None) -> Tensor:
+        return self.head(self.hidden(tokens, cache, documents, places))
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

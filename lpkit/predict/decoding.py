@@ -17,7 +17,7 @@ from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.caches import CACHES, slots
+from lpkit.techniques.caches import CACHES, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
 
 
@@ -30,6 +30,7 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
         raise ConfigError(f"a cache has 1 token and 1 sequence or more; got {tokens} and {batch}")
     if (state := KINDS[settings.name].state_bytes) is not None:
         return batch * model.L * state(model)
+    refuse_keys_to_come(model)
     held = slots(settings.rule(model.T), min(tokens, model.T)).count
     return batch * model.L * 2 * model.G * held * row.vector_bytes(model.E, itemsize)
 

@@ -235,12 +235,12 @@ def _padded(config: Config, p: Precision, s: MicroBatch,
         return ops, {}
     recipe, padded, found, more = resolve(config.precision.recipe), {}, [], 0.0
     for op in (*ops.block, ops.head):
-        size = (s.tokens, *(op.matmul or ()))
+        size = (round(s.tokens * op.tokens_share), *(op.matmul or ()))
         stays = op is ops.head and "head" in p.low.keep
         if op.matmul and not stays and untiled(recipe, dict(zip("MKN", size))):
             M, K, N = padded[op.name] = tuple(-(-side // recipe.tile) * recipe.tile
                                               for side in size)
-            more = (M * N - s.tokens * op.matmul[1]) * s.compute_bytes
+            more = (M * N - s.tokens * op.tokens_share * op.matmul[1]) * s.compute_bytes
             op = replace(op, saved_bytes=M * K * s.operand_bytes)
         elif op.name == "mlp" or (op.name == "attention" and not any(op.score_passes)
                                   and not s.norms_save_qkv):

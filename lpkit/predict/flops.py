@@ -28,6 +28,7 @@ class Product:
     pairs: bool = False   # over pairs of tokens: a causal mask leaves half of it
     cut: str = ""         # the side of the weight that tensor parallelism cuts: column, row
     trained: bool = True  # else it has no weight gradient
+    density: float = 1.0  # of a weight, what is not zero; kernels multiply zeros too
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, int, int]]:
@@ -41,7 +42,9 @@ class Product:
 
     @property
     def flops(self) -> int:
-        return 2 * self.M * self.N * self.K * self.group * self.calls
+        """Without those of zeros."""
+        flops = 2 * self.M * self.N * self.K * self.group * self.calls
+        return flops if self.density == 1 else round(flops * self.density)
 
     def traffic_bytes(self, itemsize: int) -> int:
         """Each operand read once and the result written once: the least."""
@@ -77,13 +80,16 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
+        part = op.tokens_share < 1      # else numbers stay whole, and letters are letters
         if op.matmul:
-            K, N = op.matmul
-            found.append(Product(name=op.name, M=batch * model.T, N=N, K=K, calls=calls,
-                                 cut=op.cut, trained=op.trained))
+            (K, N), M = op.matmul, batch * model.T
+            found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,
+                                 K=K, calls=calls, cut=op.cut, trained=op.trained,
+                                 density=op.density))
         for one in op.pairs:
-            found.append(Product(**vars(one) | {"group": batch * one.group}, calls=calls,
-                                 pairs=True))
+            found.append(Product(**vars(one) | {"M": round(one.M) if part else one.M,
+                                                "group": batch * one.group},
+                                 calls=calls, pairs=True))
     return tuple(found)
 
 

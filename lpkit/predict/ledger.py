@@ -303,7 +303,8 @@ def _batches(d: Walk) -> Iterator[State]:
     extra = OBJECTIVES[step.config.objective.name].operations(s, step.config.objective)
     yield State("objective", FP32 * sum(op.params for op in extra))
     yield State("objective", sum(op.saved_bytes for op in extra), dies=LOSS)
-    yield State("batch", 2 * TOKEN_ID * s.tokens * step.pieces / step.layout.context)
+    read = 2 * TOKEN_ID + FP32 * bool(step.config.data.scores)
+    yield State("batch", read * s.tokens * step.pieces / step.layout.context)
     others = d.under_way - 1
     waits = others * d.kept.waiting_bytes
     if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
@@ -358,7 +359,7 @@ def _casts(d: Walk) -> Iterator[State]:
     if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
         yield State(walk.LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)
-    scales = sum(low.scales(d.tokens, *op.matmul) for op in linears) * cast
+    scales = cast * sum(low.scales(d.tokens * op.tokens_share, *op.matmul) for op in linears)
     yield State("scales", scales, dies=LAST)
     amaxes = 3 * (1 + low.history) if low.history else 0
     yield State("amax histories", cast * len(linears) * amaxes * FP32)

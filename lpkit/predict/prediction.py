@@ -8,7 +8,7 @@ from typing import Any
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
-from lpkit.predict.params import parameter_count, parameters
+from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
 from lpkit.predict.time import Bill, StepTime, bill, step_time
@@ -30,6 +30,7 @@ class Prediction:
     """Of one training step, unless a name says otherwise. Memory is per device, the rest of all."""
 
     parameters: int
+    nonzero_parameters: int             # without the zeros of pruned matrices
     parameters_by_part: dict[str, int]
     flops_per_token: float              # forward and backward, attention in full
     flops_per_token_causal: float       # what a causal kernel has to do
@@ -67,7 +68,8 @@ class Prediction:
         sources = [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
                    f"efficiency: {step.efficiency.source}"]
         return {
-            "parameters": self.parameters, "parameters_by_part": self.parameters_by_part,
+            "parameters": self.parameters, "nonzero_parameters": self.nonzero_parameters,
+            "parameters_by_part": self.parameters_by_part,
             "flops_per_token": self.flops_per_token,
             "flops_per_token_causal": self.flops_per_token_causal,
             "bytes": {**rows, "peak_bytes": mem.peak_bytes},
@@ -133,7 +135,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         names = [row.name for row in step.rows if row.phases.get("communication")]
         communication = ", ".join(names) or "hidden, or none"
     return Prediction(
-        parameters=parameter_count(config.model), parameters_by_part=parameters(config.model),
+        parameters=parameter_count(config.model), nonzero_parameters=nonzero_count(config.model),
+        parameters_by_part=parameters(config.model),
         flops_per_token=training_flops_per_token(config.model),
         flops_per_token_causal=training_flops_per_token(config.model, attention="causal"),
         memory=held, step=step, layout=layout, machine=on,

@@ -301,7 +301,7 @@ class Walk(Device):
         """Of a Linear's input, of its output and of its weight. The stream's side is a part of the
         sequence, the other a part of the width."""
         K, N = op.matmul
-        x, y = self.tokens, self.stream_tokens
+        x, y = self.tokens * op.tokens_share, self.stream_tokens * op.tokens_share
         if op.cut == "column":
             x, y = y, x
         return x * K, y * N, op.weights / self.tensor

@@ -18,15 +18,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lpkit.errors import shown
+from lpkit.errors import ConfigError, shown
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, CountOrZero, Positive, Seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Causal always: key j is in the past of query i, or is i itself. Of those, what is left out.
+    """Which keys a query sees. What is not left out: with the defaults, all that are causal.
 
+    causal          keys to come are left out, with j > i for key j and query i
     window          a query sees this many keys, itself included; None: all
     global_tokens   the first ones, which every query sees besides (Longformer)
     block, blocks   queries and keys in blocks of `block`; blocks[a][b]: those of block a see those
@@ -36,6 +37,7 @@ class Rule:
     sinks           each head has a learned score that takes weight and gives nothing
     """
 
+    causal: bool = True
     window: int | None = None
     global_tokens: int = 0
     block: int = 0
@@ -43,6 +45,11 @@ class Rule:
     documents: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+
+    def __post_init__(self):
+        if not self.causal and (self.window is not None or self.blocks is not None):
+            raise ConfigError("a window and blocks are of the past; give a rule that is not causal "
+                              "neither, or let it be causal")
 
     @functools.cached_property
     def bits(self) -> str:
@@ -61,7 +68,7 @@ class Rule:
 
     def sees(self, i: Any, j: Any) -> Any:
         """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""
-        seen = j <= i
+        seen = j <= i if self.causal else (i >= 0) & (j >= 0)
         if self.window is not None:
             seen = seen & ((i - j < self.window) | (j < self.global_tokens))
         if self.blocks is not None:
@@ -70,8 +77,10 @@ class Rule:
             seen = seen & table
         return seen
 
-    def spans(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Ranges of keys, in order and apart, with all that queries first to last - 1 see."""
+    def spans(self, first: int, last: int, T: int) -> list[tuple[int, int]]:
+        """Ranges of T keys, in order and apart, with all that queries first to last - 1 see."""
+        if not self.causal:
+            return [(0, T)]
         start = 0 if self.window is None else max(0, first - self.window + 1)
         spans = [(start, last)]
         if 0 < self.global_tokens and start:
@@ -95,6 +104,8 @@ class Rule:
     def hides(self, first: int, last: int, begin: int, end: int) -> bool:
         """Whether, of queries first to last - 1 and keys begin to end - 1, there is a pair that is
         left out, documents apart: else no mask is needed."""
+        if not self.causal:
+            return False
         if end - 1 > first:
             return True
         if self.window is not None and last - begin > self.window and end > self.global_tokens:
@@ -107,6 +118,8 @@ class Rule:
 
     def pairs(self, T: int) -> int:
         """Of T x T, how many a query sees; documents apart."""
+        if not self.causal:
+            return T * T
         if self.blocks is not None and self.window is not None:
             return sum(self.sees(i, j) for i in range(T) for j in range(i + 1))
         if self.blocks is not None:
@@ -126,6 +139,9 @@ class Rule:
             total += rows * self.block * sum(self.blocks[a][:a])
             total += rows * (rows + 1) // 2 * self.blocks[a][a]
         return total
+
+
+EVERY_KEY = Rule(causal=False)
 
 
 @dataclass(frozen=True, kw_only=True)

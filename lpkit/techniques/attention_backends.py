@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
-from lpkit.techniques.attention import KINDS, Rule
+from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
 from lpkit.techniques.operation import FP32, POSITIONS, Hold, Kind, MicroBatch, Op, Pairs, linear
 
 BLOCKED_CONTEXT = 1024      # tokens, of full attention in 16 bits on a CPU
@@ -53,16 +53,19 @@ class Backend(Kind):
 
     assumed:  predictions may take it for `auto`; others have to be verified and raced first.
     rounding: of what it casts to fewer bits by design, relative; such a one is used by name alone.
+    partial:  a `contracts.Partial`, by which parts of the keys can be combined; "": it has none.
     """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
     assumed: bool = True
     rounding: float = 0.0
+    partial: str = ""
 
 
 HALF = ("bfloat16", "float16")
-WORDS = {"window": "windows", "global_tokens": "global tokens", "blocks": "sparse blocks",
-         "documents": "documents", "soft_cap": "cap on scores", "sinks": "sinks"}
+WORDS = {"causal": "attention to keys to come", "window": "windows",
+         "global_tokens": "global tokens", "blocks": "sparse blocks", "documents": "documents",
+         "soft_cap": "cap on scores", "sinks": "sinks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +155,12 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
 def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
     What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
-    m, views, masked = s.model, _given(s), s.rule != Rule()
+    m, views, masked = s.model, _given(s), s.rule not in (Rule(), EVERY_KEY)
     sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
                       out=grads, saves_result=True,
-                      pairs_share=1.0 if masked else (m.T + 1) / (2 * m.T),
+                      pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
                       backward_pairs=2.5,       # scores once more
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
@@ -174,7 +177,7 @@ def tiled(s: MicroBatch) -> Op:
     summed = 2 * s.tokens * m.G * m.E * FP32 if s.compute_bytes < FP32 else 0
     rule = m.attention.rule(T)
     pairs = sum((min(first + TILE, T) - first) * (end - begin) for first in range(0, T, TILE)
-                for begin, end in rule.spans(first, min(first + TILE, T)))
+                for begin, end in rule.spans(first, min(first + TILE, T), T))
     return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, out=grads,
                       work=grads + summed + at_work, saves_result=True,
                       pairs_share=pairs / T**2, backward_pairs=2.5,
@@ -188,7 +191,7 @@ def flash(s: MicroBatch) -> Op:
     (queries, keys), pairs = FLASH_TILE, 0
     for first in range(0, T, queries):
         last, until = min(first + queries, T), 0
-        for begin, end in rule.spans(first, last):
+        for begin, end in rule.spans(first, last, T):
             begin, end = max(until, begin - begin % keys), min(-(-end // keys) * keys, T)
             pairs += (last - first) * max(0, end - begin)
             until = max(until, end)
@@ -219,8 +222,8 @@ def plain(s: MicroBatch) -> Op:
 @functools.lru_cache(maxsize=64)
 def query_blocks(rule: Rule, T: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
     """Queries from first to last - 1, and the spans of keys that they meet."""
-    starts = range(0, T, QUERY_BLOCK)
-    return [(i, min(i + QUERY_BLOCK, T), rule.spans(i, min(i + QUERY_BLOCK, T))) for i in starts]
+    blocks = [(i, min(i + QUERY_BLOCK, T)) for i in range(0, T, QUERY_BLOCK)]
+    return [(first, last, rule.spans(first, last, T)) for first, last in blocks]
 
 
 def masked(rule: Rule, first: int, last: int, spans: list[tuple[int, int]],
@@ -462,6 +465,8 @@ def _no_scores_changed(asked: Attending) -> str:
 
 
 def _needs_a_gpu(asked: Attending) -> str:
+    if not asked.rule.causal:
+        return "sees no keys to come; plain does"
     if asked.device == "cpu" and not asked.interpreter:
         return "needs a GPU, or TRITON_INTERPRET=1; plain can"
     if asked.capability and asked.capability < AMPERE:      # 64 KB a program, and it takes 96
@@ -474,9 +479,11 @@ def _needs_a_gpu(asked: Attending) -> str:
 MASKS = ("window", "global_tokens", "blocks", "documents")
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=plain,
-                     implementation="lpkit.nn.attention:plain"),
+                     implementation="lpkit.nn.attention:plain",
+                     partial="lpkit.nn.attention:plain_partial"),
     "tiled": Backend(why="tiles of queries and keys, in PyTorch: FlashAttention, to be read",
                      operations=tiled, implementation="lpkit.nn.attention:tiled",
+                     partial="lpkit.nn.attention:tiled_partial",
                      source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     "blocked": Backend(why="blocks of queries, in 16 bits where they are", operations=blocked,
                        implementation="lpkit.nn.attention:blocked"),
@@ -561,7 +568,7 @@ def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any
         if problem := why_not(asked, given):
             raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
-    if device == "cpu" and given.rule not in (None, Rule()):
+    if device == "cpu" and given.rule not in (None, Rule(), EVERY_KEY):
         return "blocked", f"it skips what {model.attention.name} attention leaves out"
     if given.rule != Rule():
         able = [name for name, row in ATTENTION.items()

@@ -8,7 +8,9 @@ those that a later block sees. A kind that keeps a state instead names another c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from lpkit.errors import ConfigError
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.row import Row
 
@@ -62,6 +64,15 @@ class Slots:
         if place < self.first:
             return place
         return self.first + (place - self.first) % (self.count - self.first)
+
+
+def refuse_keys_to_come(model: Any) -> None:
+    """Raises ConfigError for attention that is not causal: nothing of the past stays as it was."""
+    rule = model.attention.rule(model.T)
+    if rule is not None and not rule.causal:
+        raise ConfigError(f"model.attention={model.attention.name} sees tokens to come, so that a "
+                          f"new one changes all before it, and nothing can be generated or cached; "
+                          f"ask Training.logits about whole texts, or train a causal kind")
 
 
 def slots(rule: Rule, tokens: int) -> Slots:

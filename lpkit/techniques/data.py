@@ -64,10 +64,12 @@ class Recall(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
-    """`gives_ids`: its batches say which document a token is of. `evaluation`: the row by which a
+    """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
+    the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
     run's validation data are read."""
 
     gives_ids: bool = False
+    hides: bool = False
     evaluation: str = "spread-windows"
 
 
@@ -109,6 +111,11 @@ SIZES: dict[str, Sizes] = {
 def cannot_train(model: Any, policy: Settings) -> str:
     """Why a model cannot be trained by a policy, and the way out; empty: it can."""
     kind, row = model.attention.name, POLICIES[policy.name]
+    rule = model.attention.rule(model.T)
+    if not (row.hides or rule is None or rule.causal):
+        return (f"model.attention={kind} sees tokens to come, and with data.policy={policy.name} "
+                f"these are what it is asked for; name a policy that hides its targets, or a "
+                f"causal kind")
     if KINDS[kind].reads_ids and not row.gives_ids:
         others = [name for name, other in POLICIES.items() if other.gives_ids]
         return (f"model.attention={kind} reads which document a token is of, and "

@@ -67,6 +67,8 @@ class Op:
     backward: tuple[Hold, ...] = ()         # in order; a Linear's own is in lpkit.predict.walk
     in_stream: bool = False                 # works on the residual stream, whole in its width
     trained: bool = True                    # its parameters have gradients and optimizer states
+    tokens_share: float = 1.0               # of the tokens, what it sees, on average
+    density: float = 1.0                    # of its matrix, what is not zero
 
     @functools.cached_property
     def weights(self) -> int:
@@ -77,6 +79,17 @@ class Op:
     def frozen(self) -> "Op":
         """The same without gradients of its parameters; a Linear then saves no input."""
         return replace(self, trained=False, saved_bytes=0 if self.matmul else self.saved_bytes)
+
+    def seeing(self, *shares: float) -> "Op":
+        """The same where blocks see these shares of the tokens. It has their average, since a model
+        is a sum over its blocks; pairs of tokens go with the squares."""
+        share, squares = (sum(part**power for part in shares) / len(shares) for power in (1, 2))
+        backward = tuple(Hold(nbytes=share * hold.nbytes, frees=hold.frees,
+                              grows=share * hold.grows) for hold in self.backward)
+        return replace(self, tokens_share=share * self.tokens_share, backward=backward,
+                       saved_bytes=share * self.saved_bytes, moved_bytes=share * self.moved_bytes,
+                       result_bytes=share * self.result_bytes,
+                       pairs=tuple(replace(one, M=squares * one.M) for one in self.pairs))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:

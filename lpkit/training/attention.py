@@ -26,7 +26,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
-from lpkit.techniques.attention import Rule
+from lpkit.techniques.attention import EVERY_KEY, Rule
 from lpkit.techniques.attention_backends import (
     ATTENTION,
     Attending,
@@ -177,10 +177,10 @@ def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = Fal
         return ""
     q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
     mask = None
-    if rule != Rule():
+    if rule not in (Rule(), EVERY_KEY):
         places = torch.arange(q.shape[2], device=device)
         mask = sees(rule, places, places, documents)
-    kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None,
+    kernel = SDPBackend(torch._fused_sdp_choice(q, k, v, mask, 0.0, rule == Rule(),
                                                 enable_gqa=m.G != m.H))
     name = kernel.name.lower().removesuffix("_attention")
     if refuse and kernel == SDPBackend.MATH:

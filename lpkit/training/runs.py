@@ -40,7 +40,7 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 # What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
 # the order in which ranks add up.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-              "precision.telemetry_every", "imports", "start.run"}
+              "precision.telemetry_every", "imports", "start.run", "data.scores"}
 # Settings that runs begun by an older lpkit did not have, and what says that nothing was asked for.
 LATER = {"model.changes": (), "start.map": (), "objective": "next-token", "sizes": "constant"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
@@ -270,9 +270,9 @@ def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
              model_version: int = nn.VERSION, born: str | None = None,
              start: str = "") -> dict[str, Any]:
     """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
-    of the training and the validation tokens. `born`: drawn at the run's birth, which tells it from
-    another of the same numbers; None: an older lpkit drew none. `start`: the SHA-256 of the weights
-    that it began from; empty: it began from none."""
+    of the training and the validation tokens, and of scores. `born`: drawn at the run's birth,
+    which tells it from another of the same numbers; None: an older lpkit drew none. `start`: the
+    SHA-256 of the weights that it began from; empty: it began from none."""
     settings = {key: one for key, one in flat(config).items()
                 if key not in MAY_CHANGE and (key not in LATER or one != LATER[key])}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),

@@ -14,7 +14,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
-from lpkit.techniques.caches import CACHES
+from lpkit.techniques.caches import CACHES, refuse_keys_to_come
 from lpkit.techniques.layouts import Layout
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
@@ -38,6 +38,7 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     """
     run = run if isinstance(run, Run) else Run.open(run)
     pick(CACHES, cache, "cache")        # before minutes of loading
+    refuse_keys_to_come(run.config.model)
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
     texts = [prompt] if isinstance(prompt, str) else prompt

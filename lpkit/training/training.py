@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.datasets import prepare
-from lpkit.datasets.policies import Ramped
+from lpkit.datasets.policies import Ramped, scored
+from lpkit.files import sha256
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
@@ -59,10 +61,12 @@ class RandomTokens(DataPolicy):
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
         shape = config.micro_batch * config.micro_batches, config.model.context
         self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
+        names = ["scores"] if config.data.scores else []
+        self.extra = lambda: {name: torch.rand(shape, device=device) for name in names}
 
     @cached_property
     def drawn(self) -> Batch:
-        return Batch(self.draw(), self.draw())
+        return Batch(self.draw(), self.draw(), extra=self.extra())
 
     def batch(self, step: int) -> Batch:
         return self.drawn
@@ -123,6 +127,9 @@ class Training:
             asked = config.data.policy
             batch = config.global_batch
             data = _policy(config, asked, files.train, batch, config.seed)
+            if scores := config.data.scores:
+                data = scored(data, scores, len(files.train))
+                tokens["scores"] = sha256(Path(scores))
             if SIZES[config.sizes.name].at:
                 data = Ramped(data, batch, config.sizes_at)
             data = Share(data, ranks, batch, config.sizes_at)
