@@ -298,7 +298,7 @@ def hardware(name: str) -> list[str]:
     lines = []
     for backend in BACKENDS:
         native = [machine for machine in matrix.CAPABILITY for cell in matrix.by_rule(machine)
-                  if (cell.recipe, cell.backend, cell.feature, cell.status) == (name, backend, "forward", "native")]
+                  if (cell.recipe, cell.backend, cell.status) == (name, backend, "native")]
         rest = [machine for machine in matrix.CAPABILITY if machine not in native]
         if native:
             titles = [CATALOGUE[machine].title if machine in CATALOGUE else "any CPU" for machine in native]
