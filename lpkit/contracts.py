@@ -172,6 +172,18 @@ class Tokenizer(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
+class RunAccount(Protocol):
+    """What formulas say of a run that goes on (`lpkit.training.formulas`)."""
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """The share of the peak FLOP/s that the model's own FLOPs are."""
+        ...
+
+    def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
+        """What the summary says of a run whose memory ended by `error`, and a "sentence"."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """One line of metrics.jsonl. Steps count from 1; `tokens` is the total so far."""

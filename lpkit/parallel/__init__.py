@@ -5,8 +5,3 @@ and ends them.
     shell:  lpkit train cpu-3m --processes 2
             torchrun --nproc-per-node 2 -m lpkit train cpu-3m --set parallel.data=2
 """
-
-from lpkit.parallel.launch import launch
-from lpkit.parallel.processes import WarmParent
-
-__all__ = ["WarmParent", "launch"]

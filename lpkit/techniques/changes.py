@@ -8,3 +8,6 @@ from lpkit.techniques.row import Row
 
 MODEL_TRANSFORMS: dict[str, Row] = {}
 GOVERNORS: dict[str, Row] = {}
+# f(training, path, every=precision.telemetry_every): it watches updates and changes nothing
+TELEMETRY = Row(why="what number formats do to the tensors of a run",
+                implementation="lpkit.measure.telemetry:attach")

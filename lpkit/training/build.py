@@ -1,7 +1,6 @@
 """From the names in a Config to implementations: what a run uses here, and the model it trains."""
 
 import datetime
-import gc
 import platform
 import shlex
 import sys
@@ -30,7 +29,6 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
-from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
@@ -263,27 +261,6 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
-
-
-def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
-    """An update as `decisions` have it, in what the device has left, which on a CPU `processes`
-    share. Under 2 ms."""
-    used = {key: choice.used for key, choice in decisions.choices.items()}
-    config = config.replace({
-        "precision.recipe": used["precision"], "system.attention": used["attention"],
-        "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
-    return fit(config, hardware.room(decisions.device, processes), compiled=used["compile"] != OFF)
-
-
-def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
-    """By formula, before anything is allocated. Raises ConfigError with what would fit."""
-    if not fit_here(config, decisions, processes).refused:
-        return
-    gc.collect()        # a model that nobody holds may still be there, in a cycle
-    asked = fit_here(config, decisions, processes)
-    if asked.refused:
-        on = decisions.device
-        raise ConfigError(asked.sentence(hardware.memory_bytes(on), hardware.others_bytes(on)))
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:

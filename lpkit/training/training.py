@@ -42,9 +42,9 @@ from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
 from lpkit.training.ahead import prefetched
-from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.checkpoint import EVALUATED, evaluated_weights
+from lpkit.training.control import GivenUp
 from lpkit.training.runs import RunFailedError
 from lpkit.training.start import Start
 from lpkit.training.steps import Executor, LossScaler, Phases
@@ -116,7 +116,6 @@ class Training:
         decisions = decisions or build.decide(config, before=before, ranks=ranks)
         val, tokenizer, tokens = data, {}, {}
         if data is None:
-            build.refuse_what_cannot_fit(config, decisions, ranks.local_world)
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}

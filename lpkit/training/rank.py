@@ -13,10 +13,11 @@ from lpkit.contracts import StepRecord
 from lpkit.parallel.processes import MEETING, Place
 from lpkit.parallel.ranks import joined
 from lpkit.techniques import outside
-from lpkit.training.background import Control, built
-from lpkit.training.exhausted import said
+from lpkit.training.control import Control
+from lpkit.training.formulas import Account, said
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers
+from lpkit.training.trainer import built
 
 
 class Asked(Control):
@@ -58,7 +59,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
             place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
         fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
-            control=Asked(place))
+            control=Asked(place), account=Account(training))
 
 
 @contextmanager
