@@ -20,7 +20,7 @@ from lpkit.config import Config
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
-from lpkit.parallel.ranks import here
+from lpkit.parallel.meeting import here
 from lpkit.predict import evidence, memory, predict
 from lpkit.predict.ledger import LOW_HEAD, OFFLOADED, PADDED
 from lpkit.predict.plan import plan

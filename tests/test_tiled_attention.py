@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import measure
 from lpkit.config import ModelConfig
-from lpkit.nn.attention import backend, tiled
+from lpkit.kernels.tiled_attention import tiled
+from lpkit.nn.attention import backend
 from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset

@@ -27,8 +27,9 @@ from lpkit.kernels.choose import choose
 from lpkit.measure import ranks as doctor_ranks
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place
-from lpkit.parallel.ranks import Share, joined
+from lpkit.parallel.ranks import Share
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint

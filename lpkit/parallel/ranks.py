@@ -7,16 +7,11 @@ they meet is in `lpkit.parallel.meeting`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import lpkit
 from lpkit import records
-from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, packed, unpacked
-from lpkit.parallel.meeting import BACKENDS, meeting
-from lpkit.parallel.processes import told
-from lpkit.techniques.layouts import TRAINED, Layout, refuse_untrainable, wrong_world
+from lpkit.techniques.layouts import TRAINED, Layout
 
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -181,65 +172,3 @@ class Share(DataPolicy):
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
     """Of the process group. `device`: its type."""
     return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
-
-
-@contextmanager
-def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
-           init_method: str = "env://") -> Iterator[Ranks]:
-    """Make the process group, and leave it at the end.
-
-    Raises ConfigError when the config's layout is of another number of devices, when there are not
-    as many GPUs or the first rank cannot be reached, and when ranks have other settings, code or
-    versions than the first.
-    """
-    layout, device = config.parallel, device_type(config)
-    refuse_untrainable(config)
-    if layout.devices != world:
-        raise ConfigError(f"{world} processes were started; {wrong_world(config, layout, world)}")
-    if device == "cuda":
-        if local_world > (count := torch.cuda.device_count()):
-            raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
-                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
-        if not dist.is_nccl_available():
-            raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
-                              "system.device=cpu, or a build that has it")
-        torch.cuda.set_device(local_rank)
-    try:
-        with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
-                     init_method=init_method) as prove:
-            mesh = mesh_of(layout, device)
-            for axis in TRAINED:
-                prove(axis, mesh.get_group(axis))
-        ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh)
-        ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
-                                  "PyTorch": torch.__version__})
-        yield ranks
-    finally:
-        if distributed():
-            dist.destroy_process_group()
-
-
-def _code() -> str:
-    """The SHA-256 of this package's files."""
-    files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def device_type(config: Config) -> str:
-    asked = config.system.device.partition(":")[0]
-    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def here(config: Config) -> Iterator[Ranks]:
-    """As torchrun or `accelerate launch` have said in the environment; else alone.
-
-    Raises ConfigError when the config asks for several processes and this is one.
-    """
-    said = told(config)
-    if said["world"] == 1:
-        yield Ranks()
-        return
-    with joined(config, **said) as ranks:
-        yield ranks

@@ -10,8 +10,8 @@ from typing import Any
 
 from lpkit.config import Config
 from lpkit.contracts import StepRecord
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import MEETING, Place
-from lpkit.parallel.ranks import joined
 from lpkit.techniques import outside
 from lpkit.training.control import Control
 from lpkit.training.formulas import Account, said

@@ -10,7 +10,8 @@ The parts, in the order of reading: `build` decides and makes the model, `traini
 from pathlib import Path
 
 from lpkit.config import Config
-from lpkit.parallel.ranks import Ranks, here
+from lpkit.parallel.meeting import here
+from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.changes import TELEMETRY
 from lpkit.training.build import decide
 from lpkit.training.control import Control, signals_stop
