@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels import cross_entropy
 from lpkit.kernels.choose import candidates, choose, version
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.kernels import KERNELS, asked_of, by_name
@@ -29,7 +28,6 @@ from lpkit.techniques.kernels import KERNELS, asked_of, by_name
 OF_KERNEL = "kernel:"       # before its name, among a run's choices
 FEW = 256                   # tokens: a definition in float64 holds 50 times what it is given
 LOSS, LOGITS = "cross-entropy", 32      # the kernel of a loss in pieces, and tokens of it
-OFFERED = {LOSS: cross_entropy.OFFERED}     # in place of a kernel's candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +129,8 @@ def _of_loss(logits: Tensor) -> list[tuple]:
 
 
 def _offered(name: str) -> Mapping[str, Callable[..., Any]]:
-    return OFFERED.get(name) or candidates(KERNELS[name].load())
+    kernel = KERNELS[name].load()
+    return kernel.offered or candidates(kernel)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lpkit.config import Config, MemoryConfig
-from lpkit.datasets import tokenizer_from_dict
+from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.kv_cache import Cache, new_cache

@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
-from lpkit.datasets import prepare
 from lpkit.datasets.policies import Ramped
+from lpkit.datasets.prepared import prepare
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
