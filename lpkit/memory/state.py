@@ -1,5 +1,5 @@
-"""Where the optimizer's state is stored between updates (Ren et al. 2021, ZeRO-Offload,
-https://arxiv.org/abs/2101.06840).
+"""The optimizer's state is stored between updates on the device, on the host or on a disk (Ren et
+al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840).
 
 The update itself runs on the device, on the same float32 numbers, so only the time changes: state
 is fetched a parameter at a time, the next one's while one is updated, and written back.

@@ -63,7 +63,7 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
 
 @dataclass(frozen=True)
 class Rule:
-    """What updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
+    """The rule that updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
 
     row: Optimizer
     settings: OptimizerSettings
@@ -126,14 +126,14 @@ class Stepper(torch.optim.Optimizer):
             self.placement.write_back(tensors, used)
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
-        """Whether a tensor of the state of p has the rows of p; else it is whole on every rank."""
+        """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
                        and slot.shape(self.told[p].shape) is not None
                        for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
-        """What evaluation reads in place of p; None: p itself."""
+        """Returns what evaluation reads in place of p; None: p itself."""
         rule = self.rule_of[p]
         if not (rule.row.evaluated and self.state[p]):
             return None

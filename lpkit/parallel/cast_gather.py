@@ -33,7 +33,8 @@ from lpkit.techniques.recipes import ALL, untiled
 
 
 class CastGather:
-    """Of the weight of one layer, of which this rank has `rows`, and no rank more than `most`."""
+    """Gathers the weight of one layer as FP8; this rank owns `rows` of it, and no rank more than
+    `most`."""
 
     def __init__(self, layer: ScaledLinear, rows: nn.Parameter, most: int):
         self.layer, self.rows, self.padding = layer, rows, most - len(rows)
@@ -93,7 +94,7 @@ class CastGather:
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
 
     def _take(self, scale: Tensor) -> None:
-        """For backward these are the numbers of forward again, and autograd need not know."""
+        """Copies a scale unseen by autograd: for backward its numbers are those of forward again."""
         with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
             self.layer.gathered.scale.copy_(scale)
 

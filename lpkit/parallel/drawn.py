@@ -37,7 +37,7 @@ class Drawn(TorchDispatchMode):
         self.whole: Tensor | None = None
 
     def shape_of(self, p: nn.Parameter | None) -> nn.Parameter | None:
-        """What stands for it; None: itself."""
+        """Returns what stands for it; None: itself."""
         if p is None or p in self.rows or not p.ndim:
             return None
         some = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
@@ -71,7 +71,7 @@ class Drawn(TorchDispatchMode):
         self.at_work, self.whole = p, torch.full(p.shape, math.nan, dtype=p.dtype)
 
     def finish(self) -> None:
-        """What is at work is done."""
+        """Keeps this rank's rows of the parameter that is being drawn."""
         if self.at_work is not None:
             self._keep(self.at_work, self.whole)
             self.at_work = self.whole = None
@@ -79,8 +79,8 @@ class Drawn(TorchDispatchMode):
 
 @contextmanager
 def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[Drawn]:
-    """Around what makes a model and initialises it, in this thread. `cut`: the rows of a whole
-    parameter that are this rank's."""
+    """A context around what makes a model and initialises it, in this thread. `cut`: the rows of a
+    whole parameter that are this rank's."""
     drawn, here = Drawn(cut, device), threading.get_ident()
 
     def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:

@@ -94,7 +94,8 @@ class Scatter(DefaultReduceScatter):
 
 
 def gathered(model: nn.Module) -> Iterator[Tensor]:
-    """What whole parameters are gathered into; without memory between reshard and unshard."""
+    """The buffer that whole parameters are gathered into; it has no memory between reshard and
+    unshard."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:

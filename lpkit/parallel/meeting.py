@@ -1,4 +1,4 @@
-"""How ranks meet, and how each knows that the others are those that were started with it.
+"""Ranks meet here, and each makes sure that the others are those that were started with it.
 
 gloo connects ranks by TCP, and takes whoever connects first for the rank that it waits for: another
 user of the machine reads in /proc/net/tcp where a rank listens. So
@@ -113,7 +113,7 @@ def device_type(config: Config) -> str:
 
 @contextmanager
 def here(config: Config) -> Iterator[Ranks]:
-    """As torchrun or `accelerate launch` have said in the environment; else alone.
+    """Joins as torchrun or `accelerate launch` have said in the environment; else it is alone.
 
     Raises ConfigError when the config asks for several processes and this is one.
     """
@@ -161,14 +161,14 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
 
 
 def meet(backend: str, **place: int | str) -> None:
-    """As `meeting`, for one group alone."""
+    """Meets as `meeting` does, for one group alone."""
     with meeting(backend, **place):
         pass
 
 
 def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
-    """Where ranks find one another, once all are there and the first has left the secret. Raises
-    ConfigError."""
+    """Returns the store in which ranks find one another, once all are there and the first has left
+    the secret. Raises ConfigError."""
     try:
         store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
         if here and not isinstance(store, dist.FileStore):
@@ -222,7 +222,8 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _said_plainly(rank: int) -> Iterator[None]:
-    """Where a connection closes, or brings no proof in time, gloo says so in words of its own."""
+    """Says in our words what gloo says in its own where a connection closes, or brings no proof in
+    time."""
     try:
         yield
     except RuntimeError as error:

@@ -60,7 +60,7 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, t: Tensor) -> Tensor:
-        """Of a tensor that each has."""
+        """Returns the mean of a tensor that each has."""
         if self.mesh is None:
             return t
         total = t.detach().clone()
@@ -69,14 +69,14 @@ class Ranks:
         return total / self.world
 
     def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Of what all (of `group`) have, number by number, in place."""
+        """Takes the largest of what all (of `group`) have, number by number, in place."""
         if self.mesh is not None:
             with self.waits:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def told(self, number: int) -> int:
-        """What the first process says; by the host, no device is waited for."""
+        """Returns what the first process says; by the host, so that no device is waited for."""
         if self.mesh is None:
             return number
         said = torch.tensor([number])
@@ -92,11 +92,11 @@ class Ranks:
         return _said(None)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """As the function `by_first`; alone, `work` is done here."""
+        """Does as the function `by_first`; alone, `work` is done here."""
         return work() if self.mesh is None else by_first(work)
 
     def agreed(self, what: Any) -> Any:
-        """What the first process has."""
+        """Returns what the first process has."""
         return what if self.mesh is None else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Ranks:
 
 
 def by_first(work: Callable, *args: Any) -> Any:
-    """What `work(*args)` returned, or raised, on rank 0 of the process group, on all of it. It
+    """Returns, or raises, on all ranks what `work(*args)` did on rank 0 of the process group. It
     becomes JSON: a path is text, and a tuple a list."""
     if not distributed():
         return work(*args)
@@ -131,12 +131,13 @@ def by_first(work: Callable, *args: Any) -> Any:
 
 
 def everybodys(what: Any) -> list[Any]:
-    """What each rank of the process group has, on all of them. It becomes JSON."""
+    """Returns what each rank of the process group has, on all of them. It becomes JSON."""
     return [_said(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
 
 
 def _said(what: Any, by: int = 0) -> Any:
-    """What rank `by` of the process group has. Bytes of JSON travel, and nothing is unpickled."""
+    """Returns what rank `by` of the process group has. Bytes of JSON travel, and nothing is
+    unpickled."""
     mine = dist.get_rank() == by
     text = bytearray(json.dumps(what, default=os.fspath).encode() if mine else b"")
     size = torch.tensor([len(text)])
@@ -153,7 +154,7 @@ def distributed() -> bool:
 
 
 class Share(DataPolicy):
-    """Of each batch of `policy`, which has so many sequences, those of one rank."""
+    """One rank's sequences of each batch of `policy`, which has so many."""
 
     def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
                  sizes: Callable[[int], tuple[int, int]] | None = None):
@@ -170,5 +171,5 @@ class Share(DataPolicy):
 
 
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
-    """Of the process group. `device`: its type."""
+    """Makes the mesh of the process group. `device`: its type."""
     return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)

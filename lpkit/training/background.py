@@ -65,8 +65,9 @@ def refuse(config: Config, path: Path, resume: bool) -> None:
 
 @contextmanager
 def _let_go() -> Iterator[None]:
-    """What is raised keeps the lines of its traceback and not the variables: who keeps the error (a
-    handle, a notebook's `sys.last_exc`) would keep the model, and what its update had made."""
+    """An error that leaves this block keeps the lines of its traceback, not the variables: who
+    keeps the error (a handle, a notebook's `sys.last_exc`) would keep the model, and what its
+    update had made."""
     try:
         yield
     except BaseException as error:
@@ -124,7 +125,8 @@ class Background:
         self._control.go_on.set()
 
     def stop(self) -> None:
-        """At the next micro-batch, in an evaluation at its next batch; keeps a checkpoint."""
+        """Stops at the next micro-batch, in an evaluation at its next batch, and keeps a
+        checkpoint."""
         self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:

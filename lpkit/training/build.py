@@ -1,4 +1,5 @@
-"""From the names in a Config to implementations: what a run uses here, and the model it trains."""
+"""Names in a Config become implementations: `decide` says what a run uses here, `build_model` makes
+the model that it trains."""
 
 import datetime
 import platform
@@ -84,7 +85,7 @@ def choose_recipe(asked: Settings, device: torch.device, before: str | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What a run will use, before anything is allocated."""
+    """A run's choices, made before anything is allocated."""
 
     device: torch.device
     recipe: Recipe
@@ -204,7 +205,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
-    """Of the model that `build_model` made, by the kernel among its choices."""
+    """Builds the loss of the model that `build_model` made, by the kernel among its choices."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
     loss = row.load()(m.cross_entropy, decisions.autocast)
@@ -216,7 +217,7 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
 
 
 def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss) -> Loss:
-    """What updates make smaller: the loss of evaluation, unless the config names another."""
+    """Builds what updates make smaller: the loss of evaluation, unless the config names another."""
     row = OBJECTIVES[config.objective.name]
     if not row.implementation:
         return next_token
@@ -257,14 +258,14 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
-    """In the order of the stages, whatever the order given."""
+    """Applies transforms in the order of their stages, whatever the order given."""
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
 
 
 def environment(decisions: Decisions) -> dict[str, Any]:
-    """Where a number comes from."""
+    """Records where a run's numbers come from: versions, device, choices."""
     device = decisions.device
     gpu = device.type == "cuda"
     return {

@@ -40,7 +40,7 @@ class Control:
 
     @contextmanager
     def breaking(self, may: bool) -> Iterator[None]:
-        """Within, a signal raises GivenUp, if it `may`. Where a destructor was under way it is lost,
+        """A signal raises GivenUp within, if it `may`. Where a destructor was under way it is lost,
         and Python would print its traceback; the run then stops at the next micro-batch."""
         before = sys.unraisablehook
 

@@ -1,5 +1,5 @@
-"""What formulas say of a run: whether it fits, before anything is allocated; its MFU, at its end;
-and, where memory ended in spite of them, what was held, what was predicted and what would fit.
+"""Formulas say of a run whether it fits, before anything is allocated; its MFU, at its end; and,
+where memory ended in spite of them, what was held, what was predicted and what would fit.
 
 The loop is handed an `Account` and knows no formula: it trains without one, too.
 """
@@ -42,7 +42,7 @@ def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
 
 
 def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
-    """By formula, before anything is allocated. Raises ConfigError with what would fit."""
+    """Refuses by formula, before anything is allocated. Raises ConfigError with what would fit."""
     if not fit_here(config, decisions, processes).refused:
         return
     gc.collect()        # a model that nobody holds may still be there, in a cycle
@@ -79,13 +79,13 @@ class Account(RunAccount):
                 "gradients": self._bytes(p.grad for p in weights if p.grad is not None)}
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """On the device, of a storage once."""
+        """Counts bytes on the device, each storage once."""
         here = [local(t).untyped_storage() for t in tensors
                 if t.device.type == self.training.device.type]
         return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
 
     def mfu(self, tokens_per_second: float) -> float:
-        """Of the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
+        """Divides by the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
         training = self.training
         dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
         peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
@@ -108,7 +108,8 @@ class Account(RunAccount):
 
 
 def _tighter(asked: Fit, held_bytes: int) -> Fit:
-    """In the memory that there was: what would fit there, and takes less than what did not."""
+    """Returns `asked` in the memory that there was: ways then fit there, and take less than what
+    did not."""
     there = min(asked.on.memory_bytes + held_bytes, asked.peak_bytes)
     return replace(asked, on=replace(asked.on, memory_bytes=there))
 

@@ -80,12 +80,12 @@ class Launched(Background):
         self._processes.resume()
 
     def stop(self, by: str = "stop") -> None:
-        """As Background's."""
+        """Stops as Background does."""
         self._control.stop(by)
         self._processes.stop(by)
 
     def kill(self) -> None:
-        """At once, without a checkpoint."""
+        """Ends it at once, without a checkpoint."""
         self._processes.kill()
 
     def result(self) -> Run:

@@ -93,8 +93,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
 
 
 def _follow(training: Training, run: Run, observers: Observers, account: RunAccount | None) -> Run:
-    """What the other ranks do: the same updates, and their part of each checkpoint. They write
-    nothing else, and stop when the first one does. Raises RunFailedError, as `fit`."""
+    """The other ranks make the same updates, and their part of each checkpoint. They write nothing
+    else, and stop when the first one does. Raises RunFailedError, as `fit`."""
     hardware.reset_peak(training.device)
     reached = 0
     try:
@@ -149,7 +149,7 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
 
 def _without_memory(error: BaseException, account: RunAccount, step: int, run: Run
                     ) -> dict[str, Any]:
-    """What the summary then says."""
+    """Returns what the summary says of a run whose memory ended."""
     report = account.report(error, _last_checkpoint(run))
     said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
             f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
@@ -244,7 +244,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
 
 def _evaluated(record: StepRecord, training: Training, control: Control
                ) -> tuple[StepRecord, bool]:
-    """And whether the evaluation was given up."""
+    """Returns the record with its evaluation, and whether that was given up."""
     try:
         with control.breaking(training.ranks.world == 1):   # ranks must give up the same thing
             loss = training.evaluate(phases=partial(_heeding, training, control))
@@ -256,7 +256,7 @@ def _evaluated(record: StepRecord, training: Training, control: Control
 # A frame that an error keeps is cleared, but not what a function closes over.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """Before each part all ranks hear whether to give up."""
+    """All ranks hear before each part whether to give up."""
     if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
         raise GivenUp
     yield
@@ -270,7 +270,7 @@ def _stopped(training: Training, control: Control) -> bool:
 
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
-    """Those whose numbers are there; all but `at_most` are waited for."""
+    """Yields records whose numbers are there, and waits for all but `at_most`."""
     while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
         yield waiting.popleft().record(training)
 
@@ -374,7 +374,8 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
-    """Of this call, evaluation and checkpoints included. A counter that went round says nothing."""
+    """Returns the energy of this call, evaluation and checkpoints included. A counter that went
+    round says nothing."""
     known = before and after and after[0] >= before[0]
     return {"energy_wh": (after[0] - before[0]) / 3600 if known else None,
             "energy_source": after[1] if known else None}

@@ -1,4 +1,4 @@
-"""What each rank of a launched run does: it trains, notes how far it is, and tells what it met."""
+"""Each rank of a launched run trains, notes how far it is, and tells what it met."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Asked(Control):
 
 
 def train(place: Place, told: dict[str, Any]) -> None:
-    """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
+    """Trains as `told` says: the config as a dict, `out`, the run folder, and `resume`."""
     outside.load(told["config"]["imports"])     # as who launched it did
     config = Config.from_dict(told["config"])
     place.at(0, MEETING)
@@ -70,7 +70,7 @@ def _noted(place: Place, step: int) -> Iterator[None]:
 
 
 def _share(record: StepRecord) -> float | None:
-    """Of the time of a step, what this rank waited for messages; None on a GPU, whose host does
-    not."""
+    """Returns the share of a step's time in which this rank waited for messages; None on a GPU,
+    whose host does not wait."""
     waited = record.extra.get("waited_seconds")
     return None if waited is None else waited / record.step_seconds

@@ -88,8 +88,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
 
 
 def cast_once(training: Training) -> Training:
-    """With the weights of its Linears in the dtype that autocast would give them for each token
-    anew, as it keeps no cast of what has no gradient. The same numbers."""
+    """Casts the weights of its Linears once, to the dtype that autocast would give them for each
+    token anew, as it keeps no cast of what has no gradient. The numbers are the same."""
     dtype = compute_dtype(training.decisions.recipe)
     for module in training.model.modules() if dtype else ():
         if type(module) in (nn.Linear, WideLinear):
@@ -126,8 +126,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
 
 
 def _read(training: Training, ids: list[int], cache: Cache) -> None:
-    """Of one sequence all but the last token: of more than the context, as many as it holds, or
-    where it cannot go on its half."""
+    """Reads all but the last token of one sequence: of more than the context, as many as it holds,
+    or where it cannot go on its half."""
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids

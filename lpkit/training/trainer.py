@@ -1,4 +1,4 @@
-"""From a Config to a Run: decide what this machine uses, refuse what cannot fit, build, train.
+"""A Config becomes a Run: decide what this machine uses, refuse what cannot fit, build, train.
 
     run = train_here(config, path, resume, observers, control)      in this process
     training = built(config, path, resume, ranks)                   the first half of it

@@ -70,7 +70,7 @@ class RandomTokens(DataPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update says about itself. The losses are tensors: nobody waits for the GPU."""
+    """An update's own account. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
     grad_norm: Tensor       # before clipping
@@ -179,7 +179,7 @@ class Training:
         return self.sharding.ranks
 
     def batch(self, step: int) -> Batch:
-        """What this rank reads."""
+        """The part of a batch that this rank reads."""
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
@@ -254,8 +254,8 @@ class Training:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Within, the model has the weights that evaluation reads: those of an optimizer that
-        trains others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
+        """The model has within the weights that evaluation reads: those of an optimizer that trains
+        others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
         """
         theirs = self._evaluated()
         trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
@@ -266,7 +266,8 @@ class Training:
             self._set_owned(trained)
 
     def _evaluated(self) -> dict[str, Tensor]:
-        """What evaluation reads in place of the owned parameters of these names."""
+        """Returns the weights that evaluation reads in place of the owned parameters of these
+        names."""
         if not isinstance(self.optimizer, Stepper):
             return {}
         found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
@@ -321,12 +322,12 @@ class Training:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
     def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
-        """Whether a tensor of the optimizer's state is cut as p is."""
+        """True if a tensor of the optimizer's state is cut as p is."""
         return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
 
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
-        as a DTensor."""
+        """Makes the tensor that one of a checkpoint is read into: where this rank has rows of it,
+        those alone, as a DTensor."""
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
@@ -368,7 +369,7 @@ class Training:
         self._load(self._weights(), evaluated_weights(state), source)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Without those that are read from another run."""
+        """Returns the weights without those that are read from another run."""
         saved = _saved("model", self.model)
         return {name: t for name, t in saved.items() if name not in self.start.frozen}
 
