@@ -1,5 +1,9 @@
 """Names in a Config become implementations: `decide` says what a run uses here, `build_model` makes
-the model that it trains."""
+the model that it trains.
+
+`made` initialises the model first, by name and shape. A part with `reset(init)` then sets what it
+starts from; then come the weights of another run (`start`), and at last changes of the model.
+"""
 
 import datetime
 import platform

@@ -1,4 +1,10 @@
-"""Text from a run: one token at a time for each prompt, with a key/value cache."""
+"""Text from a run: one token at a time for each prompt, with a key/value cache.
+
+Prompts are read one by one by the run's own backend, each into its row, so that nothing is padded;
+then all rows take a step together, each at its own position. A full cache with rotary positions
+drops its oldest key and goes on; with learned positions, or a table of blocks, a row begins again
+from its newer half.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
