@@ -4,7 +4,14 @@ ways, named by `lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one d
 An optimizer is given what a rank owns, as plain tensors: whole parameters, or its rows of each. So
 every optimizer, format of moments and rounding is what it is on one device. Rows are cut as FSDP2
 cuts them, ceil(rows / ranks) to each, the last ranks have fewer or none; in a checkpoint they are
-DTensors, which any other layout can read.
+DTensors, which any other layout can read. A parameter has one name for each of its forms:
+
+    stand_in    in the model while that is made in ZeRO 2 and 3: a shape without memory (`drawn`)
+    whole       all of it, in one process; in ZeRO 2 and 3 one at a time
+    rows        this rank's rows of it, a plain tensor
+    shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
+    owned       the plain parameter over the same rows that the optimizer updates
+    gathered    a Linear's whole weight as it travels: its cast (`cast_gather`)
 
 Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 """
@@ -107,12 +114,12 @@ class CutParameter(Parameter):
         if not self.shape:
             return t
         each = -(-self.shape[0] // self.sharding.size)      # rows of most ranks; others pad
-        mine = t.new_zeros(each, *t.shape[1:])
-        mine[:len(t)] = t
-        rows = t.new_empty(each * self.sharding.size, *t.shape[1:])
+        rows = t.new_zeros(each, *t.shape[1:])
+        rows[:len(t)] = t
+        whole = t.new_empty(each * self.sharding.size, *t.shape[1:])
         with self.sharding.ranks.waits:
-            all_gather(rows, mine, group=self.sharding.group)
-        return rows[:self.shape[0]]
+            all_gather(whole, rows, group=self.sharding.group)
+        return whole[:self.shape[0]]
 
     def part(self, whole: Tensor) -> Tensor:
         return self.sharding.rows(whole) if self.shape else whole
