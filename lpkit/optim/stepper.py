@@ -14,16 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Choice, Parameter, StatePlacement
 from lpkit.errors import ConfigError
-from lpkit.optim import one_pass
 from lpkit.optim.rounding import generator, noise, to_bf16
 from lpkit.techniques import optimizers
+from lpkit.techniques.kernels import asked_of
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings
+
+if TYPE_CHECKING:   # a GPU alone has one
+    from lpkit.optim.one_pass import OnePass
 
 
 def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
@@ -68,7 +72,7 @@ class Rule:
     row: Optimizer
     settings: OptimizerSettings
     function: Callable[..., None]
-    one_pass: one_pass.OnePass | None
+    one_pass: OnePass | None
 
 
 class Stepper(torch.optim.Optimizer):
@@ -97,9 +101,12 @@ class Stepper(torch.optim.Optimizer):
             row = optimizers.find(of.name)
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
-            fast, choices = (one_pass.chosen(of.name, kernels, its, by_first) if plain
-                             else (None, {}))
-            self.choices |= choices
+            fast = None
+            on_gpu = any(p.is_cuda for p in its)
+            if plain and row.one_pass and (on_gpu or asked_of(kernels, of.name) != "auto"):
+                choose = resolve_name(row.one_pass)
+                fast, choices = choose(of.name, kernels, its, by_first)
+                self.choices |= choices
             rule = Rule(row, of, resolve_name(row.kernel or row.implementation), fast)
             self.rule_of |= dict.fromkeys(its, rule)
 
