@@ -113,11 +113,15 @@ class Batch:
         return {} if self.document_ids is None else {"documents": self.document_ids}
 
     def to(self, device: torch.device) -> Batch:
+        if self.tokens.device == device:        # all of a batch lies in one place
+            return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
         return Batch.of(there)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Micro-batches: `parts` of B / `parts` sequences each."""
+        if parts == 1:
+            return [self]
         pieces = [t.chunk(parts) for t in self.tensors]
         return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
 
