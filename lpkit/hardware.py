@@ -1,4 +1,5 @@
-"""What this machine is and can do: its memory, its best speeds, and which dtype suits it.
+"""This machine is asked what it is and can do: its memory, its best speeds, and which dtype suits
+it.
 
 Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: others may slow a
 try, none makes one faster.

@@ -31,12 +31,12 @@ add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
 
 
 def swiglu_pytorch(x: Tensor) -> Tensor:
-    """In two operations, each rounded to x's dtype."""
+    """Computes in two operations, each rounded to x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the dtype of the angles, which under autocast is wider than x's."""
+    """Computes in the dtype of the angles, which under autocast is wider than x's."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

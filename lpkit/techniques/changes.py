@@ -1,4 +1,4 @@
-"""What changes a model: once, when it is built (MODEL_TRANSFORMS), or around updates (GOVERNORS).
+"""A model is changed once, when it is built (MODEL_TRANSFORMS), or around updates (GOVERNORS).
 
 A transform's implementation is f(settings) -> contracts.Transform; a governor's is f(settings) ->
 contracts.Governor. Rows come from outside: add one, and name it in a Config.

@@ -1,4 +1,4 @@
-"""Which machine multiplies which recipe's operands itself, from what PyTorch and vendors say.
+"""Machines multiply some recipes' operands themselves: which, PyTorch and vendors say.
 
 A run takes the same decision by asking the device (`lpkit.precision.backends.choose`); this is what
 is known of machines that are not here: for predictions, and for `lpkit.measure.matrix`.

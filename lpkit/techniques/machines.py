@@ -1,4 +1,4 @@
-"""What a device can do at best: memory, bandwidth, arithmetic, links, power, price.
+"""Each row says what a device can do at best: memory, bandwidth, arithmetic, links, power, price.
 
 Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as the total: vendors'
 GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice

@@ -1,4 +1,5 @@
-"""What a step keeps, where and in how many bits: a family for each field of `config.memory`.
+"""Rows say what a step keeps, where and in how many bits: a family for each field of
+`config.memory`.
 
 The first row of each is the plain way. A row says what the predictor needs of it: bytes, and what
 is recomputed. `problem` says why it cannot be beside the rest of a Config, and the way out.
