@@ -16,9 +16,9 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import KINDS, Rule
-from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from lpkit.techniques.attention_backends import ATTENTION, FULL, Attending, why_not
 
-CAUSAL = Rule()
+CAUSAL = FULL       # the same object: what is kept of a rule is made for each
 
 
 def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
