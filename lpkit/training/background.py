@@ -56,10 +56,10 @@ def _fit(config: Config, path: Path, resume: bool, observers: Observers, control
 
 def refuse(config: Config, path: Path, resume: bool) -> None:
     """Raises ConfigError for a folder or a text that does not serve: at once, without torch."""
-    from lpkit.datasets import sources, tokens  # NumPy, and every command imports this module
+    from lpkit.datasets import prepared, sources  # NumPy, and every command imports this module
 
     Run.at(path).refuse_another(config, resume=resume)
-    if not tokens.is_prepared(config.data.source):
+    if not prepared.is_prepared(config.data.source):
         sources.find(config.data.source)
 
 
