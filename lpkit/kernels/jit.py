@@ -81,7 +81,7 @@ def jit(function: Callable) -> Callable:
 
     def first(*given: Any, **how: Any) -> Any:
         if INTERPRETED:
-            from lpkit.kernels.interpreter import mend_calls  # reads `tl` of here
+            from lpkit.kernels.interpreter import mend_calls
             mend_calls()
         else:
             keep_privately()
