@@ -1,4 +1,9 @@
-"""Sphinx settings: executed notebooks as they are, and nothing from another host."""
+"""Sphinx settings: executed notebooks as they are, and nothing from another host.
+
+`make docs` runs the course at `tier="cpu"`, turns the stored figures into HTML that calls the site's own plotly.js and the
+formulas into drawings, and builds with warnings as errors. On a phone (site.css) wide things keep their width inside boxes
+that scroll. tests/test_docs.py looks for anything that would load from elsewhere.
+"""
 
 project = "lpkit"
 html_title = "lpkit"

@@ -14,7 +14,7 @@ _WHERE = {
     "advise": "lpkit.measure.advice",
     "start": "lpkit.training.background",
     "start_each": "lpkit.training.background",
-    "launch": "lpkit.parallel.launch",
+    "launch": "lpkit.training.launch",
     "sample": "lpkit.training.sampling",
     "predict_trace": "lpkit.measure.trace",
     "reconcile": "lpkit.measure.trace",

@@ -284,7 +284,7 @@ class Config(Group):
         """and how often it does until the update."""
         return self._of_rank[1]
 
-    @property
+    @functools.cached_property
     def _of_rank(self) -> tuple[int, int]:
         return layouts.micro_batch(self.global_batch, self.grad_accum_steps,
                                    self.parallel.batch_ranks)

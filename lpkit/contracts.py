@@ -28,7 +28,8 @@ Schedule = Callable[[int], float]                   # step, from 0 -> multiplier
 
 
 class Stage(IntEnum):
-    """When a model transform must run. Sorted, so that a Config cannot get the order wrong."""
+    """The moment when a model transform must run. Stages are sorted, so that a Config cannot get
+    the order wrong."""
 
     STORAGE = 0     # the dtype of the parameters, before anything is made of them
     PRECISION = 1   # swap Linears, before anything wraps them
@@ -49,7 +50,8 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class ObjectiveContext:
-    """What an objective is made from. `next_token` is the loss that evaluation reports."""
+    """The parts that an objective is made from. `next_token` is the loss that evaluation
+    reports."""
 
     device: torch.device
     autocast: AbstractContextManager
@@ -58,7 +60,8 @@ class ObjectiveContext:
 
 
 class StatePlacement:
-    """Where an optimizer's state is stored between updates. This one: where it was allocated."""
+    """A place where an optimizer's state is stored between updates. This one is where it was
+    allocated."""
 
     name = "device"
     in_memory = True    # the device's or the host's, and not a file
@@ -84,7 +87,8 @@ class StatePlacement:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one update reads, (B, T) each. A technique that needs more than tokens adds it here."""
+    """The tensors that one update reads, (B, T) each. A technique that needs more than tokens adds
+    it here."""
 
     tokens: Tensor                      # int64
     targets: Tensor                     # int64, `tokens` shifted by one
@@ -113,22 +117,27 @@ class Batch:
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """What a model reads besides tokens."""
+        """The arguments that a model reads besides tokens."""
         return {} if self.document_ids is None else {"documents": self.document_ids}
 
     def to(self, device: torch.device) -> Batch:
+        if self.tokens.device == device:        # all of a batch lies in one place
+            return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
         return Batch.of(there)
 
     def chunk(self, parts: int) -> list[Batch]:
         """Micro-batches: `parts` of B / `parts` sequences each."""
+        if parts == 1:
+            return [self]
         pieces = [t.chunk(parts) for t in self.tensors]
         return [Batch.of(dict(zip(self.present, one))) for one in zip(*pieces, strict=True)]
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What an optimizer's rule is told of the parameter that it updates, where its row asks for it.
+    """The facts that an optimizer's rule is told of the parameter that it updates, where its row
+    asks for it.
 
     ZeRO 1 to 3 give a rule this rank's rows of a parameter, of its gradient and of the slots of the
     parameter's shape; then these methods send messages, and all ranks call them alike. Here all
@@ -156,8 +165,8 @@ class Parameter:
 
 
 class DataPolicy(ABC):
-    """Which tokens are seen, in what order. A batch depends on nothing but the policy's settings
-    and `step`: a resumed run needs no loader state."""
+    """A policy says which tokens are seen, in what order. A batch depends on nothing but the
+    policy's settings and `step`: a resumed run needs no loader state."""
 
     @abstractmethod
     def batch(self, step: int) -> Batch: ...
@@ -174,6 +183,19 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def to_dict(self) -> dict[str, Any]: ...
+
+
+class RunAccount(Protocol):
+    """The account that formulas give of a run that goes on (`lpkit.training.formulas`)."""
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """The share of the peak FLOP/s that the model's own FLOPs are."""
+        ...
+
+    def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
+        """Returns what the summary says of a run whose memory ended by `error`, and a
+        "sentence"."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +218,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What was asked, what was used, and why: nothing falls back silently."""
+    """A choice has what was asked, what was used, and why: nothing falls back silently."""
 
     asked: str
     used: str

@@ -1,4 +1,5 @@
-"""What this machine is and can do: its memory, its best speeds, and which dtype suits it.
+"""This machine is asked what it is and can do: its memory, its best speeds, and which dtype suits
+it.
 
 Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: others may slow a
 try, none makes one faster.
@@ -21,8 +22,8 @@ from torch import Tensor
 from lpkit import machine_facts
 from lpkit.contracts import Choice
 from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
-from lpkit.techniques import machines
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.machine import DTYPES as RATES
+from lpkit.techniques.machine import Machine
 from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -380,7 +381,7 @@ def room(device: torch.device | str, processes: int = 1) -> Machine:
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
         memory_bytes=available_bytes(device) // (processes if device.type == "cpu" else 1),
         bytes_per_second=2e12, link_bytes_per_second=1e11, network_bytes_per_second=1e11,
-        flops=dict.fromkeys(machines.DTYPES, 5e14), source="what is left of this machine's memory")
+        flops=dict.fromkeys(RATES, 5e14), source="what is left of this machine's memory")
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""What the operating system says of this machine: the one reader of /proc and of cgroups.
+"""The operating system's words of this machine: the one reader of /proc and of cgroups.
 
 What torch must be asked is in `lpkit.hardware`, and psutil where its facts are used.
 Sources: proc(5); https://docs.kernel.org/admin-guide/cgroup-v2.html

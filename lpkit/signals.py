@@ -14,7 +14,7 @@ POLITE = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
 @contextmanager
 def heard_by(handler: Callable[[int, Any], None],
              numbers: Collection[int] = POLITE) -> Iterator[Collection[int]]:
-    """Within, `handler(number, frame)` hears these signals; yields those it does hear.
+    """Lets `handler(number, frame)` hear these signals within; yields those it does hear.
 
     Only the main thread can hear any. Who said nohup wants to outlive the terminal, so an ignored
     SIGHUP stays ignored; SIGINT does not, because a shell's `&` makes its children deaf to it.

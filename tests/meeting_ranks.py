@@ -15,8 +15,8 @@ import torch.distributed as dist
 from lpkit.errors import ConfigError
 from lpkit.parallel import meeting, ranks
 from lpkit.parallel.processes import MEETING
-from lpkit.parallel.rank import train
 from lpkit.training import loop
+from lpkit.training.rank import train
 
 
 def _refuse(*args, **more):

@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.parallel.ranks import joined
 from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.recipes import RECIPES

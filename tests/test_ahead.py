@@ -13,7 +13,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, StatePlacement
 from lpkit.training import ahead, checkpoint
 from lpkit.training.ahead import AHEAD, HostMoment, Prefetched
-from lpkit.training.background import Control
+from lpkit.training.control import Control
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training

@@ -6,7 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lpkit import measure
 from lpkit.kernels import blocked_attention, wide_product
-from lpkit.nn.attention import blocked, blocked_wide, sees
+from lpkit.kernels.blocked_attention import blocked, blocked_wide
+from lpkit.nn.attention import sees
 from lpkit.predict import memory
 from lpkit.presets import preset
 from lpkit.techniques.attention import BlockSparse, Rule

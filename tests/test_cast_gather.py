@@ -8,7 +8,7 @@ import torch
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Scaled
-from lpkit.parallel.ranks import joined
+from lpkit.parallel.meeting import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
 from lpkit.predict.messages import messages

@@ -16,7 +16,7 @@ from lpkit.kernels import choose
 from lpkit.measure import doctor
 from lpkit.measure.probes import UnavailableError
 from lpkit.memory.state import Host
-from lpkit.parallel.ranks import joined
+from lpkit.parallel.meeting import joined
 from lpkit.training import ahead, checkpoint
 from lpkit.training.build import choose_device, environment
 from lpkit.training.loop import fit

@@ -22,7 +22,8 @@ from lpkit.techniques.memory import rows_of
 from lpkit.techniques.row import Row
 from lpkit.training import checkpoint
 from lpkit.training.background import train
-from lpkit.training.build import decide, fit_here
+from lpkit.training.build import decide
+from lpkit.training.formulas import fit_here
 from lpkit.training.runs import Run, RunFailedError, described
 from lpkit.training.training import Training
 from tests.attack import leaks
@@ -287,7 +288,7 @@ def test_a_run_that_is_complete_stays_so_where_its_mfu_cannot_be_measured(tmp_pa
 
 def test_what_is_held_on_the_device_counts_once():
     config = SMALL.replace({"memory.optimizer_state": "disk"})
-    from lpkit.training.exhausted import Account
+    from lpkit.training.formulas import Account
     from lpkit.training.training import RandomTokens
 
     training = Training.build(config, data=RandomTokens(config))

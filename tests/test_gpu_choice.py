@@ -24,7 +24,7 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import Attending, why_not
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import attention as attending
-from lpkit.training import build
+from lpkit.training import build, formulas
 from tests.fake_gpus import gpus
 
 
@@ -143,7 +143,7 @@ def test_memory_of_other_processes_is_named(monkeypatch):
             decisions = SimpleNamespace(device=torch.device("cuda"), choices={key: SimpleNamespace(used=used) for key, used in {
                 "precision": "bf16", "attention": "sdpa", "compile": "off"}.items()})
             with pytest.raises(ConfigError, match=said) if said else nullcontext():
-                build.refuse_what_cannot_fit(config, decisions)
+                formulas.refuse_what_cannot_fit(config, decisions)
         monkeypatch.undo()
 
 

@@ -206,8 +206,8 @@ def test_without_a_caller_a_place_is_silent():
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "TRAIN", f"{HERE}:train")
-    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "cores", lambda: 4)
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN", f"{HERE}:train")
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "cores", lambda: 4)
 
 
 def config(**changes):
@@ -234,7 +234,7 @@ def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
 
 def test_launches_share_a_parent_and_a_rank_can_be_found(parent, monkeypatch, tmp_path):
     """And killed, as the system does it."""
-    monkeypatch.setattr(importlib.import_module("lpkit.parallel.launch"), "cores", lambda: 2)
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "cores", lambda: 2)
     small = config(model__layers=1, model__width=32, model__context=32, global_batch=2, steps=10_000, system__threads=1, precision__recipe="fp32")
     for killed in (1, 0):
         handle = lpkit.launch(small, processes=2, out=tmp_path / f"run-{killed}", parent=parent)
@@ -307,7 +307,7 @@ COMMAND = """
 import fcntl, importlib, sys, termios
 from lpkit import cli
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)        # its terminal: what is typed there becomes a signal
-launch = importlib.import_module("lpkit.parallel.launch")
+launch = importlib.import_module("lpkit.training.launch")
 launch.TRAIN, launch.cores = f"tests.rank_functions:{sys.argv[1]}", lambda: 2
 sys.exit(cli.main(["train", "cpu-3m", "system.device=cpu", "steps=100000", "--processes", "2", "--json", "--out", sys.argv[2]]))
 """

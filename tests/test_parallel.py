@@ -13,8 +13,9 @@ from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.parallel import meeting
+from lpkit.parallel.meeting import here, joined
 from lpkit.parallel.processes import Processes
-from lpkit.parallel.ranks import Ranks, here, joined
+from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.replicas import buckets, packed, padded
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.layouts import UNSHARDED, Layout, refuse_untrainable

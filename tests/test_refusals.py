@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import lpkit
-import lpkit.parallel.launch
+import lpkit.training.launch
 from lpkit.config import Config
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
-from lpkit.parallel.ranks import here
+from lpkit.parallel.meeting import here
 from lpkit.predict import evidence, memory, predict
 from lpkit.predict.ledger import LOW_HEAD, OFFLOADED, PADDED
 from lpkit.predict.plan import plan
@@ -34,7 +34,7 @@ from lpkit.techniques.row import Row, Settings
 from lpkit.training import build, seams
 
 HERE = f"{__name__}:"
-launch = sys.modules["lpkit.parallel.launch"]      # the package has a function of this name
+launch = sys.modules["lpkit.training.launch"]      # the package has a function of this name
 SMALL = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 12,
                           "grad_accum_steps": 2, "system.device": "cpu", "precision.recipe": "bf16", "data.policy": "random-windows"})
 

@@ -18,7 +18,8 @@ from lpkit.nn.transformer import Transformer
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.row import Row
 from lpkit.training import checkpoint
-from lpkit.training.background import Control, start, train
+from lpkit.training.background import start, train
+from lpkit.training.control import Control
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run
 from lpkit.training.training import Training

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lpkit import measure
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.nn.attention import backend, partial_of, tiled
+from lpkit.kernels.tiled_attention import tiled
+from lpkit.nn.attention import backend, partial_of
 from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset

@@ -27,12 +27,13 @@ from lpkit.kernels.choose import choose
 from lpkit.measure import ranks as doctor_ranks
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place
-from lpkit.parallel.rank import train
-from lpkit.parallel.ranks import Share, joined
+from lpkit.parallel.ranks import Share
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
+from lpkit.training.rank import train
 from lpkit.training.training import RandomTokens, Training
 from tests import toys
 from tests.fake_gpus import gpus, nccl

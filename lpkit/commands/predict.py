@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _measured(config: Config) -> dict[str, Any]:
     """What the formulas say of this machine, beside an update here."""
     from lpkit import measure, reconcile
-    from lpkit.training.exhausted import said
+    from lpkit.training.formulas import said
 
     with said(config, "the update that was to be measured"):
         bytes_ = reconcile(config)

@@ -40,9 +40,9 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
-    from lpkit.parallel import launch
     from lpkit.presets import resolve
     from lpkit.training.background import default_folder, train
+    from lpkit.training.launch import launch
     from lpkit.training.runs import Run
 
     if args.resume and not args.out:

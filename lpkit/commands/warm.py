@@ -26,9 +26,9 @@ def run(args: Namespace) -> dict:
 
     config, begun = resolve(args.target, asked(args)), perf_counter()
     told(config)
-    from lpkit.parallel.ranks import here  # imports torch
-    from lpkit.training.build import decide, refuse_what_cannot_fit
-    from lpkit.training.exhausted import said
+    from lpkit.parallel.meeting import here  # imports torch
+    from lpkit.training.build import decide
+    from lpkit.training.formulas import refuse_what_cannot_fit, said
     from lpkit.training.training import RandomTokens, Training
 
     with here(config) as ranks, said(config, "an update"):

@@ -4,6 +4,11 @@ An exercise is a definition written as a plain function, whose source is also th
 shown; the cases that tell it from what somebody plausibly writes instead; and a way to draw more
 of them. The tests hold every exercise to it: the definition is right, each mistake is caught and
 recognised, a stub is "to do".
+
+The judge compares with the definition in float64. A number may be off by a share of its terms: the
+definition runs four times more, with each operation off by 2^-20 of its result, and what an answer
+moves by then is the size of what it was made of. A gradient that is a difference of equal terms is
+0 on one processor and -2.7e-8 on another, and both are right.
 """
 
 import ast

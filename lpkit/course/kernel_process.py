@@ -26,9 +26,10 @@ from triton.runtime.jit import mangle_type
 
 from lpkit.course import attempts
 from lpkit.course.attempts import Answer, Parcel, line_of
+from lpkit.course.judge import Exercise
 from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
+from lpkit.course.launches import UNTOUCHED, Launch, bits
 from lpkit.course.lessons import exercise
-from lpkit.course.puzzles import UNTOUCHED, Launch, Puzzle, bits
 from lpkit.kernels.interpreter import mend_calls
 
 LARGE = 1 << 27                 # elements on which a GPU is timed
@@ -164,7 +165,7 @@ class Memory:
                              f"another program wrote: on a GPU they run at the same time")
 
 
-def run(kernel: Any, puzzle: Puzzle, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
+def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
     """One launch. What is outside of a tensor is NaN in one turn and very large in the next."""
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
@@ -282,7 +283,7 @@ def compiles(kernel: Any, launch: Launch) -> str:
     return f"and it compiles for {NAME}"
 
 
-def speed(kernel: Any, puzzle: Puzzle) -> str:
+def speed(kernel: Any, puzzle: Exercise) -> str:
     """On a GPU: which share of the roofline it reaches, beside a copy and a product measured
     there."""
     case = puzzle.large(LARGE)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lpkit.course.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
 from lpkit.course.judge import Exercise, Verdict, short, source_of, to_do
+from lpkit.course.launches import UNTOUCHED, Launch, bits
 from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 
@@ -31,9 +32,6 @@ SECONDS = 30.0          # for one attempt
 COMPILED_SECONDS = 120.0    # the same on a GPU, where each block size is compiled
 ELEMENTS = 1 << 16      # on which bytes are counted
 DRAWN = 4               # random cases: an interpreter takes a millisecond for each operation
-# what no kernel has written yet, as bits: a NaN where there is one
-UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
-             torch.int32: 0x7FC0BEEF}
 DIFFERS = ("the interpreter accepts it, and compiled it is not right (a GPU rounds `/` and tl.dot "
            "of float32 otherwise, unless one says tl.div_rn and input_precision='ieee'):")
 # sentences of the interpreter's self-test that may explain a wrong number, by what a kernel names
@@ -48,30 +46,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("triton.language")
     except ImportError:
         return SimpleNamespace(constexpr=int)
-
-
-class Launch:
-    """How a kernel is called: its arguments by name, tensors and numbers. `out`, some of them: with
-    what is in them before, in the order of what the definition returns."""
-
-    def __init__(self, *grid: int, out: Mapping[str, Tensor], **given: Any):
-        self.grid, self.out, self.arguments = grid, out, {**given, **out}
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self.arguments.items() if isinstance(one, Tensor)}
-
-
-def bits(x: Tensor) -> Tensor:
-    """A view as integers."""
-    return x.view(torch.int32) if x.dtype == torch.float32 else x
-
-
-def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What nobody has written to yet."""
-    empty = torch.empty(shape, dtype=dtype)
-    bits(empty).fill_(UNTOUCHED[dtype])
-    return empty
 
 
 @dataclass(frozen=True, kw_only=True)

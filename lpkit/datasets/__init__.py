@@ -4,21 +4,27 @@
     policy = RandomWindows(tokens=files.train, batch=16, context=256, seed=0)
     x, y = policy.batch(step)                               # (B, T) int64, from the step alone
 
-Only the policies need torch, so they load on first use.
+The names below load on first use: a run whose tokens are prepared reads no text, and only the
+policies need torch.
 """
 
-from lpkit.datasets.sources import find as find_source
-from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
-from lpkit.datasets.tokens import byte_unigram_entropy, open_tokens, prepare, prepare_into
+from pkgutil import resolve_name
 
-_POLICIES = ("RandomWindows", "SpreadWindows")
-__all__ = ["TOKENIZERS", "byte_unigram_entropy", "find_source", "open_tokens", "prepare",
-           "prepare_into", "tokenizer_from_dict", *_POLICIES]
+_WHERE = {
+    "RandomWindows": "policies:RandomWindows",
+    "SpreadWindows": "policies:SpreadWindows",
+    "TOKENIZERS": "tokenizers:TOKENIZERS",
+    "byte_unigram_entropy": "prepared:byte_unigram_entropy",
+    "find_source": "sources:find",
+    "open_tokens": "prepared:open_tokens",
+    "prepare": "prepared:prepare",
+    "prepare_into": "tokens:prepare_into",
+    "tokenizer_from_dict": "tokenizers:tokenizer_from_dict",
+}
+__all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str):
-    if name not in _POLICIES:
+    if name not in _WHERE:
         raise AttributeError(f"module 'lpkit.datasets' has no attribute {name!r}")
-    from lpkit.datasets import policies
-
-    return getattr(policies, name)
+    return resolve_name(f"lpkit.datasets.{_WHERE[name]}")

@@ -26,7 +26,7 @@ from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import at_once, masked, query_blocks
+from lpkit.techniques.attention_backends import FULL, at_once, masked, query_blocks
 
 
 @functools.lru_cache
@@ -227,3 +227,15 @@ class BlockedAttention(torch.autograd.Function):
         q, k, v, documents, sinks, sums = ctx.saved_tensors
         *found, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.told)
         return *found, None, None if sinks is None else d_sinks.type_as(sinks), None, None
+
+
+def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+            sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+    """The backend `blocked`: blocks of queries and what they see of the keys."""
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, False)
+
+
+def blocked_wide(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+    """`blocked`, whose products are float32's and are rounded once."""
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, True)

@@ -170,4 +170,4 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 CROSS_ENTROPY = Kernel(
     definition=cross_entropy, versions={"cpu": on_cpu, "triton": in_triton},
-    examples=_examples)
+    examples=_examples, offered=OFFERED)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.files import own_cache, private_folder
+from lpkit.kernels import norm
 from lpkit.kernels.kernel import row_length
-from lpkit.kernels.norm import backward_op
 
 SOURCE = Path(__file__).with_name("add_rms_norm.cu")
 SHARED_BYTES = 48 * 1024        # of a block, without asking for more
@@ -120,7 +121,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         s, w, r = ctx.saved_tensors         # by Triton
-        dx, dw, _ = backward_op(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
+        dx, dw, _ = norm.backward_op(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
                                 False)
         return dx, dx, dw, None
 
@@ -128,3 +129,7 @@ class _AddRMSNorm(torch.autograd.Function):
 def add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`norm.add_rms_norm`; rows that are no whole number of 16 bytes are refused."""
     return _AddRMSNorm.apply(x, delta, w, eps)
+
+
+ADD_RMS_NORM = replace(norm.ADD_RMS_NORM, versions={**norm.ADD_RMS_NORM.versions,
+                                                    "cuda": add_rms_norm})

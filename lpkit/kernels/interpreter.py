@@ -11,8 +11,7 @@ from functools import cache
 
 import numpy as np
 import torch
-
-from lpkit.kernels.jit import tl
+import triton.language as tl
 
 
 @cache

@@ -4,6 +4,10 @@ definition, which everybody imports.
 `jit` marks a kernel; without Triton it leaves a function that nobody launches. `INTERPRETED` says
 that kernels run in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors. What that
 interpreter converts wrongly `lpkit.kernels.interpreter` mends, so kernels are written for a GPU.
+
+PyTorch and Triton execute again what they have compiled, from folders in /tmp that everybody knows.
+So each place that compiles begins at `compiled`, `jit` or `keep_privately`: it is then kept in
+folders of this user alone. A folder that the user chose must be such a one, or is refused.
 """
 
 import os
@@ -77,7 +81,7 @@ def jit(function: Callable) -> Callable:
 
     def first(*given: Any, **how: Any) -> Any:
         if INTERPRETED:
-            from lpkit.kernels.interpreter import mend_calls  # reads `tl` of here
+            from lpkit.kernels.interpreter import mend_calls
             mend_calls()
         else:
             keep_privately()

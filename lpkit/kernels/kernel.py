@@ -36,6 +36,7 @@ class Kernel:
     slack:       times as far from float64 as the definition, all together and the farthest; grain:
                  of numbers that cancel, relative to the largest result.
     exact:       bits are the definition's; otherwise nearly as near to float64 as it is.
+    offered:     what a race takes instead of the definition and `versions`, the definition first.
     """
 
     definition: Version
@@ -45,6 +46,7 @@ class Kernel:
     slack: tuple[float, float] = (SLACK, SLACK)
     grain: float = GRAIN
     exact: bool = False
+    offered: Mapping[str, Version] = field(default_factory=dict)
 
 
 def floats(*tensors: Tensor) -> None:

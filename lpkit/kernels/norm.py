@@ -27,6 +27,13 @@ from torch import Tensor
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Kernel, Version, row_length
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.pytorch import (
+    add_layer_norm_pytorch,
+    add_rms_norm_pytorch,
+    after_addition,
+    layer_norm_pytorch,
+    rms_norm_pytorch,
+)
 
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
 
@@ -51,14 +58,7 @@ def layer_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
     return F.layer_norm(wide, x.shape[-1:], w.to(wide.dtype), b, eps).to(x.dtype)
 
 
-def _after_addition(norm: Version) -> Version:
-    def add_norm(x: Tensor, delta: Tensor, *others: Tensor | float | None) -> tuple[Tensor, Tensor]:
-        s = x + delta
-        return s, norm(s, *others)
-    return add_norm
-
-
-add_rms_norm, add_layer_norm = _after_addition(rms_norm), _after_addition(layer_norm)
+add_rms_norm, add_layer_norm = after_addition(rms_norm), after_addition(layer_norm)
 
 
 # ---- the kernels
@@ -187,21 +187,7 @@ class _Norm(torch.autograd.Function):
         return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None
 
 
-# ---- PyTorch's own
-
-def rms_norm_pytorch(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], w, eps)
-
-
-def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], w, b, eps)
-
-
-add_rms_norm_pytorch = _after_addition(rms_norm_pytorch)
-add_layer_norm_pytorch = _after_addition(layer_norm_pytorch)
-
-
-# ---- versions in Triton and CUDA C++
+# ---- the versions in Triton
 
 def _in_triton(bias: bool, add: bool) -> Version:
     def norm(x: Tensor, *others: Tensor | float | None) -> Tensor | tuple[Tensor, Tensor]:
@@ -209,12 +195,6 @@ def _in_triton(bias: bool, add: bool) -> Version:
         b, eps = more if bias else (None, *more)
         return _Norm.apply(x, delta, w, b, eps, bias)
     return norm
-
-
-def add_rms_norm_cuda(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    from lpkit.kernels import cuda_norm  # whose backward is the one above
-
-    return cuda_norm.add_rms_norm(x, delta, w, eps)
 
 
 # ---- what judges them
@@ -242,16 +222,15 @@ def _examples(rng: torch.Generator, device: torch.device, *, add: bool, bias: bo
     yield arguments(bad)
 
 
-def _kernel(definition, pytorch, *, bias: bool, add: bool, **others) -> Kernel:
+def _kernel(definition, pytorch, *, bias: bool, add: bool) -> Kernel:
     return Kernel(
         definition=definition,
-        versions={"pytorch": pytorch, "triton": _in_triton(bias, add), **others},
+        versions={"pytorch": pytorch, "triton": _in_triton(bias, add)},
         examples=partial(_examples, add=add, bias=bias),
         gradients=(0, *((1, 2) if add else (1,)), *((2 + add,) if bias else ())))
 
 
 RMS_NORM = _kernel(rms_norm, rms_norm_pytorch, bias=False, add=False)
 LAYER_NORM = _kernel(layer_norm, layer_norm_pytorch, bias=True, add=False)
-ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True,
-                       cuda=add_rms_norm_cuda)
+ADD_RMS_NORM = _kernel(add_rms_norm, add_rms_norm_pytorch, bias=False, add=True)
 ADD_LAYER_NORM = _kernel(add_layer_norm, add_layer_norm_pytorch, bias=True, add=True)

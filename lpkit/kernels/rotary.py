@@ -16,6 +16,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Kernel, floats
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.pytorch import rotate_pytorch
 
 ROWS = 16           # of E numbers, that a program turns
 
@@ -26,12 +27,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = wide.chunk(2, dim=-1)
     turned = torch.cat((-right, left), dim=-1)
     return (wide * cos.to(wide.dtype) + turned * sin.to(wide.dtype)).to(x.dtype)
-
-
-def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in the dtype of the angles, which under autocast is wider than x's."""
-    left, right = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
 
 
 @jit

@@ -17,6 +17,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Kernel, floats
 from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.pytorch import swiglu_pytorch
 
 BLOCK, WARPS = 1024, 4
 
@@ -26,12 +27,6 @@ def swiglu(x: Tensor) -> Tensor:
     wide = x if x.dtype == torch.float64 else x.float()
     gate, up = wide.chunk(2, -1)
     return (F.silu(gate) * up).to(x.dtype)
-
-
-def swiglu_pytorch(x: Tensor) -> Tensor:
-    """The same in two operations, each rounded to x's dtype."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 @jit

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import TILE
+from lpkit.techniques.attention_backends import FULL, TILE
 
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
@@ -169,3 +169,14 @@ class TiledAttention(torch.autograd.Function):
         with torch.autocast(d_out.device.type, enabled=False):
             dq, dk, dv, d_sinks = gradients(d_out, *ctx.saved_tensors, ctx.rule, d_lse)
         return dq, dk, dv, None, d_sinks, None
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+          sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+    """The backend `tiled`: FlashAttention, to be read."""
+    return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
+
+
+def tiled_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = FULL) -> tuple[Tensor, Tensor]:
+    """A `contracts.Partial`."""
+    return TiledAttention.apply(q, k, v, None, None, rule)

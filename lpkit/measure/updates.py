@@ -31,7 +31,8 @@ from lpkit.predict.flops import products
 from lpkit.predict.messages import Message
 from lpkit.predict.time import step_time
 from lpkit.timing import Watch, interleaved_seconds
-from lpkit.training.build import Decisions, decide, refuse_what_cannot_fit
+from lpkit.training.build import Decisions, decide
+from lpkit.training.formulas import refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
 
 PHASES = ("forward", "backward", "optimizer")

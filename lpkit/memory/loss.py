@@ -136,7 +136,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
 
 
 def _adds_wide(g: Tensor) -> bool:
-    """Whether this device adds a product in 16 bits to float32 without rounding it: cuBLAS does."""
+    """True if this device adds a product in 16 bits to float32 without rounding it: cuBLAS does."""
     sixteen = g.dtype in (torch.bfloat16, torch.float16)
     return g.device.type == "cuda" and sixteen and torch.version.hip is None
 
@@ -162,5 +162,6 @@ def _mean(nats: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
-    """Of the weights, to divide by. All zero in a micro-batch: its loss is 0, not 0 / 0."""
+    """Returns the sum of the weights, to divide by. Where all are zero in a micro-batch, its loss
+    is 0, not 0 / 0."""
     return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -104,7 +104,7 @@ class CoreAttention(Transform):
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputation:
-    """What becomes of the model, and of the backend that compiles it."""
+    """A way to recompute: the transforms of the model, and the backend that compiles it."""
 
     transforms: tuple[Transform, ...] = ()
     compiler: str | Callable = "inductor"

@@ -1,4 +1,5 @@
-"""What a run uses of the memory techniques that its Config asks for, on a device, and why."""
+"""A run uses the memory techniques that its Config asks for as far as a device can, and says
+why."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ PLACED = ("activation_offload", "optimizer_state")
 
 
 def asked(config: Config) -> dict[str, Technique]:
-    """Those that are not PyTorch's own way."""
+    """Returns the rows that are not PyTorch's own way."""
     return {key: row for key, row in rows_of(config).items()
             if getattr(config.memory, key).name != getattr(PLAIN, key).name}
 
 
 def choose(config: Config, recipe: Recipe, device: torch.device) -> dict[str, Choice]:
-    """What is used, and why. Raises ConfigError for rows that cannot be beside one another."""
+    """Chooses what is used, and says why. Raises ConfigError for rows that cannot be beside one
+    another."""
     check(config, recipe)
     chosen = {}
     for key, row in asked(config).items():

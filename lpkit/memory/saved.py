@@ -66,7 +66,7 @@ class CpuCopy(Away):
 
 
 class OnHost(Away):
-    """In pinned memory of the CPU, by the stream of `host`, in order."""
+    """Stores tensors in pinned memory of the CPU, by the stream of `host`, in order."""
 
     def __init__(self, t: Tensor, host: Host):
         self.host, self.device = host, t.device
@@ -85,7 +85,8 @@ class OnHost(Away):
 
 
 class OnDisk(Away):
-    """In a file without a name, written and read by a thread beside the computation."""
+    """Stores tensors in a file without a name, written and read by a thread beside the
+    computation."""
 
     def __init__(self, t: Tensor, file: files.Slots):
         self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device
@@ -153,7 +154,8 @@ class Quantized(Away):
 
 @dataclass(frozen=True)
 class SavedTensorRef:
-    """What autograd keeps: a tensor that is away, and how this operation saw it."""
+    """The reference that autograd keeps: to a tensor that is away, and how this operation saw
+    it."""
 
     parcel: Away
     order: tuple[int, ...]      # of the dimensions, the slowest first
@@ -190,7 +192,7 @@ class SavedTensorOffloader:
         return kept.parcel.get().view(kept.shape).permute(back)
 
     def _parcel(self, t: Tensor) -> Away:
-        """Of a dense view of a storage, one, as long as both live."""
+        """Returns one parcel for a dense view of a storage, as long as both live."""
         storage = t.untyped_storage()
         at = storage._cdata
         if at not in self.parcels:
@@ -220,7 +222,7 @@ def _of_weight(t: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadActivations(Transform):
-    """What each block saves goes away, in place."""
+    """Sends away what each block saves, in place."""
 
     offloader: SavedTensorOffloader
     stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes

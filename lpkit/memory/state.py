@@ -1,5 +1,5 @@
-"""Where the optimizer's state is stored between updates (Ren et al. 2021, ZeRO-Offload,
-https://arxiv.org/abs/2101.06840).
+"""The optimizer's state is stored between updates on the device, on the host or on a disk (Ren et
+al. 2021, ZeRO-Offload, https://arxiv.org/abs/2101.06840).
 
 The update itself runs on the device, on the same float32 numbers, so only the time changes: state
 is fetched a parameter at a time, the next one's while one is updated, and written back.
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lpkit.contracts import StatePlacement
-from lpkit.memory.files import Scratch
 
 
 class Host(StatePlacement):
@@ -51,32 +50,8 @@ class Host(StatePlacement):
                 new.record_stream(self.stream)
 
 
-class Disk(StatePlacement):
-    """A memory-mapped file. The system writes its pages; this process drops them at once."""
-
-    name = "disk"
-    in_memory = False
-
-    def __init__(self):
-        super().__init__(f"memory-mapped, in {Scratch.where()} (Rajbhandari et al. 2021, "
-                         f"arXiv:2104.07857)")
-        self.scratch = Scratch()
-
-    def store(self, t: Tensor) -> Tensor:
-        mapped = self.scratch.mapped(t.shape, t.dtype).copy_(t)
-        self.scratch.let_go(mapped)
-        return mapped
-
-    def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
-        return lambda: [t.to(device, copy=True) for t in stored]
-
-    def write_back(self, stored: list[Tensor], used: list[Tensor]) -> None:
-        for t, new in zip(stored, used, strict=True):
-            t.copy_(new)
-            self.scratch.let_go(t)
-
-
-# Of the rows of `lpkit.techniques.memory.OPTIMIZER_STATE`: f(device).
+# Rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name these, f(device); `disk` names one of
+# `lpkit.memory.disk`.
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()
@@ -86,7 +61,3 @@ def on_host(device: torch.device) -> StatePlacement:
     if device.type == "cuda":
         return Host(device)
     return StatePlacement(why="the device is the CPU: its memory is where the state is anyway")
-
-
-def on_disk(device: torch.device) -> StatePlacement:
-    return Disk()

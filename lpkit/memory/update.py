@@ -1,4 +1,4 @@
-"""When parameters are updated: after backward, or each as soon as it has its gradient.
+"""Parameters are updated after backward, or each as soon as it has its gradient.
 
 Each makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and backward.
 """
@@ -35,7 +35,8 @@ def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
 
 
 def _global_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Of those of each gradient, float32 (); 0: none. clip_grad_norm_ answers bf16 in bf16."""
+    """Returns the global norm, from those of each gradient, float32 (); 0: none. clip_grad_norm_
+    answers bf16 in bf16."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 

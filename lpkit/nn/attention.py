@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Partial
 from lpkit.errors import ConfigError, pick
-from lpkit.kernels.blocked_attention import BlockedAttention
-from lpkit.kernels.tiled_attention import TiledAttention
 from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
-from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from lpkit.techniques.attention_backends import ATTENTION, FULL, Attending, why_not
 
-CAUSAL = Rule()
+CAUSAL = FULL       # the same object: what is kept of a rule is made for each
 
 
 def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
@@ -74,16 +72,6 @@ def plain_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL) -> tu
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
-def tiled_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
-    return TiledAttention.apply(q, k, v, None, None, rule)
-
-
-def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """FlashAttention, to be read; see `kernels.tiled_attention`."""
-    return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
-
-
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
@@ -93,19 +81,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     places = torch.arange(q.shape[2], device=q.device)
     return F.scaled_dot_product_attention(q, k, v, sees(rule, places, places, documents),
                                           enable_gqa=grouped)
-
-
-def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-            sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Blocks of queries and what they see of the keys, for CPUs; see
-    `kernels.blocked_attention`."""
-    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, False)
-
-
-def blocked_wide(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                 sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """`blocked`, whose products are float32's and are rounded once."""
-    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, True)
 
 
 class Softmax(nn.Module):

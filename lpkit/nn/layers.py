@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
-from lpkit.kernels import norm, swiglu
+from lpkit.kernels import pytorch
 from lpkit.kernels.rows import gelu
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
@@ -25,8 +25,8 @@ def linear(config: ModelConfig, name: str) -> nn.Linear:
 
 class LayerNorm(nn.LayerNorm):
     kernels: ClassVar = {"normalise": "layer-norm", "add_normalise": "add-layer-norm"}
-    normalise = staticmethod(norm.layer_norm_pytorch)
-    add_normalise = staticmethod(norm.add_layer_norm_pytorch)
+    normalise = staticmethod(pytorch.layer_norm_pytorch)
+    add_normalise = staticmethod(pytorch.add_layer_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
@@ -37,8 +37,8 @@ class LayerNorm(nn.LayerNorm):
 
 class RMSNorm(nn.RMSNorm):
     kernels: ClassVar = {"normalise": "rms-norm", "add_normalise": "add-rms-norm"}
-    normalise = staticmethod(norm.rms_norm_pytorch)
-    add_normalise = staticmethod(norm.add_rms_norm_pytorch)
+    normalise = staticmethod(pytorch.rms_norm_pytorch)
+    add_normalise = staticmethod(pytorch.add_rms_norm_pytorch)
 
     def forward(self, x: Tensor, delta: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """(..., D) -> (..., D). With delta: x + delta, and the norm of that."""
@@ -78,7 +78,7 @@ class SwigluMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product (Shazeer, arXiv:2002.05202)."""
 
     kernels: ClassVar = {"activate": "swiglu"}
-    activate = staticmethod(swiglu.swiglu_pytorch)
+    activate = staticmethod(pytorch.swiglu_pytorch)
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -3,7 +3,9 @@
 What it is given decides which technique sits where; it does not know what is quantised or sharded.
 """
 
-from typing import ClassVar
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +14,15 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
-from lpkit.kernels import rotary
+from lpkit.kernels.pytorch import rotate_pytorch
 from lpkit.nn.attention import sdpa
-from lpkit.nn.kv_cache import Cache
 from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
 from lpkit.techniques.operation import POSITIONS
+
+if TYPE_CHECKING:   # sampling alone makes one
+    from lpkit.nn.kv_cache import Cache
 
 
 class Attention(nn.Module):
@@ -28,7 +32,7 @@ class Attention(nn.Module):
     https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides."""
 
     kernels: ClassVar = {"rotate": "rotary"}
-    rotate = staticmethod(rotary.rotate_pytorch)
+    rotate = staticmethod(rotate_pytorch)
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
@@ -70,7 +74,7 @@ class Attention(nn.Module):
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).type_as(v)
         if rotation is not None:
             # kernels take angles (T, E); where sequences stand apart, each has its own
-            rotate = self.rotate if rotation[0].ndim == 2 else rotary.rotate_pytorch
+            rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
         out = cache.step(layer, self, q, k, v, self.kind(x))

@@ -1,4 +1,4 @@
-"""How moments are stored between updates: in float32, or in 8 bits with a scale for each block.
+"""Moments are stored between updates in float32, or in 8 bits with a scale for each block.
 
 8 bits: each block of 256 is divided by its largest magnitude, each number becomes the nearest of
 256 values whose spacing grows with their size, so that seven decades are there with two digits at
@@ -20,7 +20,8 @@ DECADES = 7
 
 
 class Float32:
-    """What every format does. A checkpoint names the tensors of a slot with these `suffixes`."""
+    """Every format does what this one does. A checkpoint names the tensors of a slot with these
+    `suffixes`."""
 
     suffixes: tuple[str, ...] = ("",)
 

@@ -14,16 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lpkit.contracts import Choice, Parameter, StatePlacement
 from lpkit.errors import ConfigError
-from lpkit.optim import one_pass
 from lpkit.optim.rounding import generator, noise, to_bf16
 from lpkit.techniques import optimizers
+from lpkit.techniques.kernels import asked_of
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings
+
+if TYPE_CHECKING:   # a GPU alone has one
+    from lpkit.optim.one_pass import OnePass
 
 
 def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
@@ -63,12 +67,12 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
 
 @dataclass(frozen=True)
 class Rule:
-    """What updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
+    """The rule that updates a parameter. `one_pass`: by one kernel; None: as it is defined."""
 
     row: Optimizer
     settings: OptimizerSettings
     function: Callable[..., None]
-    one_pass: one_pass.OnePass | None
+    one_pass: OnePass | None
 
 
 class Stepper(torch.optim.Optimizer):
@@ -97,9 +101,12 @@ class Stepper(torch.optim.Optimizer):
             row = optimizers.find(of.name)
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
-            fast, choices = (one_pass.chosen(of.name, kernels, its, by_first) if plain
-                             else (None, {}))
-            self.choices |= choices
+            fast = None
+            on_gpu = any(p.is_cuda for p in its)
+            if plain and row.one_pass and (on_gpu or asked_of(kernels, of.name) != "auto"):
+                choose = resolve_name(row.one_pass)
+                fast, choices = choose(of.name, kernels, its, by_first)
+                self.choices |= choices
             rule = Rule(row, of, resolve_name(row.kernel or row.implementation), fast)
             self.rule_of |= dict.fromkeys(its, rule)
 
@@ -126,14 +133,14 @@ class Stepper(torch.optim.Optimizer):
             self.placement.write_back(tensors, used)
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
-        """Whether a tensor of the state of p has the rows of p; else it is whole on every rank."""
+        """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
                        and slot.shape(self.told[p].shape) is not None
                        for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
-        """What evaluation reads in place of p; None: p itself."""
+        """Returns what evaluation reads in place of p; None: p itself."""
         rule = self.rule_of[p]
         if not (rule.row.evaluated and self.state[p]):
             return None

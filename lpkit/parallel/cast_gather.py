@@ -33,52 +33,53 @@ from lpkit.techniques.recipes import ALL, untiled
 
 
 class CastGather:
-    """Of the weight of one layer, of which this rank has `rows`, and no rank more than `most`."""
+    """Gathers the weight of one layer as FP8; this rank's rows are `owned`, and no rank has more
+    than `most`."""
 
-    def __init__(self, layer: ScaledLinear, rows: nn.Parameter, most: int):
-        self.layer, self.rows, self.padding = layer, rows, most - len(rows)
+    def __init__(self, layer: ScaledLinear, owned: nn.Parameter, most: int):
+        self.layer, self.owned, self.padding = layer, owned, most - len(owned)
         self.cast = layer.recipe.y[1]
         self.to, (side, along) = format_of(self.cast.format), self.cast.block
-        self.whole = self.cast.block == (ALL, ALL)      # one scale is the tensor's
+        self.one_scale = self.cast.block == (ALL, ALL)
         N, K = layer.out_features, layer.in_features
         if problem := untiled(layer.recipe, {"N": N, "K": K}, layer.arithmetic.alignment):
             raise ConfigError(f"{layer.name}: {problem}, and parallel.gathered=fp8 pads nothing; "
                               f"set parallel.gathered=compute")
-        if not self.whole and most % side:
+        if not self.one_scale and most % side:
             raise ConfigError(
                 f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} of "
                 f"the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer ranks, "
                 f"or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
-        zeros = partial(torch.zeros, device=rows.device)
-        shape = (1, 1) if self.whole else (N // side, K // along)
-        layer.gathered = Scaled(data=rows, scale=zeros(shape), amax=zeros(1, 1),
+        zeros = partial(torch.zeros, device=owned.device)
+        shape = (1, 1) if self.one_scale else (N // side, K // along)
+        layer.gathered = Scaled(data=owned, scale=zeros(shape), amax=zeros(1, 1),
                                 nonfinite=zeros((), dtype=torch.int64))
         layer.carrier = zeros(1).expand(N, K).requires_grad_()      # without memory
         layer.carrier.register_post_accumulate_grad_hook(self._arrived)
 
     def _arrived(self, carrier: Tensor) -> None:
         """The gradient, where FSDP2 looks for it."""
-        w, g, carrier.grad = self.layer.weight, carrier.grad, None
-        w.grad_dtype = torch.float32
-        w.grad = g if w.grad is None else w.grad + g
+        shard, g, carrier.grad = self.layer.weight, carrier.grad, None
+        shard.grad_dtype = torch.float32
+        shard.grad = g if shard.grad is None else shard.grad + g
 
     def found(self) -> Tensor:
         """(2,) float32: the largest magnitude of the rows, infinite where they hold a NaN, and how
         many are not finite."""
-        if not len(self.rows):
-            return self.rows.new_zeros(2)
-        largest, nonfinite = kernel.amax(self.rows.detach())
+        if not len(self.owned):
+            return self.owned.new_zeros(2)
+        largest, nonfinite = kernel.amax(self.owned.detach())
         return torch.stack((largest.nan_to_num(nan=torch.inf), nonfinite.float()))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        rows = self.rows.detach()
+        rows = self.owned.detach()
         if self.padding:        # which else would copy them
             rows = F.pad(rows, (0, 0, 0, self.padding))
-        amax = self.layer.gathered.amax if self.whole else kernel.amax(rows, self.cast.block).values
+        amax = self.layer.gathered.amax if self.one_scale else kernel.amax(rows, self.cast.block).values
         scale, *_ = decide(amax, self.layer.past_amax("w"), self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
                             rescale=False)
-        if not self.whole:
+        if not self.one_scale:
             return (values, scale), None
         self._take(scale)
         return (values,), None
@@ -93,7 +94,7 @@ class CastGather:
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
 
     def _take(self, scale: Tensor) -> None:
-        """For backward these are the numbers of forward again, and autograd need not know."""
+        """Copies a scale unseen by autograd: for backward its numbers are those of forward again."""
         with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
             self.layer.gathered.scale.copy_(scale)
 
@@ -101,7 +102,7 @@ class CastGather:
 def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
                  ranks: int) -> list[CastGather]:
     """Let FSDP2 gather casts of the weights that are cast, but for those that two modules share.
-    `owned`: by its DTensors, their rows here. Raises ConfigError."""
+    `owned`: by their shards. Raises ConfigError."""
     uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     found = []
     for layer in scaled_linears(model):
@@ -122,7 +123,7 @@ def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
 
 def agree(gathers: Iterable[CastGather], largest: Callable[[Tensor], Tensor]) -> None:
     """New weights: scales of whole tensors follow from what all ranks have: `largest` of each."""
-    whole = [one for one in gathers if one.whole]
+    whole = [one for one in gathers if one.one_scale]
     if not whole:
         return
     found = largest(torch.stack([one.found() for one in whole]))

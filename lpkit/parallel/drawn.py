@@ -36,20 +36,20 @@ class Drawn(TorchDispatchMode):
         self.at_work: nn.Parameter | None = None
         self.whole: Tensor | None = None
 
-    def shape_of(self, p: nn.Parameter | None) -> nn.Parameter | None:
-        """What stands for it; None: itself."""
+    def stand_in(self, p: nn.Parameter | None) -> nn.Parameter | None:
+        """Returns what stands for it; None: itself."""
         if p is None or p in self.rows or not p.ndim:
             return None
-        some = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
-        shape = nn.Parameter(some.as_strided(p.shape, (1, *p.stride()[1:])),
-                             requires_grad=p.requires_grad)
-        self._keep(shape, p.detach())
-        return shape
+        numbers = torch.empty(len(p) - 1 + p[0].numel(), dtype=p.dtype, device=self.device)
+        stand_in = nn.Parameter(numbers.as_strided(p.shape, (1, *p.stride()[1:])),
+                                requires_grad=p.requires_grad)
+        self._keep(stand_in, p.detach())
+        return stand_in
 
-    def _keep(self, shape: nn.Parameter, whole: Tensor) -> None:
-        some = shape.detach().as_strided((len(whole) - 1 + whole[0].numel(),), (1,))
-        some.copy_(whole.reshape(-1)[:len(some)])
-        self.rows[shape] = self.cut(whole).to(self.device, copy=True)
+    def _keep(self, stand_in: nn.Parameter, whole: Tensor) -> None:
+        numbers = stand_in.detach().as_strided((len(whole) - 1 + whole[0].numel(),), (1,))
+        numbers.copy_(whole.reshape(-1)[:len(numbers)])
+        self.rows[stand_in] = self.cut(whole).to(self.device, copy=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._opname
@@ -71,7 +71,7 @@ class Drawn(TorchDispatchMode):
         self.at_work, self.whole = p, torch.full(p.shape, math.nan, dtype=p.dtype)
 
     def finish(self) -> None:
-        """What is at work is done."""
+        """Keeps this rank's rows of the parameter that is being drawn."""
         if self.at_work is not None:
             self._keep(self.at_work, self.whole)
             self.at_work = self.whole = None
@@ -79,12 +79,12 @@ class Drawn(TorchDispatchMode):
 
 @contextmanager
 def drawing(cut: Callable[[Tensor], Tensor], device: torch.device) -> Iterator[Drawn]:
-    """Around what makes a model and initialises it, in this thread. `cut`: the rows of a whole
-    parameter that are this rank's."""
+    """A context around what makes a model and initialises it, in this thread. `cut`: the rows of a
+    whole parameter that are this rank's."""
     drawn, here = Drawn(cut, device), threading.get_ident()
 
     def made(module: nn.Module, name: str, p: nn.Parameter | None) -> nn.Parameter | None:
-        return drawn.shape_of(p) if threading.get_ident() == here else None
+        return drawn.stand_in(p) if threading.get_ident() == here else None
 
     hook = register_module_parameter_registration_hook(made)
     try:

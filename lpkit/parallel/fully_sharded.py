@@ -43,8 +43,8 @@ from lpkit.techniques.layouts import GATHERED
 @dataclass(frozen=True, kw_only=True)
 class Shard(Transform):
     """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
-    `drawn`: rows of parameters that are shapes alone; used up. `entry`: the method of the model
-    that the loss calls; None: the model itself."""
+    `drawn`: rows by their stand-ins; used up. `entry`: the method of the model that the loss calls;
+    None: the model itself."""
 
     mesh: DeviceMesh
     drawn: dict[nn.Parameter, Tensor]
@@ -58,13 +58,14 @@ class Shard(Transform):
         # None: blocks are gathered once more for backward, the rest stays
         again = None if self.zero == 3 else False
         for module in (*model.blocks, model):
-            shapes = {name: p for name, p in module.named_parameters() if p in self.drawn}
-            for p in shapes.values():       # memory for FSDP2 to cut, which nobody writes
-                p.data = torch.empty(p.shape, dtype=p.dtype, device=p.device)
+            stand_ins = {name: p for name, p in module.named_parameters() if p in self.drawn}
+            for stand_in in stand_ins.values():     # memory for FSDP2 to cut, which nobody writes
+                stand_in.data = torch.empty(stand_in.shape, dtype=stand_in.dtype,
+                                            device=stand_in.device)
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
             shards = dict(module.named_parameters())
-            for name, p in shapes.items():
-                shards[name].detach().to_local().copy_(self.drawn.pop(p))
+            for name, stand_in in stand_ins.items():
+                shards[name].detach().to_local().copy_(self.drawn.pop(stand_in))
         if self.entry:
             register_fsdp_forward_method(model, self.entry)
         return model
@@ -94,7 +95,8 @@ class Scatter(DefaultReduceScatter):
 
 
 def gathered(model: nn.Module) -> Iterator[Tensor]:
-    """What whole parameters are gathered into; without memory between reshard and unshard."""
+    """The buffer that whole parameters are gathered into; it has no memory between reshard and
+    unshard."""
     for module in model.modules():
         if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for parameter in group.fsdp_params:
@@ -125,10 +127,11 @@ class FullySharded(OfRows):
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in model.named_parameters()}   # also frozen ones
-        self.owned = {name: nn.Parameter(p.detach().to_local()) for name, p in self.shards.items()}
+        self.owned = {name: nn.Parameter(shard.detach().to_local())
+                      for name, shard in self.shards.items()}
         if self.row.cast:
-            of = {p: self.owned[name] for name, p in self.shards.items()}
-            self.gathers = cast_gathers(model, of, self.size)
+            owned_of = {shard: self.owned[name] for name, shard in self.shards.items()}
+            self.gathers = cast_gathers(model, owned_of, self.size)
             self.spread()
         self._listen(model)
         return self.owned
@@ -147,8 +150,8 @@ class FullySharded(OfRows):
         agree(self.gathers, partial(self.ranks.largest, group=self.group))
 
     def reduce(self) -> None:
-        for name, p in self.shards.items():
-            mine = self.owned[name]
-            mine.data = p.detach().to_local()       # FSDP2 may have put them elsewhere
-            mine.grad = None if p.grad is None else p.grad.to_local()
-            p.grad = None
+        for name, shard in self.shards.items():
+            owned = self.owned[name]
+            owned.data = shard.detach().to_local()      # FSDP2 may have put them elsewhere
+            owned.grad = None if shard.grad is None else shard.grad.to_local()
+            shard.grad = None

@@ -1,4 +1,4 @@
-"""How ranks meet, and how each knows that the others are those that were started with it.
+"""Ranks meet here, and each makes sure that the others are those that were started with it.
 
 gloo connects ranks by TCP, and takes whoever connects first for the rank that it waits for: another
 user of the machine reads in /proc/net/tcp where a rank listens. So
@@ -13,11 +13,15 @@ user of the machine reads in /proc/net/tcp where a rank listens. So
 The store of torchrun listens on all interfaces and answers everybody. Where it started ranks on one
 machine, they meet by a file as well; on several machines its store is all that they share.
 
+    with here(config) as ranks:         as the environment says: `Ranks`, until the end of the block
+    with joined(config, rank=...)       of who started it
+
 Source: RFC 2104, HMAC; socket(7), SO_ATTACH_FILTER.
 """
 
 import atexit
 import ctypes
+import hashlib
 import hmac
 import os
 import secrets
@@ -31,12 +35,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import lpkit
+from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named
-from lpkit.parallel.processes import STRANGER
+from lpkit.parallel.processes import STRANGER, told
+from lpkit.parallel.ranks import Ranks, distributed, mesh_of
+from lpkit.techniques.layouts import TRAINED, refuse_untrainable, wrong_world
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
@@ -52,6 +61,68 @@ TCP_MD5SIG_EXT, MD5_KEY_BYTES, MD5_OF_ALL = 32, 16, "=H126xBBHi80s"
 DROP = struct.pack("HBBI", 0x06, 0, 0, 0)       # BPF: return 0, no byte of a packet is kept
 
 Prove = Callable[[str, dist.ProcessGroup], None]
+
+
+@contextmanager
+def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
+           init_method: str = "env://") -> Iterator[Ranks]:
+    """Make the process group, and leave it at the end.
+
+    Raises ConfigError when the config's layout is of another number of devices, when there are not
+    as many GPUs or the first rank cannot be reached, and when ranks have other settings, code or
+    versions than the first.
+    """
+    layout, device = config.parallel, device_type(config)
+    refuse_untrainable(config)
+    if layout.devices != world:
+        raise ConfigError(f"{world} processes were started; {wrong_world(config, layout, world)}")
+    if device == "cuda":
+        if local_world > (count := torch.cuda.device_count()):
+            raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
+                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
+        if not dist.is_nccl_available():
+            raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
+                              "system.device=cpu, or a build that has it")
+        torch.cuda.set_device(local_rank)
+    try:
+        with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
+                     init_method=init_method) as prove:
+            mesh = mesh_of(layout, device)
+            for axis in TRAINED:
+                prove(axis, mesh.get_group(axis))
+        ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
+                      mesh=mesh)
+        ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
+                                  "PyTorch": torch.__version__})
+        yield ranks
+    finally:
+        if distributed():
+            dist.destroy_process_group()
+
+
+def _code() -> str:
+    """The SHA-256 of this package's files."""
+    files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def device_type(config: Config) -> str:
+    asked = config.system.device.partition(":")[0]
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@contextmanager
+def here(config: Config) -> Iterator[Ranks]:
+    """Joins as torchrun or `accelerate launch` have said in the environment; else it is alone.
+
+    Raises ConfigError when the config asks for several processes and this is one.
+    """
+    said = told(config)
+    if said["world"] == 1:
+        yield Ranks()
+        return
+    with joined(config, **said) as ranks:
+        yield ranks
 
 
 @contextmanager
@@ -90,14 +161,14 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
 
 
 def meet(backend: str, **place: int | str) -> None:
-    """As `meeting`, for one group alone."""
+    """Meets as `meeting` does, for one group alone."""
     with meeting(backend, **place):
         pass
 
 
 def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
-    """Where ranks find one another, once all are there and the first has left the secret. Raises
-    ConfigError."""
+    """Returns the store in which ranks find one another, once all are there and the first has left
+    the secret. Raises ConfigError."""
     try:
         store, *_ = next(dist.rendezvous(init_method, rank, world, timeout=MEETING_TIMEOUT))
         if here and not isinstance(store, dist.FileStore):
@@ -151,7 +222,8 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _said_plainly(rank: int) -> Iterator[None]:
-    """Where a connection closes, or brings no proof in time, gloo says so in words of its own."""
+    """Says in our words what gloo says in its own where a connection closes, or brings no proof in
+    time."""
     try:
         yield
     except RuntimeError as error:

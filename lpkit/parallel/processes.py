@@ -45,14 +45,14 @@ HEAD, SLOT, BEATS, NOTED = map(struct.Struct, ("<B63s", "<QQqQ40s", "<Q", "<QqQ4
 
 
 def new_page(world: int) -> mmap.mmap:
-    """Of nobody's file; a fork shares it."""
+    """Makes a page of no file; a fork shares it."""
     return mmap.mmap(-1, HEAD.size + world * SLOT.size)
 
 
 @dataclass
 class Place:
-    """Where a rank is among the others, and its way to who started it. Without `page` and `line`,
-    as under torchrun, nobody listens."""
+    """A rank's place among the others, and its way to who started it. Without `page` and `line`, as
+    under torchrun, nobody listens."""
 
     rank: int = 0
     world: int = 1
@@ -73,7 +73,7 @@ class Place:
 
     @property
     def among(self) -> dict[str, Any]:
-        """As `lpkit.parallel.meeting` takes it."""
+        """The place as `lpkit.parallel.meeting` takes it."""
         return {"rank": self.rank, "world": self.world, "local_world": self.local_world,
                 "init_method": self.store}
 
@@ -136,7 +136,7 @@ class WarmParent:
             socket.send_fds(self._calls, [function.encode()], fds)
 
     def end(self) -> None:
-        """Within 2 s. May be called again, from any thread; it does not wait."""
+        """Ends all within 2 s. It may be called again, from any thread, and does not wait."""
         end(self._keeper)
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class Processes:
                      "progress_seconds": progress_seconds})
 
     def wait(self) -> list[Any]:
-        """What each rank returned, once all is over and nothing of it is left.
+        """Returns what each rank returned, once all is over and nothing of it is left.
 
         Raises ConfigError and OSError when a rank did, and RunFailedError for every other error,
         with the rank, where it was, and its traceback.
@@ -236,7 +236,8 @@ class Processes:
 
 
 def told(config: Config) -> dict[str, int]:
-    """Where torchrun, or whoever started this process, says that it stands; alone where nobody does.
+    """Returns where torchrun, or whoever started this process, says that it stands; alone where
+    nobody does.
 
     Raises ConfigError for a layout that nobody trains, and for one of several processes alone.
     """
@@ -255,7 +256,7 @@ def told(config: Config) -> dict[str, int]:
 
 
 def _number(name: str, default: int) -> int:
-    """Of the environment. Raises ConfigError."""
+    """Reads a number of the environment. Raises ConfigError."""
     value = os.environ.get(name, str(default))
     if not value.isdecimal():
         raise ConfigError(f"the environment has {name}={shown(value)}, and it is to be a number; "

@@ -7,16 +7,11 @@ they meet is in `lpkit.parallel.meeting`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import lpkit
 from lpkit import records
-from lpkit.config import Config, flat
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, packed, unpacked
-from lpkit.parallel.meeting import BACKENDS, meeting
-from lpkit.parallel.processes import told
-from lpkit.techniques.layouts import TRAINED, Layout, refuse_untrainable, wrong_world
+from lpkit.techniques.layouts import TRAINED, Layout
 
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,7 +60,7 @@ class Ranks:
         return self.rank == 0
 
     def mean(self, t: Tensor) -> Tensor:
-        """Of a tensor that each has."""
+        """Returns the mean of a tensor that each has."""
         if self.mesh is None:
             return t
         total = t.detach().clone()
@@ -78,14 +69,14 @@ class Ranks:
         return total / self.world
 
     def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Of what all (of `group`) have, number by number, in place."""
+        """Takes the largest of what all (of `group`) have, number by number, in place."""
         if self.mesh is not None:
             with self.waits:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def told(self, number: int) -> int:
-        """What the first process says; by the host, no device is waited for."""
+        """Returns what the first process says; by the host, so that no device is waited for."""
         if self.mesh is None:
             return number
         said = torch.tensor([number])
@@ -101,11 +92,11 @@ class Ranks:
         return _said(None)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
-        """As the function `by_first`; alone, `work` is done here."""
+        """Does as the function `by_first`; alone, `work` is done here."""
         return work() if self.mesh is None else by_first(work)
 
     def agreed(self, what: Any) -> Any:
-        """What the first process has."""
+        """Returns what the first process has."""
         return what if self.mesh is None else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
@@ -123,7 +114,7 @@ class Ranks:
 
 
 def by_first(work: Callable, *args: Any) -> Any:
-    """What `work(*args)` returned, or raised, on rank 0 of the process group, on all of it. It
+    """Returns, or raises, on all ranks what `work(*args)` did on rank 0 of the process group. It
     becomes JSON: a path is text, and a tuple a list."""
     if not distributed():
         return work(*args)
@@ -140,12 +131,13 @@ def by_first(work: Callable, *args: Any) -> Any:
 
 
 def everybodys(what: Any) -> list[Any]:
-    """What each rank of the process group has, on all of them. It becomes JSON."""
+    """Returns what each rank of the process group has, on all of them. It becomes JSON."""
     return [_said(what, rank) for rank in range(dist.get_world_size())] if distributed() else [what]
 
 
 def _said(what: Any, by: int = 0) -> Any:
-    """What rank `by` of the process group has. Bytes of JSON travel, and nothing is unpickled."""
+    """Returns what rank `by` of the process group has. Bytes of JSON travel, and nothing is
+    unpickled."""
     mine = dist.get_rank() == by
     text = bytearray(json.dumps(what, default=os.fspath).encode() if mine else b"")
     size = torch.tensor([len(text)])
@@ -162,7 +154,7 @@ def distributed() -> bool:
 
 
 class Share(DataPolicy):
-    """Of each batch of `policy`, which has so many sequences, those of one rank."""
+    """One rank's sequences of each batch of `policy`, which has so many."""
 
     def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
                  sizes: Callable[[int], tuple[int, int]] | None = None):
@@ -179,67 +171,5 @@ class Share(DataPolicy):
 
 
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:
-    """Of the process group. `device`: its type."""
+    """Makes the mesh of the process group. `device`: its type."""
     return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
-
-
-@contextmanager
-def joined(config: Config, *, rank: int, world: int, local_rank: int, local_world: int,
-           init_method: str = "env://") -> Iterator[Ranks]:
-    """Make the process group, and leave it at the end.
-
-    Raises ConfigError when the config's layout is of another number of devices, when there are not
-    as many GPUs or the first rank cannot be reached, and when ranks have other settings, code or
-    versions than the first.
-    """
-    layout, device = config.parallel, device_type(config)
-    refuse_untrainable(config)
-    if layout.devices != world:
-        raise ConfigError(f"{world} processes were started; {wrong_world(config, layout, world)}")
-    if device == "cuda":
-        if local_world > (count := torch.cuda.device_count()):
-            raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
-                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
-        if not dist.is_nccl_available():
-            raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
-                              "system.device=cpu, or a build that has it")
-        torch.cuda.set_device(local_rank)
-    try:
-        with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
-                     init_method=init_method) as prove:
-            mesh = mesh_of(layout, device)
-            for axis in TRAINED:
-                prove(axis, mesh.get_group(axis))
-        ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh)
-        ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
-                                  "PyTorch": torch.__version__})
-        yield ranks
-    finally:
-        if distributed():
-            dist.destroy_process_group()
-
-
-def _code() -> str:
-    """The SHA-256 of this package's files."""
-    files = sorted(Path(lpkit.__file__).parent.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-
-
-def device_type(config: Config) -> str:
-    asked = config.system.device.partition(":")[0]
-    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@contextmanager
-def here(config: Config) -> Iterator[Ranks]:
-    """As torchrun or `accelerate launch` have said in the environment; else alone.
-
-    Raises ConfigError when the config asks for several processes and this is one.
-    """
-    said = told(config)
-    if said["world"] == 1:
-        yield Ranks()
-        return
-    with joined(config, **said) as ranks:
-        yield ranks

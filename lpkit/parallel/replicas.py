@@ -33,7 +33,8 @@ Send = Callable[[list[nn.Parameter]], Finish]
 
 
 def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """In this order, of one dtype, and of `most_bytes` at most unless one parameter has more."""
+    """Cuts parameters into buckets, in this order, of one dtype, and of `most_bytes` at most unless
+    one parameter has more."""
     bucket: list[nn.Parameter] = []
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype
@@ -46,7 +47,7 @@ def buckets(parameters: Sequence[nn.Parameter], most_bytes: int) -> Iterator[lis
 
 
 class Messages:
-    """Of the gradients of `parameters`, by `send`: when and in which sizes, REDUCTIONS says."""
+    """Sends the gradients of `parameters` by `send`: REDUCTIONS says when, and in which sizes."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], reduction: str, send: Send):
         row = REDUCTIONS[reduction]
@@ -133,7 +134,7 @@ class ShardedOptimizer(OfRows):
         self.messages.finish()
 
     def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
-        """Of each gradient the mean of this rank's rows; the whole ones are freed."""
+        """Leaves the mean of this rank's rows of each gradient; the whole ones are freed."""
         used = [p.grad is not None for p in bucket]
         parts = packed([p.grad if there else torch.zeros_like(p)
                         for p, there in zip(bucket, used)], self.size)
@@ -191,7 +192,7 @@ def padded(whole: Tensor, ranks: int) -> int:
 
 
 def splits(tensors: Sequence[Tensor], ranks: int) -> bool:
-    """Whether they lie as they travel: one tensor, with as many rows for each rank."""
+    """True if they lie as they travel: one tensor, with as many rows for each rank."""
     return len(tensors) == 1 and not len(tensors[0]) % ranks
 
 

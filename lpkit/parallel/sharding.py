@@ -1,10 +1,17 @@
-"""How the model states of a run lie on its ranks. One class for each of ZeRO's ways, named by
-`lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one device.
+"""The model states of a run lie on its ranks in one of ZeRO's ways. One class for each of ZeRO's
+ways, named by `lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one device.
 
 An optimizer is given what a rank owns, as plain tensors: whole parameters, or its rows of each. So
 every optimizer, format of moments and rounding is what it is on one device. Rows are cut as FSDP2
 cuts them, ceil(rows / ranks) to each, the last ranks have fewer or none; in a checkpoint they are
-DTensors, which any other layout can read.
+DTensors, which any other layout can read. A parameter has one name for each of its forms:
+
+    stand_in    in the model while that is made in ZeRO 2 and 3: a shape without memory (`drawn`)
+    whole       all of it, in one process; in ZeRO 2 and 3 one at a time
+    rows        this rank's rows of it, a plain tensor
+    shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
+    owned       the plain parameter over the same rows that the optimizer updates
+    gathered    a Linear's whole weight as it travels: its cast (`cast_gather`)
 
 Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 """
@@ -43,29 +50,31 @@ class Sharding:
         self.owned: dict[str, nn.Parameter] = {}
 
     def making(self, device: torch.device) -> AbstractContextManager:
-        """Around what makes the model and initialises it."""
+        """A context around what makes the model and initialises it."""
         return nullcontext()
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """What this rank updates of the built and transformed model, by name."""
+        """Returns what this rank updates of the built and transformed model, by name."""
         self.owned = {name: p for name, p in model.named_parameters() if p.requires_grad}
         return self.owned
 
     def backward(self, last: bool) -> None:
-        """Before the backward of a micro-batch; after the `last` one gradients must be reduced."""
+        """Is called before the backward of a micro-batch; after the `last` one gradients must be
+        reduced."""
 
     def reduce(self) -> None:
-        """After it: what is owned has the gradients of the whole batch."""
+        """Is called after it: what is owned then has the gradients of the whole batch."""
 
     def norm(self, norm: Tensor) -> Tensor:
-        """Of all gradients, from that of the owned ones."""
+        """Returns the norm of all gradients, from that of the owned ones."""
         return norm
 
     def spread(self) -> None:
-        """After the optimizer's step: every rank has the new weights that it is to have."""
+        """Is called after the optimizer's step: every rank then has the new weights that it is to
+        have."""
 
     def told(self, name: str) -> Parameter:
-        """What a rule may ask of an owned parameter."""
+        """Returns what a rule may ask of an owned parameter."""
         return Parameter(name, tuple(self.owned[name].shape))
 
     def whole(self, name: str, t: Tensor) -> Tensor:
@@ -78,7 +87,7 @@ class Sharding:
 
 
 def local(t: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """Returns what this rank has of a tensor."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -105,12 +114,12 @@ class CutParameter(Parameter):
         if not self.shape:
             return t
         each = -(-self.shape[0] // self.sharding.size)      # rows of most ranks; others pad
-        mine = t.new_zeros(each, *t.shape[1:])
-        mine[:len(t)] = t
-        rows = t.new_empty(each * self.sharding.size, *t.shape[1:])
+        rows = t.new_zeros(each, *t.shape[1:])
+        rows[:len(t)] = t
+        whole = t.new_empty(each * self.sharding.size, *t.shape[1:])
         with self.sharding.ranks.waits:
-            all_gather(rows, mine, group=self.sharding.group)
-        return rows[:self.shape[0]]
+            all_gather(whole, rows, group=self.sharding.group)
+        return whole[:self.shape[0]]
 
     def part(self, whole: Tensor) -> Tensor:
         return self.sharding.rows(whole) if self.shape else whole

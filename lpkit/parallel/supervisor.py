@@ -100,7 +100,7 @@ def _record(error: BaseException) -> dict[str, Any]:
 
 
 def _lost_a_peer(error: BaseException) -> bool:
-    """Whether it came since another rank had gone."""
+    """True if it came since another rank had gone."""
     lost: tuple[type, ...] = ()
     if dist := sys.modules.get("torch.distributed"):
         lost = (dist.DistError,)
@@ -115,7 +115,7 @@ def _lost_a_peer(error: BaseException) -> bool:
 # --- in the warm parent
 
 class Lines:
-    """What comes out of a pipe, by whole lines."""
+    """Reads a pipe by whole lines."""
 
     def __init__(self, fd: int):
         self.fd, self.over, self._rest = fd, False, b""
@@ -133,7 +133,7 @@ class Lines:
 
 @dataclass
 class Rank:
-    """What is known of one."""
+    """A rank, as far as it is known."""
 
     number: int
     pid: int
@@ -159,7 +159,7 @@ class Rank:
 
     @property
     def trouble_at(self) -> float | None:
-        """When it failed, or was gone without a record."""
+        """The time when it failed, or was gone without a record."""
         if self.failed:
             return self.failed["at"]
         return self.ended_at if not self.alive and not self.done else None
@@ -257,7 +257,7 @@ class Supervisor:
                 HEAD.pack_into(self.page, 0, what, by.encode())
 
     def _hear(self, rank: Rank) -> bool:
-        """Whether it said something."""
+        """Returns whether it said something."""
         lines = rank.lines.read()
         for line in lines:
             kind, value = line.split(b" ", 1)
@@ -274,7 +274,7 @@ class Supervisor:
             rank.status, rank.ended_at = os.waitstatus_to_exitcode(ended[1]), time.monotonic()
 
     def _look(self, seconds: float) -> None:
-        """At the shared page, after so many seconds."""
+        """Looks at the shared page, after so many seconds."""
         moved = ASKS[self.page[0]] == "pause"
         for rank in self.ranks:
             beats, *noted, phase = SLOT.unpack_from(self.page, HEAD.size + rank.number * SLOT.size)
@@ -285,7 +285,7 @@ class Supervisor:
         self.still_seconds = 0 if moved else self.still_seconds + seconds
 
     def _judge(self, now: float) -> None:
-        """Whether it is over, and why."""
+        """Judges whether it is over, and why."""
         if self.outcome or self.asked.over:
             return
         working = [rank for rank in self.ranks if rank.working]
@@ -353,7 +353,7 @@ class Supervisor:
         self.outcome, self.since = outcome, time.monotonic()
 
     def _end(self, now: float) -> None:
-        """Those that are left, once the outcome is known."""
+        """Ends those that are left, once the outcome is known."""
         passed = now - self.since
         if "values" in (self.outcome or ()):
             passed -= TEARDOWN_SECONDS
@@ -365,7 +365,7 @@ class Supervisor:
                 rank.send(signal.SIGTERM)
 
     def _send(self) -> None:
-        """What the caller takes; it may be busy."""
+        """Sends as much as the caller takes; it may be busy."""
         try:
             while self.unsent:
                 del self.unsent[:os.write(self.reports, self.unsent[:1 << 16])]

@@ -1,4 +1,5 @@
-"""How much a cast has lost: signal over quantisation noise, sum x^2 / sum (y - x)^2, in decibels.
+"""The signal-to-quantisation-noise ratio says how much a cast has lost: sum x^2 / sum (y - x)^2, in
+decibels.
 
 A decibel is a tenth of a power of ten; one more bit of mantissa is a quarter of the noise, 6.02 dB.
 Source: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x
@@ -16,6 +17,6 @@ def decibel(ratio: float) -> float | None:
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> float | None:
-    """Of y, which a cast made of x. None: y is exact."""
+    """Returns the SQNR in dB of y, the cast of x; None: y is exact."""
     ratio = x.double().square().sum() / (y - x).double().square().sum()
     return decibel(ratio.item())

@@ -88,7 +88,7 @@ def round_to(x: Tensor, fmt: Format, *, rounding: str = "nearest-even", overflow
 
 
 def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Of two, never below the format's least; int64."""
+    """Returns exponents of two, never below the format's least; int64."""
     exponent = torch.frexp(magnitude.nan_to_num(0, 0)).exponent.long() - 1
     return torch.where(magnitude == 0, fmt.min_exponent, exponent).clamp(min=fmt.min_exponent)
 

@@ -1,5 +1,4 @@
-"""What becomes of a weight's casts between the micro-batches of an update: cast again in each, or
-kept.
+"""A weight's casts are kept between the micro-batches of an update, or made again in each.
 
 A weight changes in the optimizer's step alone, so the second micro-batch casts the same numbers to
 the same values. Kept, they cost their bytes from the first micro-batch to the end of the last
@@ -30,8 +29,8 @@ CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,
            forwards: int) -> Choice:
-    """Whether casts are kept, for `recipe`, the row `name`. `forwards`: of each layer in an update,
-    recomputed ones included.
+    """Chooses whether casts are kept, for `recipe`, the row `name`. `forwards`: of each layer in an
+    update, recomputed ones included.
 
     Raises ConfigError where no weight is cast.
     """
@@ -74,7 +73,7 @@ class WeightCache:
         self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
 
     def see(self, w: Tensor) -> None:
-        """Before its casts are asked for."""
+        """Is called before its casts are asked for."""
         storage = w.untyped_storage()
         same = self.weight() is w and self.storage._cdata == storage._cdata
         if not same or self.version != w._version:
@@ -92,9 +91,10 @@ class WeightCache:
 
 @contextmanager
 def weights_cached(model: nn.Module) -> Iterator[None]:
-    """Around the forwards and backwards of one update: each weight is cast once for each product
-    that casts it anew, and not once a micro-batch or recomputation. The same numbers, bit for bit.
-    Not under torch.compile, which has the casts in its graph. Nothing is kept afterwards.
+    """A context around the forwards and backwards of one update: each weight is cast once for
+    each product that casts it anew, and not once a micro-batch or recomputation. The same
+    numbers, bit for bit. Not under torch.compile, which has the casts in its graph. Nothing is
+    kept afterwards.
     """
     layers = list(scaled_linears(model))
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Which machine multiplies which recipe's operands itself, from what PyTorch and vendors say.
+"""Machines multiply some recipes' operands themselves: which, PyTorch and vendors say.
 
 A run takes the same decision by asking the device (`lpkit.precision.backends.choose`); this is what
 is known of machines that are not here: for predictions, and for `lpkit.measure.matrix`.
@@ -6,7 +6,7 @@ is known of machines that are not here: for predictions, and for `lpkit.measure.
 
 import functools
 
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.machine import Machine
 from lpkit.techniques.recipes import ALL, Recipe
 
 TORCH = "https://github.com/pytorch/pytorch/blob/main/test/test_scaled_matmul_cuda.py"

@@ -16,7 +16,7 @@ KERNELS: dict[str, Row] = {
     "add-rms-norm": Row(
         why="the residual addition on the way: the sum is not read again",
         source="https://arxiv.org/abs/2410.10989",
-        implementation="lpkit.kernels.norm:ADD_RMS_NORM"),
+        implementation="lpkit.kernels.cuda_norm:ADD_RMS_NORM"),
     "add-layer-norm": Row(
         why="the residual addition on the way: the sum is not read again",
         source="https://arxiv.org/abs/2410.10989",

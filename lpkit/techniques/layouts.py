@@ -1,4 +1,4 @@
-"""How a training run is spread over devices: five axes, whose product is the world.
+"""A training run is spread over devices along five axes, whose product is the world.
 
 The names are those of torchtitan's ParallelDims (https://github.com/pytorch/torchtitan). Ranks
 count with `tensor` fastest, then `context`, `shard`, `data`, and `pipeline` slowest, so that those

@@ -1,4 +1,4 @@
-"""What a device can do at best: memory, bandwidth, arithmetic, links, power, price.
+"""Each row says what a device can do at best: memory, bandwidth, arithmetic, links, power, price.
 
 Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as the total: vendors'
 GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice
@@ -8,60 +8,18 @@ direction. Prices are one provider's of one month, and another's may be twice as
 some networks, are assumptions. Pass your own.
 """
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 from lpkit.errors import ConfigError, nearest, printable, shown
+from lpkit.techniques.machine import DTYPES, PRICE_SOURCE, Machine
 from lpkit.values import convert, not_empty
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
-PRICE_SOURCE = ("assumed: a round on-demand price per GPU and hour in November 2026; change it "
-                "with price_per_hour")
 LATENCY_SOURCE = ("a hop of a ring: NCCL's own figures for its simple protocol, "
                   "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199")
-NVLINK_SECONDS, PCIE_SECONDS, NETWORK_SECONDS = 3.4e-6, 5.7e-6, 14e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """One device. `flops` holds FLOP/s by dtype, without those that it lacks."""
-
-    name: str
-    title: str
-    kind: Literal["gpu", "cpu"] = "gpu"
-    memory_bytes: int
-    bytes_per_second: float             # of the device's own memory
-    flops: Mapping[str, float]
-    link_bytes_per_second: float | None = None
-    link: str = ""
-    link_seconds: float = NVLINK_SECONDS    # latency of a hop
-    devices_per_node: int = 1           # that the link joins
-    network_bytes_per_second: float | None = None   # between nodes, one device's share, one way
-    network: str = ""
-    network_seconds: float = NETWORK_SECONDS  # latency of a hop
-    watts: float | None = None          # rated, for the whole device
-    price_per_hour: float | None = None     # US dollars
-    price_source: str = PRICE_SOURCE
-    source: str
-    details: Mapping[str, object] = field(default_factory=dict)     # how it was measured
-
-    def peak_flops(self, dtype: str) -> float:
-        """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""
-        if dtype not in self.flops:
-            raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
-        return self.flops[dtype]
-
-    @property
-    def multiplies_tiles(self) -> bool:
-        """Whether this is a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
-        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
-
-    def ridge(self, dtype: str) -> float:
-        """FLOPs per byte above which arithmetic, not memory, is the limit."""
-        return self.peak_flops(dtype) / self.bytes_per_second
+PCIE_SECONDS = 5.7e-6
 
 
 def _tera(**flops: float) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""What a step keeps, where and in how many bits: a family for each field of `config.memory`.
+"""Rows say what a step keeps, where and in how many bits: a family for each field of
+`config.memory`.
 
 The first row of each is the plain way. A row says what the predictor needs of it: bytes, and what
 is recomputed. `problem` says why it cannot be beside the rest of a Config, and the way out.
@@ -203,7 +204,7 @@ OPTIMIZER_STATE = {
     "disk": OptimizerState(
         why="a memory-mapped file", leaves=("cpu", "gpu"),
         source="Rajbhandari et al. 2021, arXiv:2104.07857",
-        implementation="lpkit.memory.state:on_disk"),
+        implementation="lpkit.memory.disk:on_disk"),
 }
 
 

@@ -103,14 +103,17 @@ class Optimizer(Row):
     take, where a rule trains others; "": the trained ones.
 
     `kernel` is the same rule in one fused kernel, `fused` a function (groups, settings) -> torch
-    optimizer that updates all parameters at once where everything is float32 on the device; "":
-    there is none. `temporary_bytes` are those that the rule allocates per number.
+    optimizer that updates all parameters at once where everything is float32 on the device, and
+    `one_pass` a function (name, system.kernels, parameters, by_first) that chooses whether a GPU
+    updates weight and slots in one pass; "": there is none. `temporary_bytes` are those that the
+    rule allocates per number.
     """
 
     settings: OptimizerSettings = OptimizerSettings()
     slots: tuple[Slot, ...]
     kernel: str = ""
     fused: str = ""
+    one_pass: str = ""
     temporary_bytes: int = 0
     evaluated: str = ""
     told: bool = False
@@ -172,12 +175,12 @@ OPTIMIZERS = {
         source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
         slots=(Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False)),
         implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
-        fused="lpkit.optim.rules:adamw_fused"),
+        fused="lpkit.optim.rules:adamw_fused", one_pass="lpkit.optim.one_pass:chosen"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
         slots=(Slot(name="exp_avg"),), temporary_bytes=FLOAT32,
-        implementation="lpkit.optim.rules:lion"),
+        implementation="lpkit.optim.rules:lion", one_pass="lpkit.optim.one_pass:chosen"),
     "momentum": Optimizer(
         why="SGD with a sum of past gradients that fades",
         source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",

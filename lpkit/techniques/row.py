@@ -1,4 +1,4 @@
-"""What a row is: everything that anybody needs to know of a technique without running it.
+"""A row says everything that anybody needs to know of a technique without running it.
 
 A family is a dict of rows by name. A row has its settings with their defaults, a frozen dataclass
 that checks itself; its source; and the dotted name of its implementation, which is imported when a
@@ -19,7 +19,8 @@ from lpkit.values import Checked
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Checked):
-    """What a row can be told. A row with settings of its own extends this, with its defaults."""
+    """The settings that a row can be told. A row with settings of its own extends this, with its
+    defaults."""
 
     name: str = ""      # of the row
 

@@ -1,1 +1,1 @@
-"""From a Config to a Run: build, update, evaluate, save, go on."""
+"""Training makes a Run of a Config: it builds, updates, evaluates, saves and goes on."""

@@ -1,5 +1,5 @@
-"""So that a GPU never waits for the host: an update's numbers are read when they have arrived, and
-its batch is there before it is asked for."""
+"""A GPU never waits for the host: an update's numbers are read when they have arrived, and its
+batch is there before it is asked for."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostMoment:
 
 
 class DeviceMoment:
-    """When the device is done with what it was given so far, by its own clock."""
+    """The moment when the device is done with its work so far, by its own clock."""
 
     def __init__(self, device: torch.device):
         self.event = torch.cuda.Event(enable_timing=True)
@@ -101,7 +101,8 @@ class Prefetched(DataPolicy):
 
 
 def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
-    """On a CPU there is nothing to wait for: `policy` itself."""
+    """Returns a policy that makes batches ahead; on a CPU, which has nothing to wait for, `policy`
+    itself."""
     if device.type != "cuda":
         return policy
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Which attention backend a run uses: `system.attention`.
+"""`system.attention` chooses the attention backend of a run.
 
 Asked for by name, one that needs a library is held against the definition before it is used. With
 auto, backends are verified, and those that are right are raced (`lpkit.kernels.choose`): on a GPU
@@ -72,7 +72,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
 
 
 def flops(model: ModelConfig) -> float:
-    """Of a sequence, forward and backward, causal."""
+    """Counts the FLOPs of attention to one sequence, forward and backward, causal."""
     return 6 * model.L * model.H * model.E * model.T**2
 
 

@@ -10,75 +10,22 @@ All write the same run folder. Stopping keeps a checkpoint and the partial Run.
 
 import asyncio
 import datetime
-import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from lpkit.config import Config
 from lpkit.contracts import Observer, StepRecord
 from lpkit.errors import ConfigError
 from lpkit.files import one_name, own_folder
-from lpkit.signals import heard_by
+from lpkit.parallel.processes import told
+from lpkit.training.control import Control
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Folder, checked
-
-if TYPE_CHECKING:   # they import torch
-    from lpkit.parallel.ranks import Ranks
-    from lpkit.training.training import Training
-
-
-GO_ON, PAUSE, STOP = range(3)       # what a loop is asked
-
-
-class GivenUp(KeyboardInterrupt):
-    """A step or an evaluation that was under way when the run was asked to stop."""
-
-
-class Control:
-    """The way into a running loop, from a thread or a signal: stop as soon as nothing is lost, or
-    wait."""
-
-    def __init__(self):
-        self.stopped_by = ""        # who asked: "stop", or the name of a signal
-        self.breakable = False      # nothing that is under way will be saved: a signal may raise
-        self.go_on = threading.Event()
-        self.go_on.set()
-
-    def stop(self, by: str = "stop") -> None:
-        self.stopped_by = self.stopped_by or by
-        self.go_on.set()
-
-    def signalled(self, by: str) -> None:
-        self.stop(by)
-        if self.breakable:
-            raise GivenUp
-
-    @contextmanager
-    def breaking(self, may: bool) -> Iterator[None]:
-        """Within, a signal raises GivenUp, if it `may`. Where a destructor was under way it is lost,
-        and Python would print its traceback; the run then stops at the next micro-batch."""
-        before = sys.unraisablehook
-
-        def lost(what: Any) -> None:
-            if not isinstance(what.exc_value, GivenUp):
-                before(what)
-
-        self.breakable, sys.unraisablehook = may, lost
-        try:
-            yield
-        finally:
-            self.breakable, sys.unraisablehook = False, before
-
-    def asked(self) -> int:
-        if self.stopped_by:
-            return STOP
-        return GO_ON if self.go_on.is_set() else PAUSE
 
 
 def default_folder(name: str = "run") -> Path:
@@ -99,54 +46,28 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:
-    from lpkit.parallel.processes import told  # its package has launch, which stands on this module
-
     if told(config)["world"] == 1:      # of several, the first may have begun the folder already
         refuse(config, path, resume)
-    from lpkit.training.exhausted import said
+    from lpkit.training.trainer import train_here
 
-    with _let_go(), said(config, "this run"):
-        return _trained(config, path, resume, observers, control)
+    with _let_go():
+        return train_here(config, path, resume, observers, control)
 
 
 def refuse(config: Config, path: Path, resume: bool) -> None:
     """Raises ConfigError for a folder or a text that does not serve: at once, without torch."""
-    from lpkit.datasets import sources, tokens  # NumPy, and every command imports this module
+    from lpkit.datasets import prepared, sources  # NumPy, and every command imports this module
 
     Run.at(path).refuse_another(config, resume=resume)
-    if not tokens.is_prepared(config.data.source):
+    if not prepared.is_prepared(config.data.source):
         sources.find(config.data.source)
-
-
-def _trained(config: Config, path: Path, resume: bool, observers: Observers,
-             control: Control) -> Run:
-    from lpkit.parallel.ranks import here
-    from lpkit.training.loop import fit
-
-    with here(config) as ranks:
-        path = Path(ranks.agreed(path))     # a default has the time in it
-        training = built(config, path, resume, ranks)
-        # from here on there is something to save; before, a signal ends the preparation
-        with signals_stop(control.signalled):
-            return fit(training, path, resume=resume, observers=observers, control=control)
-
-
-def built(config: Config, path: Path, resume: bool, ranks: "Ranks") -> "Training":
-    """What will write the run folder `path`, with what looks at it."""
-    from lpkit.training.training import Training
-
-    training = Training.build(config, before=Run.at(path).environment if resume else None, ranks=ranks)
-    if config.precision.telemetry_every and ranks.first:
-        from lpkit.measure import telemetry  # most runs are not looked at
-
-        telemetry.attach(training, path, every=config.precision.telemetry_every)
-    return training
 
 
 @contextmanager
 def _let_go() -> Iterator[None]:
-    """What is raised keeps the lines of its traceback and not the variables: who keeps the error (a
-    handle, a notebook's `sys.last_exc`) would keep the model, and what its update had made."""
+    """An error that leaves this block keeps the lines of its traceback, not the variables: who
+    keeps the error (a handle, a notebook's `sys.last_exc`) would keep the model, and what its
+    update had made."""
     try:
         yield
     except BaseException as error:
@@ -155,18 +76,6 @@ def _let_go() -> Iterator[None]:
             traceback.clear_frames(below.__traceback__)
             below = below.__cause__ or below.__context__
         raise
-
-
-@contextmanager
-def signals_stop(stop: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch; a second Ctrl-C
-    interrupts at once. A thread hears none: there the handle's `stop` serves."""
-    def heard(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop(signal.Signals(number).name)
-
-    with heard_by(heard):
-        yield
 
 
 class Background:
@@ -216,7 +125,8 @@ class Background:
         self._control.go_on.set()
 
     def stop(self) -> None:
-        """At the next micro-batch, in an evaluation at its next batch; keeps a checkpoint."""
+        """Stops at the next micro-batch, in an evaluation at its next batch, and keeps a
+        checkpoint."""
         self._control.stop()
 
     def __await__(self) -> Generator[Any, None, Any]:

@@ -1,7 +1,11 @@
-"""From the names in a Config to implementations: what a run uses here, and the model it trains."""
+"""Names in a Config become implementations: `decide` says what a run uses here, `build_model` makes
+the model that it trains.
+
+`made` initialises the model first, by name and shape. A part with `reset(init)` then sets what it
+starts from; then come the weights of another run (`start`), and at last changes of the model.
+"""
 
 import datetime
-import gc
 import platform
 import shlex
 import sys
@@ -30,7 +34,6 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
-from lpkit.predict.fit import Fit, fit
 from lpkit.techniques import layouts
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
@@ -86,7 +89,7 @@ def choose_recipe(asked: Settings, device: torch.device, before: str | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """What a run will use, before anything is allocated."""
+    """A run's choices, made before anything is allocated."""
 
     device: torch.device
     recipe: Recipe
@@ -206,7 +209,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:
-    """Of the model that `build_model` made, by the kernel among its choices."""
+    """Builds the loss of the model that `build_model` made, by the kernel among its choices."""
     rows, m = rows_of(config), config.memory
     row, backend = rows["cross_entropy"], rows["recompute"].load()(m.recompute).compiler
     loss = row.load()(m.cross_entropy, decisions.autocast)
@@ -218,7 +221,7 @@ def build_loss(config: Config, decisions: Decisions) -> Loss:
 
 
 def build_objective(config: Config, decisions: Decisions, ranks: Ranks, next_token: Loss) -> Loss:
-    """What updates make smaller: the loss of evaluation, unless the config names another."""
+    """Builds what updates make smaller: the loss of evaluation, unless the config names another."""
     row = OBJECTIVES[config.objective.name]
     if not row.implementation:
         return next_token
@@ -259,35 +262,14 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
-    """In the order of the stages, whatever the order given."""
+    """Applies transforms in the order of their stages, whatever the order given."""
     for transform in sorted(transforms, key=lambda t: t.stage):
         model = transform(model)
     return model
 
 
-def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
-    """An update as `decisions` have it, in what the device has left, which on a CPU `processes`
-    share. Under 2 ms."""
-    used = {key: choice.used for key, choice in decisions.choices.items()}
-    config = config.replace({
-        "precision.recipe": used["precision"], "system.attention": used["attention"],
-        "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
-    return fit(config, hardware.room(decisions.device, processes), compiled=used["compile"] != OFF)
-
-
-def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
-    """By formula, before anything is allocated. Raises ConfigError with what would fit."""
-    if not fit_here(config, decisions, processes).refused:
-        return
-    gc.collect()        # a model that nobody holds may still be there, in a cycle
-    asked = fit_here(config, decisions, processes)
-    if asked.refused:
-        on = decisions.device
-        raise ConfigError(asked.sentence(hardware.memory_bytes(on), hardware.others_bytes(on)))
-
-
 def environment(decisions: Decisions) -> dict[str, Any]:
-    """Where a number comes from."""
+    """Records where a run's numbers come from: versions, device, choices."""
     device = decisions.device
     gpu = device.type == "cuda"
     return {

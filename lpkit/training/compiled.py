@@ -67,7 +67,7 @@ def _call(forward: Callable[..., Tensor], *given: Any) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Compile(Transform):
-    """In place: parameter names stay. `what`: of HOW."""
+    """Compiles a model in place: parameter names stay. `what`: a key of HOW."""
 
     what: str = BLOCKS
     backend: str | Callable = "inductor"
@@ -85,7 +85,7 @@ class Compile(Transform):
 
 
 class _HiddenKnown:
-    """What is left of a model, once its hidden states are there, for a loss to call."""
+    """Stands for a model whose hidden states are known, for a loss to call."""
 
     def __init__(self, h: Tensor, head: nn.Module):
         self.h, self.head = h, head

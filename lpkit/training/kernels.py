@@ -1,4 +1,4 @@
-"""Which version of each of its kernels a model runs: `system.kernels`.
+"""`system.kernels` chooses the version of each kernel that a model runs.
 
 A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
 for it (`lpkit.precision.backends.ScaledMM`). On a GPU each is verified and raced on the tensors
@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels import cross_entropy
 from lpkit.kernels.choose import candidates, choose, version
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.kernels import KERNELS, asked_of, by_name
@@ -29,7 +28,6 @@ from lpkit.techniques.kernels import KERNELS, asked_of, by_name
 OF_KERNEL = "kernel:"       # before its name, among a run's choices
 FEW = 256                   # tokens: a definition in float64 holds 50 times what it is given
 LOSS, LOGITS = "cross-entropy", 32      # the kernel of a loss in pieces, and tokens of it
-OFFERED = {LOSS: cross_entropy.OFFERED}     # in place of a kernel's candidates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +82,8 @@ class Kernels(Transform):
         return found
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
-        """What each kernel is given in a training forward and backward, by its name: of a few
-        tokens, which float64 has room for, and of a micro-batch."""
+        """Collects what each kernel is given in a training forward and backward, by its name: of a
+        few tokens, which float64 has room for, and of a micro-batch."""
         B, T = self.batch
         (few, some), (many, logits) = self._seen(model, 1, min(T, FEW)), self._seen(model, B, T)
         found = {name: (list(few[name].values()), list(calls.values()))
@@ -96,8 +94,9 @@ class Kernels(Transform):
 
     def _seen(self, model: nn.Module, B: int, T: int
               ) -> tuple[dict[str, dict[tuple, tuple]], Tensor]:
-        """By name and by what is no tensor's size: of the first block, forward and backward, and
-        of what it does not call in the model's forward, which keeps nothing. And the logits."""
+        """Returns calls by name and by what is no tensor's size, and the logits: calls of the first
+        block, forward and backward, and those that only the model's forward makes, which keeps
+        nothing."""
         everywhere: dict[str, dict[tuple, tuple]] = {}
         trained: dict[str, dict[tuple, tuple]] = {}
         tokens = torch.arange(B * T, device=next(model.parameters()).device) % model.config.V
@@ -124,19 +123,20 @@ class Kernels(Transform):
 
 
 def _of_loss(logits: Tensor) -> list[tuple]:
-    """Without weights of tokens, and with them."""
+    """Makes the loss's arguments from logits, without weights of tokens and with them."""
     rows = torch.arange(len(logits), device=logits.device)
     targets = rows * 7 % logits.shape[1]
     return [(logits, targets), (logits, targets, (rows % 3).float())]
 
 
 def _offered(name: str) -> Mapping[str, Callable[..., Any]]:
-    return OFFERED.get(name) or candidates(KERNELS[name].load())
+    kernel = KERNELS[name].load()
+    return kernel.offered or candidates(kernel)
 
 
 @contextmanager
 def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
-    """Within, `seen` fills up with the first call of each kind."""
+    """Fills `seen` with the first call of each kind within the block."""
     sites = list(_sites(model))
     for module, attribute, name in sites:
         call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))

@@ -15,17 +15,15 @@ import torch
 
 from lpkit import hardware, records
 from lpkit.config import Config
-from lpkit.contracts import Observer, StepRecord
+from lpkit.contracts import Observer, RunAccount, StepRecord
 from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.precision.linear import nonfinite_report
-from lpkit.predict.flops import training_flops_per_token
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
-from lpkit.training.background import PAUSE, STOP, Control, GivenUp
 from lpkit.training.build import environment
 from lpkit.training.checkpoint import Checkpoint
-from lpkit.training.exhausted import Account
+from lpkit.training.control import PAUSE, STOP, Control, GivenUp
 from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
@@ -35,9 +33,11 @@ PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they w
 
 
 def fit(training: Training, path: Path, *, resume: bool = False,
-        observers: Sequence[Observer] | Observers = (), control: Control | None = None) -> Run:
+        observers: Sequence[Observer] | Observers = (), control: Control | None = None,
+        account: RunAccount | None = None) -> Run:
     """Train into the run folder `path` and return the Run, whole or, when stopped, partial.
 
+    With an `account`, the summary has its MFU, and says what was held where memory ended.
     An observer that raises is dropped and named in the summary, and the run goes on.
     Raises ConfigError when the folder holds another run, RunFailedError when the run cannot go on
     (a loss that is not a number, a full disk, no memory left). Whatever else is raised on the way
@@ -46,9 +46,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     config, control, run = training.config, control or Control(), Run.at(path)
     observers = observers if isinstance(observers, Observers) else Observers(observers)
     if not training.ranks.first:
-        return _follow(training, run, observers)
+        return _follow(training, run, observers, account)
     hardware.reset_peak(training.device)
-    account = Account(training)
     # what stays "running" was killed
     summary: dict[str, Any] = {"status": "running", "error": None, "out_of_memory": None,
                                "from_step": 0, "damaged": []}
@@ -73,7 +72,7 @@ def fit(training: Training, path: Path, *, resume: bool = False,
             # a second Ctrl-C did not wait for a checkpoint
             status = "killed" if isinstance(error, KeyboardInterrupt) else "failed"
             summary |= {"status": status, "error": f"{type(error).__name__}: {error}"}
-            if out_of_memory(error):
+            if account and out_of_memory(error):
                 summary |= _without_memory(error, account, reached or 0, run)
                 raise RunFailedError(summary["error"]) from error
             raise
@@ -84,7 +83,8 @@ def fit(training: Training, path: Path, *, resume: bool = False,
             with suppress(OSError, MemoryError) if summary["error"] else nullcontext():
                 found = runs.results(run)
                 if summary["error"] is None:    # a device that failed is not measured any more
-                    summary |= _mfu(training, found["tokens_per_second"], observers.errors)
+                    if account:
+                        summary |= _mfu(account, found["tokens_per_second"], observers.errors)
                     summary |= _energy(energy_before, hardware.energy_joules(training.device))
                     summary["energy_tokens"] = (config.tokens_after(reached)
                                                 - config.tokens_after(summary["from_step"]))
@@ -92,11 +92,11 @@ def fit(training: Training, path: Path, *, resume: bool = False,
     return run
 
 
-def _follow(training: Training, run: Run, observers: Observers) -> Run:
-    """What the other ranks do: the same updates, and their part of each checkpoint. They write
-    nothing else, and stop when the first one does. Raises RunFailedError, as `fit`."""
+def _follow(training: Training, run: Run, observers: Observers, account: RunAccount | None) -> Run:
+    """The other ranks make the same updates, and their part of each checkpoint. They write nothing
+    else, and stop when the first one does. Raises RunFailedError, as `fit`."""
     hardware.reset_peak(training.device)
-    account, reached = Account(training), 0
+    reached = 0
     try:
         found, _ = _restore(training, run)
         reached = found.step if found else 0
@@ -105,7 +105,7 @@ def _follow(training: Training, run: Run, observers: Observers) -> Run:
             _refuse_nan(record, run, training)
             reached = record.step
     except Exception as error:
-        if out_of_memory(error):
+        if account and out_of_memory(error):
             said = _without_memory(error, account, reached, run)["error"]
             raise RunFailedError(said) from error
         raise
@@ -147,8 +147,9 @@ def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Co
         records.write(path, summary | more)
 
 
-def _without_memory(error: BaseException, account: Account, step: int, run: Run) -> dict[str, Any]:
-    """What the summary then says."""
+def _without_memory(error: BaseException, account: RunAccount, step: int, run: Run
+                    ) -> dict[str, Any]:
+    """Returns what the summary says of a run whose memory ended."""
     report = account.report(error, _last_checkpoint(run))
     said = (f"out of memory after step {step} ({report['error']}); {report.pop('sentence')}; kept: "
             f"{report['last_checkpoint'] or 'no checkpoint'}. Other settings need another --out; "
@@ -243,7 +244,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
 
 def _evaluated(record: StepRecord, training: Training, control: Control
                ) -> tuple[StepRecord, bool]:
-    """And whether the evaluation was given up."""
+    """Returns the record with its evaluation, and whether that was given up."""
     try:
         with control.breaking(training.ranks.world == 1):   # ranks must give up the same thing
             loss = training.evaluate(phases=partial(_heeding, training, control))
@@ -255,7 +256,7 @@ def _evaluated(record: StepRecord, training: Training, control: Control
 # A frame that an error keeps is cleared, but not what a function closes over.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """Before each part all ranks hear whether to give up."""
+    """All ranks hear before each part whether to give up."""
     if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
         raise GivenUp
     yield
@@ -269,7 +270,7 @@ def _stopped(training: Training, control: Control) -> bool:
 
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
-    """Those whose numbers are there; all but `at_most` are waited for."""
+    """Yields records whose numbers are there, and waits for all but `at_most`."""
     while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
         yield waiting.popleft().record(training)
 
@@ -373,23 +374,20 @@ def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
 
 
 def _energy(before: tuple[float, str] | None, after: tuple[float, str] | None) -> dict[str, Any]:
-    """Of this call, evaluation and checkpoints included. A counter that went round says nothing."""
+    """Returns the energy of this call, evaluation and checkpoints included. A counter that went
+    round says nothing."""
     known = before and after and after[0] >= before[0]
     return {"energy_wh": (after[0] - before[0]) / 3600 if known else None,
             "energy_source": after[1] if known else None}
 
 
-def _mfu(training: Training, tokens_per_second: float | None,
+def _mfu(account: RunAccount, tokens_per_second: float | None,
          errors: list[str]) -> dict[str, float]:
-    """Of the 16-bit peak, measured here, so that a faster recipe has a higher MFU. Where that fails
-    the run is what it was, and `errors` say why."""
+    """A run whose MFU cannot be measured is what it was, and `errors` say why."""
     if not tokens_per_second:
         return {}
-    dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
     try:
-        peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
+        return {"mfu": account.mfu(tokens_per_second)}
     except Exception as error:
         errors.append(f"the peak FLOP/s for the MFU: {type(error).__name__}: {error}")
         return {}
-    flops = tokens_per_second * training_flops_per_token(training.config.model)
-    return {"mfu": flops / (peak * training.ranks.world)}

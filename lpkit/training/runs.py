@@ -1,4 +1,4 @@
-"""What happened: a Run is a folder, and this is how to read one.
+"""A Run is a folder that says what happened; it is read here.
 
     run.json           which run this is, written once: what decides its numbers, and a hash of it
     config.yaml        every setting
@@ -48,7 +48,8 @@ OF_RUN = "# The run: "
 
 
 class Observers:
-    """Those who are told of every step. One that raises is dropped; the summary has its error."""
+    """The observers are told of every step. One that raises is dropped; the summary has its
+    error."""
 
     def __init__(self, observers: Iterable[Observer] = ()):
         self._observers = list(observers)
@@ -88,7 +89,7 @@ class Run(Checked):
 
     @classmethod
     def at(cls, path: Path) -> "Run":
-        """Of a folder that may hold none yet."""
+        """Returns the Run of a folder that may hold none yet."""
         run = object.__new__(cls)
         object.__setattr__(run, "path", path)
         run._refuse_links()
@@ -131,8 +132,8 @@ class Run(Checked):
 
     @property
     def mark(self) -> str | None:
-        """What every line and record of this run carries. None where run.json is not there or is
-        damaged, and in a run that an older lpkit began, of which nothing carries any."""
+        """The mark that every line and record of this run carries. None where run.json is not there
+        or is damaged, and in a run that an older lpkit began, of which nothing carries any."""
         try:
             said = records.read(self.path / IDENTITY)
         except DamagedError:
@@ -148,7 +149,7 @@ class Run(Checked):
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What run.json says, once config.yaml and tokenizer.json agree with it. Raises
+        """The record of run.json, once config.yaml and tokenizer.json agree with it. Raises
         DamagedError."""
         said = records.read(self.path / IDENTITY)
         here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"),
@@ -181,7 +182,7 @@ class Run(Checked):
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """Of every start, the oldest first. Raises DamagedError."""
+        """The environment of every start, the oldest first. Raises DamagedError."""
         known = (self.path / ENVIRONMENT).is_file()
         return self._record(ENVIRONMENT)["starts"] if known else []
 
@@ -204,8 +205,8 @@ class Run(Checked):
         return records.read_lines(self.path / METRICS, self.mark)[0]
 
     def vouches(self, *, ended: bool) -> dict[str, Any]:
-        """What a summary of now says of the other files, so that none is lost, or replaced by one
-        of another moment. Checkpoints come and go until the run has ended."""
+        """Returns what a summary of now says of the other files, so that none is lost, or replaced
+        by one of another moment. Checkpoints come and go until the run has ended."""
         paths = [self.path / name for name in (IDENTITY, CONFIG, ENVIRONMENT, TOKENIZER)]
         if ended:
             paths += [*self.path.glob(MANIFESTS), *self.checkpoints.glob(LATEST)]
@@ -269,10 +270,10 @@ class Run(Checked):
 def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
              model_version: int = nn.VERSION, born: str | None = None,
              start: str = "") -> dict[str, Any]:
-    """What decides the numbers of a run, and under "run" the hash of it all. `tokens`: the SHA-256
-    of the training and the validation tokens, and of scores. `born`: drawn at the run's birth,
-    which tells it from another of the same numbers; None: an older lpkit drew none. `start`: the
-    SHA-256 of the weights that it began from; empty: it began from none."""
+    """Returns what decides the numbers of a run, and under "run" the hash of it all. `tokens`: the
+    SHA-256 of the training and the validation tokens, and of scores. `born`: drawn at the run's
+    birth, which tells it from another of the same numbers; None: an older lpkit drew none. `start`:
+    the SHA-256 of the weights that it began from; empty: it began from none."""
     settings = {key: one for key, one in flat(config).items()
                 if key not in MAY_CHANGE and (key not in LATER or one != LATER[key])}
     facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
@@ -301,7 +302,7 @@ def _unsealed_yaml(path: Path) -> str:
 
 
 def results(run: Run) -> dict[str, Any]:
-    """What the metrics and the newest start say; nothing is asked of the device."""
+    """Returns what the metrics and the newest start say; nothing is asked of the device."""
     done = [line for line in run.metrics if line["loss"] is not None]
     last = done[-1] if done else {}
     vals = [line["val_loss"] for line in done if "val_loss" in line]

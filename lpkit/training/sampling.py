@@ -1,4 +1,10 @@
-"""Text from a run: one token at a time for each prompt, with a key/value cache."""
+"""Text from a run: one token at a time for each prompt, with a key/value cache.
+
+Prompts are read one by one by the run's own backend, each into its row, so that nothing is padded;
+then all rows take a step together, each at its own position. A full cache with rotary positions
+drops its oldest key and goes on; with learned positions, or a table of blocks, a row begins again
+from its newer half.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lpkit.config import Config, MemoryConfig
-from lpkit.datasets import tokenizer_from_dict
+from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.kv_cache import Cache, new_cache
@@ -89,8 +95,8 @@ def trained(run: Run, device: str = "cpu") -> Training:
 
 
 def cast_once(training: Training) -> Training:
-    """With the weights of its Linears in the dtype that autocast would give them for each token
-    anew, as it keeps no cast of what has no gradient. The same numbers."""
+    """Casts the weights of its Linears once, to the dtype that autocast would give them for each
+    token anew, as it keeps no cast of what has no gradient. The numbers are the same."""
     dtype = compute_dtype(training.decisions.recipe)
     for module in training.model.modules() if dtype else ():
         if type(module) in (nn.Linear, WideLinear):
@@ -127,8 +133,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
 
 
 def _read(training: Training, ids: list[int], cache: Cache) -> None:
-    """Of one sequence all but the last token: of more than the context, as many as it holds, or
-    where it cannot go on its half."""
+    """Reads all but the last token of one sequence: of more than the context, as many as it holds,
+    or where it cannot go on its half."""
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids

@@ -1,4 +1,5 @@
-"""What the seams cannot carry yet, found by trying rows on something small before a run begins.
+"""Rows are tried on something small before a run begins, which finds what the seams cannot carry
+yet.
 
 A row from outside may want more than its seam gives: a block that sets a weight itself meets an
 initialisation that fills every parameter afterwards; an optimizer that reads whole parameters is
@@ -35,8 +36,8 @@ def refuse(config: Config) -> None:
 
 
 def refuse_overwritten(config: Config) -> None:
-    """Where a part from outside has set a parameter, which the initialisation then fills: one that
-    is the same number everywhere, or that no module of PyTorch holds."""
+    """Refuses a part from outside that sets a parameter which the initialisation then fills: one
+    that is the same number everywhere, or that no module of PyTorch holds."""
     m = config.model
     named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
     parts = [f"model.{field}={name}" for field, name in named.items()
@@ -61,7 +62,7 @@ def refuse_overwritten(config: Config) -> None:
 
 
 def refuse_rows(config: Config) -> None:
-    """Where an optimizer updates a parameter otherwise than its rows one by one."""
+    """Refuses an optimizer that updates a parameter otherwise than its rows one by one."""
     for settings in optimizers.rules(config.optimizer):
         _refuse_rows(settings, config.parallel.stage)
 

@@ -96,7 +96,8 @@ def _together(what: str, work: Callable, *args: Any) -> None:
 
 
 def _piece(t: Tensor) -> tuple[Offsets, Tensor, list[int]]:
-    """What this process has of a tensor: where it begins in the whole, and who has the same."""
+    """Returns this process's part of a tensor: where it begins in the whole, and who has the
+    same."""
     if not isinstance(t, DTensor):
         return (0,) * t.ndim, t.detach(), list(range(dist.get_world_size() if distributed() else 1))
     mesh, own = t.device_mesh, t.device_mesh.get_coordinate()
@@ -159,8 +160,8 @@ def _fill(wanted: Mapping[str, Tensor], saved: Mapping[str, _Saved]) -> None:
 
 def _overlap(a: Offsets, one: Tensor, b: Offsets, other: Tensor
              ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """What two pieces of a tensor share: in each dimension (start, length) in the one, in the
-    other."""
+    """Returns what two pieces of a tensor share: in each dimension (start, length) in the one, in
+    the other."""
     for i, j, n, m in zip(a, b, one.shape, other.shape):
         start = max(i, j)
         length = max(0, min(i + n, j + m) - start)

@@ -50,7 +50,7 @@ class Start:
         return [p for p, _ in wanted.values()]
 
     def keep(self, model: nn.Module, filled: Iterable[nn.Parameter]) -> None:
-        """After the changes of the model: which of what was `filled` is not trained."""
+        """Notes, after the changes of the model, which of what was `filled` is not trained."""
         ours = set(filled)
         self.frozen = {f"model/{name}" for name, p in model.named_parameters()
                        if p in ours and not p.requires_grad}

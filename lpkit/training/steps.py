@@ -1,4 +1,5 @@
-"""What one update does before the optimizer: forward and backward, whole or in micro-batches."""
+"""An update begins with forward and backward, whole or in micro-batches; the optimizer comes
+after."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext

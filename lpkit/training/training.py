@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
-from lpkit.datasets import prepare
 from lpkit.datasets.policies import Ramped, scored
+from lpkit.datasets.prepared import prepare
 from lpkit.files import sha256
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
@@ -44,9 +44,9 @@ from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
 from lpkit.training.ahead import prefetched
-from lpkit.training.background import GivenUp
 from lpkit.training.build import Decisions
 from lpkit.training.checkpoint import EVALUATED, evaluated_weights
+from lpkit.training.control import GivenUp
 from lpkit.training.runs import RunFailedError
 from lpkit.training.start import Start
 from lpkit.training.steps import Executor, LossScaler, Phases
@@ -74,7 +74,7 @@ class RandomTokens(DataPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update says about itself. The losses are tensors: nobody waits for the GPU."""
+    """An update's own account. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
     grad_norm: Tensor       # before clipping
@@ -120,7 +120,6 @@ class Training:
         decisions = decisions or build.decide(config, before=before, ranks=ranks)
         val, tokenizer, tokens = data, {}, {}
         if data is None:
-            build.refuse_what_cannot_fit(config, decisions, ranks.local_world)
             files = prepare(config.data, vocab=config.model.vocab)
             tokenizer = files.tokenizer.to_dict()
             tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
@@ -187,7 +186,7 @@ class Training:
         return self.sharding.ranks
 
     def batch(self, step: int) -> Batch:
-        """What this rank reads."""
+        """The part of a batch that this rank reads."""
         return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
@@ -262,8 +261,8 @@ class Training:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Within, the model has the weights that evaluation reads: those of an optimizer that
-        trains others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
+        """The model has within the weights that evaluation reads: those of an optimizer that trains
+        others, such as an average (Defazio et al. 2024, https://arxiv.org/abs/2405.15682).
         """
         theirs = self._evaluated()
         trained = {name: self.sharding.owned[name].detach().clone() for name in theirs}
@@ -274,7 +273,8 @@ class Training:
             self._set_owned(trained)
 
     def _evaluated(self) -> dict[str, Tensor]:
-        """What evaluation reads in place of the owned parameters of these names."""
+        """Returns the weights that evaluation reads in place of the owned parameters of these
+        names."""
         if not isinstance(self.optimizer, Stepper):
             return {}
         found = {name: self.optimizer.evaluated(p) for name, p in self.sharding.owned.items()}
@@ -329,12 +329,12 @@ class Training:
             torch.cuda.set_rng_state(state["rng/cuda"], self.device)
 
     def _is_cut(self, p: nn.Parameter, slot: str) -> bool:
-        """Whether a tensor of the optimizer's state is cut as p is."""
+        """True if a tensor of the optimizer's state is cut as p is."""
         return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
 
     def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What a tensor of a checkpoint is read into: of what this rank has rows of, those alone,
-        as a DTensor."""
+        """Makes the tensor that one of a checkpoint is read into: where this rank has rows of it,
+        those alone, as a DTensor."""
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
         owned = self.sharding.owned.get(parameter)
@@ -376,7 +376,7 @@ class Training:
         self._load(self._weights(), evaluated_weights(state), source)
 
     def _weights(self) -> dict[str, Tensor]:
-        """Without those that are read from another run."""
+        """Returns the weights without those that are read from another run."""
         saved = _saved("model", self.model)
         return {name: t for name, t in saved.items() if name not in self.start.frozen}
 

@@ -3,6 +3,12 @@
 The colours differ in lightness as well as in hue (after Paul Tol's high-contrast scheme), and each
 is a line that has a contrast of 3 to 1 or more in the light and in the dark theme. The sequential
 scale is cividis.
+
+One colour for each format, role and answer goes through the course, and the ends of every map of
+colours are fixed, so that a small difference looks small. `figure.css` turns figures from white to
+dark in a dark theme, in the lab and on the site. Where there is less room than 520 pixels, as on a
+phone, a figure keeps its 760 and scrolls under a title that wraps. Figures of measured seconds are
+pale where other programs took more than a tenth of the cores, and say so below the title.
 """
 
 import collections

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.draws import FP8, LARGEST, normal
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.puzzles import Launch, Puzzle, blank
+from lpkit.course.launches import Launch, blank
+from lpkit.course.puzzles import Puzzle
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine

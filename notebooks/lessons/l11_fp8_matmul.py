@@ -49,7 +49,8 @@ from lessons.l10_custom_kernels import (
     value_of,
 )
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.puzzles import Launch, Puzzle, blank
+from lpkit.course.launches import Launch, blank
+from lpkit.course.puzzles import Puzzle
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe

@@ -37,8 +37,9 @@ from lpkit.errors import ConfigError
 from lpkit.measure.messages import DATA
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.parallel.ranks import Ranks, Waits, joined
+from lpkit.parallel.ranks import Ranks, Waits
 from lpkit.predict.ledger import memory
 from lpkit.predict.messages import ROUNDS, Message, messages
 from lpkit.predict.messages import sent_bytes as bytes_sent

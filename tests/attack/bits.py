@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from lpkit.config import Config
-from lpkit.datasets.tokens import open_tokens, prepare_into
+from lpkit.datasets.prepared import open_tokens
+from lpkit.datasets.tokens import prepare_into
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.training import checkpoint

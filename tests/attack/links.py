@@ -25,7 +25,8 @@ from lpkit.datasets.tokens import prepare_into
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast, compile_c
 from lpkit.measure import telemetry
-from lpkit.training.background import Control, Handle, train
+from lpkit.training.background import Handle, train
+from lpkit.training.control import Control
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.sampling import sample
 from tests.attack import Outcome

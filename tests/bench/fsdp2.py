@@ -20,8 +20,8 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import gpus
 from lpkit.nn.transformer import cross_entropy
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes
-from lpkit.parallel.ranks import joined
 from lpkit.precision.compute import compute_dtype
 from lpkit.training.build import initialised
 from lpkit.training.training import Training

@@ -15,7 +15,8 @@ from torch import Tensor
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.kernels import cast, jit
-from lpkit.nn.attention import blocked, plain, sdpa, sees
+from lpkit.kernels.blocked_attention import blocked
+from lpkit.nn.attention import plain, sdpa, sees
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.formats import FORMATS

@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 from lpkit.errors import ConfigError
-from lpkit.parallel.meeting import meet
+from lpkit.parallel.meeting import joined, meet
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.parallel.ranks import joined
 from lpkit.presets import preset
 from lpkit.training.runs import RunFailedError
 from lpkit.training.training import Training

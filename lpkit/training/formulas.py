@@ -1,29 +1,60 @@
-"""When memory ends in spite of the formula: what was held, what was predicted, what would fit, and
-what was kept."""
+"""Formulas say of a run whether it fits, before anything is allocated; its MFU, at its end; and,
+where memory ended in spite of them, what was held, what was predicted and what would fit.
 
+The loop is handed an `Account` and knows no formula: it trains without one, too.
+"""
+
+import gc
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.errors import RunFailedError, out_of_memory
+from lpkit.contracts import RunAccount
+from lpkit.errors import ConfigError, RunFailedError, out_of_memory
 from lpkit.parallel.sharding import local
+from lpkit.precision import weight_cache
 from lpkit.predict.fit import Fit, fit, largest
+from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.units import quantity
-from lpkit.training.build import choose_device, fit_here
+from lpkit.training.build import Decisions, choose_device
+from lpkit.training.compiled import OFF
 from lpkit.training.training import Training
 
 REST = "activations and the rest"
 RESERVE_BYTES = 4 << 20     # for the report, when nothing else is left
 
 
-class Account:
-    """What a training holds, by row: of what has no name, what the device says has come since."""
+def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
+    """An update as `decisions` have it, in what the device has left, which on a CPU `processes`
+    share. Under 2 ms."""
+    used = {key: choice.used for key, choice in decisions.choices.items()}
+    config = config.replace({
+        "precision.recipe": used["precision"], "system.attention": used["attention"],
+        "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
+    return fit(config, hardware.room(decisions.device, processes), compiled=used["compile"] != OFF)
+
+
+def refuse_what_cannot_fit(config: Config, decisions: Decisions, processes: int = 1) -> None:
+    """Refuses by formula, before anything is allocated. Raises ConfigError with what would fit."""
+    if not fit_here(config, decisions, processes).refused:
+        return
+    gc.collect()        # a model that nobody holds may still be there, in a cycle
+    asked = fit_here(config, decisions, processes)
+    if asked.refused:
+        on = decisions.device
+        raise ConfigError(asked.sentence(hardware.memory_bytes(on), hardware.others_bytes(on)))
+
+
+class Account(RunAccount):
+    """Accounts for the bytes that a training holds, by row, and for its FLOPs. Of what has no name
+    it says what has come since it was made."""
 
     def __init__(self, training: Training):
         self.training = training
@@ -48,10 +79,18 @@ class Account:
                 "gradients": self._bytes(p.grad for p in weights if p.grad is not None)}
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """On the device, of a storage once."""
+        """Counts bytes on the device, each storage once."""
         here = [local(t).untyped_storage() for t in tensors
                 if t.device.type == self.training.device.type]
         return sum({storage.data_ptr(): storage.nbytes() for storage in here}.values())
+
+    def mfu(self, tokens_per_second: float) -> float:
+        """Divides by the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
+        training = self.training
+        dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
+        peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
+        flops = tokens_per_second * training_flops_per_token(training.config.model)
+        return flops / (peak * training.ranks.world)
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:
         """JSON-ready; then the variables of the traceback are let go of, and activations with
@@ -69,7 +108,8 @@ class Account:
 
 
 def _tighter(asked: Fit, held_bytes: int) -> Fit:
-    """In the memory that there was: what would fit there, and takes less than what did not."""
+    """Returns `asked` in the memory that there was: ways then fit there, and take less than what
+    did not."""
     there = min(asked.on.memory_bytes + held_bytes, asked.peak_bytes)
     return replace(asked, on=replace(asked.on, memory_bytes=there))
 

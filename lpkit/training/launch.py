@@ -18,11 +18,12 @@ from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores, gpus
 from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes, WarmParent
 from lpkit.techniques import layouts
-from lpkit.training.background import Background, default_folder, refuse, signals_stop
+from lpkit.training.background import Background, default_folder, refuse
+from lpkit.training.control import signals_stop
 from lpkit.training.runs import Observers, Run
 from lpkit.values import Count, Folder, Positive, checked
 
-TRAIN = "lpkit.parallel.rank:train"
+TRAIN = "lpkit.training.rank:train"
 
 
 class Launched(Background):
@@ -79,12 +80,12 @@ class Launched(Background):
         self._processes.resume()
 
     def stop(self, by: str = "stop") -> None:
-        """As Background's."""
+        """Stops as Background does."""
         self._control.stop(by)
         self._processes.stop(by)
 
     def kill(self) -> None:
-        """At once, without a checkpoint."""
+        """Ends it at once, without a checkpoint."""
         self._processes.kill()
 
     def result(self) -> Run:

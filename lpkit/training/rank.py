@@ -1,4 +1,4 @@
-"""What each rank of a launched run does: it trains, notes how far it is, and tells what it met."""
+"""Each rank of a launched run trains, notes how far it is, and tells what it met."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 from lpkit.config import Config
 from lpkit.contracts import StepRecord
+from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import MEETING, Place
-from lpkit.parallel.ranks import joined
 from lpkit.techniques import outside
-from lpkit.training.background import Control, built
-from lpkit.training.exhausted import said
+from lpkit.training.control import Control
+from lpkit.training.formulas import Account, said
 from lpkit.training.loop import fit
 from lpkit.training.runs import Observers
+from lpkit.training.trainer import built
 
 
 class Asked(Control):
@@ -38,7 +39,7 @@ class Asked(Control):
 
 
 def train(place: Place, told: dict[str, Any]) -> None:
-    """Of `told`: the config as a dict, `out`, the run folder, and `resume`."""
+    """Trains as `told` says: the config as a dict, `out`, the run folder, and `resume`."""
     outside.load(told["config"]["imports"])     # as who launched it did
     config = Config.from_dict(told["config"])
     place.at(0, MEETING)
@@ -58,7 +59,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
             place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
         fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
-            control=Asked(place))
+            control=Asked(place), account=Account(training))
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def _noted(place: Place, step: int) -> Iterator[None]:
 
 
 def _share(record: StepRecord) -> float | None:
-    """Of the time of a step, what this rank waited for messages; None on a GPU, whose host does
-    not."""
+    """Returns the share of a step's time in which this rank waited for messages; None on a GPU,
+    whose host does not wait."""
     waited = record.extra.get("waited_seconds")
     return None if waited is None else waited / record.step_seconds

@@ -1,0 +1,147 @@
+"""Token files: a folder with `train.bin` and `val.bin`, flat little-endian ids, and `header.json`.
+
+The folder is written under a temporary name, synced and renamed, so a folder with a header is
+complete. Sizes and SHA-256 are checked whenever one is opened: about half a second for each GB, and
+it brings the file into the page cache. Where a text stops, and wherever the other split took over,
+stands the tokenizer's `end` token.
+
+Nothing of a folder is executed, so many may share a cache whose tokens one has prepared: they need
+no right to write there. The checksums find damage, and not malice: who may write to the cache
+chooses what is trained on, and whoever cuts a file while it is read ends its readers.
+"""
+
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lpkit import files, records
+from lpkit.config import DataConfig
+from lpkit.contracts import Tokenizer
+from lpkit.datasets.tokenizers import tokenizer_from_dict
+from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.techniques.data import SOURCES
+from lpkit.values import Count, Folder, Place, checked
+
+FORMAT = "lpkit-tokens"
+VERSION = 2
+SPLITS = ("train", "val")
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenFiles:
+    """An opened folder. `train` and `val` are memory maps of ids, (tokens,) uint16 or uint32."""
+
+    folder: Path
+    header: dict[str, Any]
+    tokenizer: Tokenizer
+    train: np.memmap
+    val: np.memmap
+
+    @property
+    def vocab(self) -> int:
+        return self.header["vocab"]
+
+
+@checked
+def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> TokenFiles:
+    """The token files of `data.source`, made when they are not there yet.
+
+    They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
+    source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
+    learns, and the bound that every token id must respect. A source that is itself a prepared
+    folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that does not
+    serve.
+    """
+    row = SOURCES["prepared" if is_prepared(data.source) else "text"]
+    return fits(row.load()(data, vocab, cache_dir), vocab)
+
+
+def open_as(data: DataConfig, vocab: int, cache_dir: Path | None) -> TokenFiles:
+    """The row "prepared": `data.source`, as it is. Raises ConfigError where `data` says otherwise."""
+    opened = open_tokens(data.source)
+    for key, has in (("tokenizer", opened.tokenizer.name),
+                     ("val_fraction", opened.header["val_fraction"])):
+        if getattr(data, key) != has:
+            raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
+                              f"{getattr(data, key)}; set data.{key}={has}, or prepare the "
+                              f"text again")
+    return opened
+
+
+def is_prepared(folder: Path | str) -> bool:
+    return (files.expanded(folder) / "header.json").is_file()
+
+
+@checked
+def open_tokens(folder: Place) -> TokenFiles:
+    """Open a prepared folder, after checking its sizes and checksums. Raises ConfigError."""
+    path = folder / "header.json"
+    if not is_prepared(folder):
+        raise ConfigError(f"{named(folder)} is not a prepared corpus (it has no file header.json); "
+                          f"make one with `lpkit data prepare`")
+    try:
+        header = records.read(path)
+        if header["format"] != FORMAT:
+            raise ValueError(header["format"])
+        if header["version"] > VERSION:
+            raise ConfigError(f"{named(path)} has version {header['version']}, newer than this lpkit "
+                              f"understands ({VERSION}); upgrade lpkit, or prepare the corpus "
+                              f"again")
+        dtype = DTYPES[header["dtype"]]
+        maps = {split: _mapped(folder / f"{split}.bin", header["splits"][split], dtype)
+                for split in SPLITS}
+        return TokenFiles(folder=folder, header=header,
+                          tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
+    except DamagedError as error:
+        raise DamagedError(f"{named(folder)} is not a prepared corpus, or not whole: {error}; make "
+                           f"one with `lpkit data prepare`") from None
+    except ConfigError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedError(f"{named(path)} is not the header of a prepared corpus; make one with "
+                           f"`lpkit data prepare`") from None
+
+
+def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
+    try:
+        size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
+        if size != due:
+            raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it was "
+                               f"truncated or altered; remove the folder and prepare it again")
+        if files.sha256(path) != facts["sha256"]:
+            raise DamagedError(f"{named(path)} does not have the checksum of its header: it was altered; "
+                               f"remove the folder and prepare it again")
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DamagedError(f"cannot read {named(path)}: {error.strerror}; remove the folder and prepare "
+                           f"it again") from None
+
+
+def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
+    largest = max(opened.header["splits"][split]["largest"] for split in SPLITS)
+    if max(opened.vocab - 1, largest) >= vocab:
+        raise ConfigError(f"tokenizer {opened.tokenizer.name} has {opened.vocab} tokens (the "
+                          f"largest in {opened.folder} is {largest}), but model.vocab={vocab}; set "
+                          f"model.vocab={opened.vocab} or more")
+    return opened
+
+
+def byte_unigram_entropy(opened: TokenFiles) -> float:
+    """Nats per token of the validation split under the token frequencies of the training split.
+
+    What a model reaches that knows only how often each token (with `bytes`: each byte) occurs, and
+    so the first mark that a training run must pass. One is added to every count, so that a token
+    never seen in training costs finitely.
+    """
+    train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
+    return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
+
+
+def _counts(tokens: np.ndarray, vocab: int) -> np.ndarray:
+    chunk = 1 << 20
+    return sum(np.bincount(tokens[i:i + chunk], minlength=vocab)
+               for i in range(0, len(tokens), chunk))

@@ -1,0 +1,42 @@
+"""PyTorch's own version of each kernel that a layer calls. It stands in the layer until another
+version is chosen (`lpkit.training.kernels`), whose module is imported then.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def after_addition(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """x, delta -> x + delta, and the norm of that."""
+    def add_norm(x: Tensor, delta: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        s = x + delta
+        return s, norm(s, *others)
+    return add_norm
+
+
+def rms_norm_pytorch(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+add_rms_norm_pytorch = after_addition(rms_norm_pytorch)
+add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
+
+
+def swiglu_pytorch(x: Tensor) -> Tensor:
+    """Computes in two operations, each rounded to x's dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Computes in the dtype of the angles, which under autocast is wider than x's."""
+    left, right = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)
