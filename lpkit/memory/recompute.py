@@ -63,20 +63,20 @@ class Recompute(Transform):
             keep = partial(create_selective_checkpoint_contexts, list(self.keep))
             contexts = {"context_fn": keep}
         for block in model.blocks[::self.every]:
-            block.forward = partial(_twice, block.forward, contexts)
+            block.forward = partial(_block_twice, block.forward, contexts)
         return model
 
 
-def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor,
-           *rest) -> Tensor:
+def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor,
+                 *rest) -> Tensor:
+    # a layer's number that checkpoint is given makes two graphs in torch 2.11: for 0, for others
+    return _twice(lambda x: forward(x, *rest), contexts, x)
+
+
+def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], *given) -> Tensor:
     if not torch.is_grad_enabled():
-        return forward(x, *rest)
-
-    # what is given to checkpoint itself torch 2.11 compiles for: a graph for layer 0, one for all
-    def again(x: Tensor) -> Tensor:
-        return forward(x, *rest)
-
-    return checkpoint(again, x, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return forward(*given)
+    return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
