@@ -1,5 +1,6 @@
 """The site: built without a warning, figures in it, nothing loaded from another host. With one small notebook."""
 
+import importlib
 import importlib.util
 import json
 import re
@@ -264,3 +265,15 @@ def test_a_recorded_loss_is_quoted_with_where_it_comes_from(tmp_path):
     assert "1.0023 times the loss of bf16" in line and "3 seeds" in line and "AMD EPYC, torch 2.13.0, commit abc" in line
     assert "2.0000, 2.1000, 2.2000 nats per token with 3 seeds" in recipes.page("bf16", tmp_path)
     assert "measured" not in recipes.page("fp16", tmp_path)
+
+
+def test_what_a_page_imports_is_there(monkeypatch):
+    """What moved in the kit moved on its pages, too."""
+    monkeypatch.syspath_prepend(str(DOCS.parent / "notebooks"))
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
+    imports = [(page.name, *one) for page in pages for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+               for one in re.findall(r"^from ((?:lpkit|lessons)[\w.]*) import ([\w, ]+)", block, re.M)]
+    assert len(imports) > 9
+    for page, module, names in imports:
+        for name in re.findall(r"\w+", names):
+            assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}"), (page, module, name)
