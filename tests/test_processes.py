@@ -165,7 +165,7 @@ def test_a_temporary_folder_without_flock_is_named_before_ranks_begin(tmp_path, 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(ConfigError, match=rf"nothing can be locked in {tmp_path} \(No locks available\); set TMPDIR to a folder on a local disk"):
+    with pytest.raises(ConfigError, match=rf"nothing can be locked in {tmp_path} \(No locks available\), and two processes could write there at once; set TMPDIR to a folder on a local disk"):
         WarmParent()
     os.close(processes.make_and_hold(tmp_path / "folder"))
 
