@@ -3,6 +3,8 @@
 import gc
 import json
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import lpkit
 from lessons.l07_when_fp8_fails import telemetry_explorer
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.machine_facts import status_bytes
 from lpkit.measure import telemetry
 from lpkit.measure.telemetry import ROLES, Telemetry, cast_of, draw, measure, quality, read
 from lpkit.precision.scaled import quantise
@@ -376,6 +379,44 @@ def test_sampled_steps_leave_nothing_in_memory(tmp_path):
     samples = read(run.path)
     assert len(samples) == 25 * 3 * 5, "each takes a hundred blocks"
     assert held[24] - held[8] < 16 * 100, f"{(held[24] - held[8]) / 16:,.0f} blocks a step"
+
+
+# A run of 900 steps of the smallest model; after step 300, what Python, PyTorch and the allocator make once is made.
+RESIDENT = """
+import json, sys
+import lpkit
+from lpkit.config import Config
+from lpkit.machine_facts import status_bytes
+
+folder, every, retained = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+config = Config().replace({
+    "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4, "steps": 900, "eval_every": 0, "eval_batches": 1,
+    "checkpoint_every": 0, "data.source": f"{folder}/text.txt", "precision.recipe": "fp8-tensorwise", "precision.backend": "emulated",
+    "precision.telemetry_every": every, "system.device": "cpu", "system.threads": 1})
+held, kept = {}, []
+
+def look(record):
+    kept.append(b"1" * retained)
+    held[record.step] = status_bytes("VmRSS")
+
+run = lpkit.train(config, out=f"{folder}/{every}-{retained}", observers=[look])
+assert not run.summary["observer_errors"]
+print(json.dumps({"megabytes": (held[900] - held[300]) / 1e6, "run": str(run.path)}))
+"""
+MOST_MEGABYTES, PLANTED = 8, 200_000     # a sample once left 0.2 MB
+
+
+@pytest.mark.skipif(status_bytes("VmRSS") is None, reason="the system does not say what is resident")
+def test_a_run_that_is_looked_at_at_every_step_grows_as_one_that_is_not(tmp_path):
+    """Live objects are counted above; this is what the process takes, whoever keeps it."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = {how: subprocess.Popen([sys.executable, "-c", RESIDENT, tmp_path, *how], env=env, stdout=subprocess.PIPE, text=True)
+            for how in (("0", "0"), ("1", "0"), ("0", str(PLANTED)))}
+    plain, seen, planted = (json.loads(run.communicate(timeout=600)[0]) for run in runs.values())
+    assert len(read(seen["run"])) == 900 * 3 * 5 and not (Path(plain["run"]) / telemetry.FILE).exists()
+    assert seen["megabytes"] - plain["megabytes"] < MOST_MEGABYTES, (seen, plain)
+    assert planted["megabytes"] - plain["megabytes"] > MOST_MEGABYTES, "a planted leak would be seen"
 
 
 def test_fp16_that_overflows_is_not_called_exact():
