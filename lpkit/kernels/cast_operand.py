@@ -88,8 +88,11 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     ways = both or not columns, both or columns
     *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
                                  noise)
-    top = pairs.pop().view(1, 1) if whole else None
-    level = pairs.pop() if SCALES[cast.scale].levels == 2 else None
+    top = level = None      # slices: what is left of a star is a tuple where torch 2.11 compiles
+    if whole:
+        *pairs, top = *pairs[:-1], pairs[-1].view(1, 1)
+    if SCALES[cast.scale].levels == 2:
+        *pairs, level = pairs
     operands = [Scaled(data=data, scale=scale, tensor=level, amax=top, nonfinite=bad)
                 for data, scale in zip(pairs[::2], pairs[1::2])]
     if not both:
