@@ -88,11 +88,9 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
     ways = both or not columns, both or columns
     *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
                                  noise)
-    top = level = None      # slices: what is left of a star is a tuple where torch 2.11 compiles
-    if whole:
-        *pairs, top = *pairs[:-1], pairs[-1].view(1, 1)
-    if SCALES[cast.scale].levels == 2:
-        *pairs, level = pairs
+    # torch 2.11 compiles what a star leaves as a tuple, which has no pop
+    *pairs, top = (*pairs[:-1], pairs[-1].view(1, 1)) if whole else (*pairs, None)
+    *pairs, level = pairs if SCALES[cast.scale].levels == 2 else (*pairs, None)
     operands = [Scaled(data=data, scale=scale, tensor=level, amax=top, nonfinite=bad)
                 for data, scale in zip(pairs[::2], pairs[1::2])]
     if not both:
