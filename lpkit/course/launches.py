@@ -12,7 +12,7 @@ UNTOUCHED = {torch.float32: 0x7FC0BEEF, torch.uint8: 0x7F, torch.int16: 0x7FC1,
 
 
 class Launch:
-    """How a kernel is called: its arguments by name, tensors and numbers. `out`, some of them: with
+    """A call of a kernel: its arguments by name, tensors and numbers. `out` names some, with
     what is in them before, in the order of what the definition returns."""
 
     def __init__(self, *grid: int, out: Mapping[str, Tensor], **given: Any):
@@ -29,7 +29,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 def blank(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What nobody has written to yet."""
+    """Returns a tensor that nobody has written to yet."""
     empty = torch.empty(shape, dtype=dtype)
     bits(empty).fill_(UNTOUCHED[dtype])
     return empty

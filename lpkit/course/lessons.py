@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def way_back(lesson: Path) -> str:
-    """How the course's takes the place of the learner's copy."""
+    """Says how the course's takes the place of the learner's copy."""
     if lesson.name[1:3].isdecimal():
         return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
                 f"beside it")

@@ -137,7 +137,7 @@ class Scored(DataPolicy):
 
 
 def scored(policy: DataPolicy, file: str, tokens: int) -> DataPolicy:
-    """With the scores of an .npy file, one for each of `tokens`. Raises ConfigError."""
+    """Adds the scores of an .npy file, one for each of `tokens`. Raises ConfigError."""
     asked = f"data.scores={shown(file)}"
     if not isinstance(policy, Windows):
         raise ConfigError(f"{asked} are of a corpus, and this data.policy draws its own tokens; "

@@ -381,7 +381,7 @@ def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, i
 @functools.lru_cache(maxsize=64)
 def _lists(blocks: str, block: int, window: int | None, global_tokens: int, documents: bool, T: int,
            queries: int, keys: int, by_keys: bool, device: torch.device) -> dict[str, Any]:
-    """For each tile of queries, or of keys, the tiles that it meets, (tiles, listed): first those
+    """Lists the tiles that each tile of queries, or of keys, meets, (tiles, listed): first those
     with a mask; and how many have one, and are there, (tiles, 2)."""
     across = math.isqrt(len(blocks))
     seen = [bit == "1" for bit in blocks]

@@ -181,8 +181,8 @@ def swizzle(r, c, C):
 
 @jit
 def two_levels(amax, top, TO: tl.constexpr):
-    """For blocks with largest magnitudes `amax`, in a tensor whose has the bits `top`: the scale in
-    E4M3, the divisor, and the tensor's own scale."""
+    """Gives, for blocks with largest magnitudes `amax` in a tensor whose has the bits `top`, the
+    scale in E4M3, the divisor, and the tensor's own scale."""
     most = tl.where(top < 0x7F800000, top.to(tl.float32, bitcast=True), float("nan"))
     if TO.rule == "e4m3":
         most = tl.maximum(most, 2.0**-100, propagate_nan=tl.PropagateNan.ALL)

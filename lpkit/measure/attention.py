@@ -50,7 +50,7 @@ def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> st
 
 
 def check(name: str, device: torch.device) -> str:
-    """For the doctor: full attention in the dtype that a run has there."""
+    """Tries full attention in the dtype that a run has there, for the doctor."""
     return tried(name, MODEL, "float32" if device.type == "cpu" else "bfloat16", device)
 
 

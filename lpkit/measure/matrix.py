@@ -44,7 +44,7 @@ def backends_of(recipe: Recipe) -> tuple[str, ...]:
 
 
 def checks() -> dict[str, Check]:
-    """By name: every recipe with every backend."""
+    """Pairs every recipe with every backend, by name."""
     found = {}
     for recipe, row in RECIPES.items():
         instead = f"{recipe} emulated: the same numbers, without the speed" if row.products else "fp32"
@@ -56,7 +56,7 @@ def checks() -> dict[str, Check]:
 
 def probes(device: torch.device | str, *, seconds: float = PROBE_SECONDS,
            only: Iterable[str] | None = None) -> list[Probe]:
-    """What came of each, in another process. One that crashes it or takes longer than `seconds`
+    """Tries each in another process. One that crashes it or takes longer than `seconds`
     does not work, for that reason, and a fresh process goes on behind it."""
     known, found = checks(), []
     waiting = list(known if only is None else only)

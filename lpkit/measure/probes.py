@@ -25,7 +25,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What came of a Check."""
+    """The outcome of a Check."""
 
     name: str
     kind: str

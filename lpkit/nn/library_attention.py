@@ -203,7 +203,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 @functools.cache
 def knows_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """Whether it takes fewer heads of k and v than of q, which torch 2.11's does not."""
+    """True if it takes fewer heads of k and v than of q, which torch 2.11's does not."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -43,7 +43,7 @@ NOISY_CAST_TRAFFIC = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the formulas need of a precision recipe. `casts` are those of its row; an absent product
+    """A precision recipe as the formulas need it. `casts` are those of its row; an absent product
     stays in 16 bits."""
 
     name: str
@@ -72,7 +72,7 @@ class Recipe:
 
 
 def _sides(cast: Cast, rows: int, columns: int) -> tuple[int, int]:
-    """Of the block that shares a scale."""
+    """Gives the sides of the block that shares a scale."""
     return cast.block[0] or rows, cast.block[1] or columns
 
 

@@ -31,8 +31,8 @@ Padded = Mapping[str, tuple[int, int, int]]     # tokens, inputs and outputs of 
 
 
 class Step:
-    """What all devices of a layout have in common, of what `lpkit.predict.memory` was asked. Raises
-    ConfigError."""
+    """All devices of a layout have this in common, of what `lpkit.predict.memory` was asked.
+    Raises ConfigError."""
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None,
@@ -142,7 +142,7 @@ class Device:
         self.head_low = None if "head" in self.plain else p.low
 
     def _activations(self) -> None:
-        """What is kept: what comes back from elsewhere, or from low precision, is `fetched` at a
+        """Decides what is kept: what comes back from elsewhere, or low precision, is `fetched` at a
         time, and `packed` is at work while forward puts it there."""
         step, s, ops, kept = self.step, self.s, self.ops, self.step.kept
         self.fetched = self.packed = 0.0
@@ -174,7 +174,7 @@ class Device:
         self.kept = kept
 
     def _gradients(self) -> None:
-        """How gradients and gathered weights come and go; bytes are of a number."""
+        """Decides how gradients and gathered weights come and go; bytes are of a number."""
         step, layout, p, config = self.step, self.step.layout, self.step.p, self.step.config
         row = GATHERED[layout.gathered]
         # parameters are updated in backward

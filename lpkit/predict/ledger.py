@@ -332,7 +332,7 @@ def _gathered(d: Walk) -> Iterator[State]:
 
 
 def _leaving(d: Walk) -> Iterator[State]:
-    """What FSDP gathers into and reduces from, beside what is on its way while blocks work."""
+    """Yields what FSDP gathers into and reduces from, beside what travels while blocks work."""
     numbers, whole = d.block_parameters, d.tables * FP32
     if d.staged:
         yield State(walk.MESSAGES, numbers * d.made_bytes, LAST, LAST)
@@ -353,7 +353,7 @@ def _leaving(d: Walk) -> Iterator[State]:
 
 
 def _casts(d: Walk) -> Iterator[State]:
-    """What low precision keeps of its casts: weights that serve a whole update, scales, amaxes."""
+    """Yields what is kept of casts: weights that serve a whole update, scales, amaxes."""
     low, linears = d.low, d.ops.linears
     cast = d.layers - len(d.plain & {"first", "last"})      # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
@@ -366,7 +366,7 @@ def _casts(d: Walk) -> Iterator[State]:
 
 
 def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
-    """How each row is counted and where that is from, in the order in which they are shown."""
+    """Says how each row is counted and where that is from, in the order in which they are shown."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
     micro = (f"micro-batch of {d.s.batch}, {d.m.T:,} tokens each, recompute={step.recompute}")
     if repeated.kept_share is not None:
@@ -412,7 +412,7 @@ def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
 
 
 def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, float]:
-    """What messages of replicas and of ZeRO 1 hold in the last micro-batch, by moment; takes what
+    """Says what messages of replicas and ZeRO 1 hold in the last micro-batch, by moment; takes what
     has left from `at`, the gradients. `temporaries` are there beside the embeddings. Messages leave
     as backward has their gradients, or after it; two are under way. A parameter alone travels as it
     lies."""

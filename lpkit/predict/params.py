@@ -65,7 +65,7 @@ def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
 
 
 def nonzero_count(model: ModelConfig) -> int:
-    """Of `parameter_count`, without the zeros of pruned matrices, which are stored all the same."""
+    """Counts parameters without the zeros of pruned matrices, which are stored all the same."""
     zeros = model.L * sum(round(op.weights * (1 - op.density)) for op in of(model).linears)
     return parameter_count(model) - zeros
 

@@ -149,7 +149,7 @@ class Walk(Device):
         self.follow(self.steps[key])
 
     def travel(self, number: int) -> None:
-        """What is on its way while this block is at work: the next one's weights, and gradients of
+        """Adds what is on its way while this block is at work: the next one's weights, gradients of
         the one before. What was gathered once is whole until a block's backward is done."""
         if not self.leave:
             return

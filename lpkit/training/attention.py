@@ -162,7 +162,7 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
 
 
 def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
-    """How this PyTorch computes `used`, where that differs: which kernel sdpa is, and groups of
+    """Says how PyTorch here computes `used`, where it differs: which kernel sdpa is, and groups of
     heads that varlen has not. Raises ConfigError if `refuse` and sdpa falls to PyTorch's formula,
     which holds all scores, where it was to be a fused kernel."""
     m, rule = given.model, given.rule
