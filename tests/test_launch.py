@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from contextlib import suppress
 
@@ -18,7 +19,7 @@ import lpkit
 from lpkit import cli, preset
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import ASKS, Place, Processes
-from lpkit.training.runs import RunFailedError
+from lpkit.training.runs import METRICS, RunFailedError
 from lpkit.ui.runs import LiveRun
 from tests.attack import patience, until
 from tests.attack import processes as attack
@@ -253,6 +254,28 @@ def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
     assert handle.paused
     live.stop_button.click()
     assert handle.result().summary["stopped_by"] == "stop"
+
+
+@pytest.mark.parametrize("function, when, kept", [
+    ("untold", lambda out: (out / METRICS).exists(), True),
+    ("hang", lambda out: True, False),      # as ranks that are importing
+])
+def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp_path, function, when, kept):
+    """A launch of a tiny model had 23 of them when its first signal came, and was killed."""
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN", f"{HERE}:{function}")
+    handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
+
+    def press():
+        until(lambda: when(tmp_path / "run"))
+        time.sleep(0.3)     # the main thread waits for the result
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    try:
+        stopped_by = handle.result().summary["stopped_by"]
+    except KeyboardInterrupt:
+        stopped_by = None
+    assert stopped_by == ("SIGINT" if kept else None) and handle.done
 
 
 def test_an_error_of_a_rank_is_the_handles(stand_in, tmp_path):

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -391,6 +392,24 @@ def test_stop_and_pause_reach_the_run_and_say_so():
     handle.play(3)
     handle.finish()
     assert "stopped" in live.status.value and live.figure.spec["data"][0]["x"] == [1, 2, 3]
+
+
+def test_the_last_word_is_the_runs_and_not_the_buttons(monkeypatch):
+    """The run ends on its thread while the button's writes that it is stopping: that was said for ever."""
+    handle = Handle()
+    live = LiveRun(handle, clock=Time())
+    ends, words = threading.Thread(target=handle.finish), live._words
+
+    def while_it_ends():
+        if not ends.ident:
+            ends.start()
+            ends.join(0.3)
+        return words()
+
+    monkeypatch.setattr(live, "_words", while_it_ends)
+    live.stop_button.click()
+    ends.join()
+    assert "stopped" in live.status.value and "stopping" not in live.status.value
 
 
 @pytest.mark.parametrize("steps, error, word", [(50, None, "done"), (20, None, "stopped"),

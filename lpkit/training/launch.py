@@ -7,6 +7,7 @@ The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU
 They write the run folder, and this process writes nothing.
 """
 
+import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processe
 from lpkit.techniques import layouts
 from lpkit.training.background import Background, default_folder, refuse
 from lpkit.training.control import signals_stop
-from lpkit.training.runs import Observers, Run
+from lpkit.training.runs import METRICS, Observers, Run
 from lpkit.values import Count, Folder, Positive, checked
 
 TRAIN = "lpkit.training.rank:train"
+DEAF_SECONDS = 0.5      # ranks that take a step hear within a micro-batch that they are to stop
 
 
 class Launched(Background):
@@ -42,6 +44,7 @@ class Launched(Background):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         refuse(config, self.path, resume)
+        self._before = self._written()
         self.title = self.path.name
         self.records: list[StepRecord] = []
         self.ranks: dict[int, dict[str, Any]] = {}
@@ -67,6 +70,11 @@ class Launched(Background):
         if said:
             self.ranks[rank] = said
 
+    def _written(self) -> int:
+        """Returns how long the run's metrics are, in bytes."""
+        metrics = self.path / METRICS
+        return metrics.stat().st_size if metrics.exists() else 0
+
     def subscribe(self, observer: Observer) -> None:
         """Call `observer(record)` after every step. One that raises is dropped."""
         self._observers.add(observer)
@@ -89,11 +97,21 @@ class Launched(Background):
         self._processes.kill()
 
     def result(self) -> Run:
-        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills. Before the
-        first step is told there is nothing to keep, and a first one kills."""
+        """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills. Ranks that
+        have not written a step and do not hear it, because they are still imported, say, have
+        nothing to keep: a first one kills them."""
         try:
-            self._stepped.wait()
-            with signals_stop(self.stop):
+            try:
+                self._stepped.wait()
+                with signals_stop(self.stop):
+                    self._told.wait()
+            except KeyboardInterrupt as heard:
+                if self._control.stopped_by:        # a second one
+                    raise
+                self.stop(signal.Signals(*heard.args or [signal.SIGINT]).name)
+                # steps may be written before one is told
+                if not self._told.wait(DEAF_SECONDS) and self._written() == self._before:
+                    raise
                 self._told.wait()
         except BaseException:
             self.kill()

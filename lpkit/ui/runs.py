@@ -1,11 +1,12 @@
 """Training runs as they happen, with buttons to stop and pause them: one run's loss, gradient norm
-and speed; or recipes on one model, one after the other, and what each cost when they have ended.
+and speed; or recipes on one model, one after the other.
 
-`training_figure`, `race_figure` and `gap_figure` are pure functions; `LiveRun` and `LiveRuns`
-follow a handle with them. Losses are in nats per token.
+`training_figure` and `race_figure` are pure functions; `LiveRun` follows a handle with the first.
+Losses are in nats per token.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
@@ -113,6 +114,8 @@ class LiveRun(Stored, widgets.VBox):
         self.handle, self.others = handle, others
         self._clock, self._next = clock, -math.inf
         self._stopping = self._paused = False
+        # a button's thread must not overwrite what the training's last step says
+        self._saying = threading.Lock()
         self.status = widgets.HTML(layout={"flex": "1 1 300px", "min_width": "0"})
         self.pause_button, self.stop_button = (
             widgets.Button(description=word, icon=word.lower(), layout={"flex": "0 0 104px"})
@@ -171,17 +174,18 @@ class LiveRun(Stored, widgets.VBox):
         self._say()
 
     def _say(self) -> None:
-        state, words = self._state, self._words()
-        if state != "running":
-            words = words.split(" · about")[0]
-        if state == "failed":
-            words = str(self.handle.error).split("\n")[0]      # of several ranks, a traceback follows
-        colour = STATE_COLOURS.get(state, TEXT)
-        self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
-                             f'<b style="color:{TEXT}">{state}</b>&ensp;'
-                             f"{escape(words)}</div>")
-        ending = self._stopping or self.handle.done
-        self.stop_button.disabled = self.pause_button.disabled = ending
+        with self._saying:
+            state, words = self._state, self._words()
+            if state != "running":
+                words = words.split(" · about")[0]
+            if state == "failed":
+                words = str(self.handle.error).split("\n")[0]      # of several ranks, a traceback follows
+            colour = STATE_COLOURS.get(state, TEXT)
+            self.status.value = (f'<div style="{STATUS}"><span style="color:{colour}">&#9679;</span> '
+                                 f'<b style="color:{TEXT}">{state}</b>&ensp;'
+                                 f"{escape(words)}</div>")
+            ending = self._stopping or self.handle.done
+            self.stop_button.disabled = self.pause_button.disabled = ending
 
     def _stop(self, _button: Any) -> None:
         self._stopping = True
