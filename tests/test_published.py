@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -14,6 +15,8 @@ from lpkit.predict import evidence
 from lpkit.predict.plan import plan
 from lpkit.predict.published import (
     FOLDER,
+    PRECISIONS,
+    RECOMPUTE,
     SHOWN,
     _flat_mfu,
     published,
@@ -22,6 +25,7 @@ from lpkit.predict.published import (
     seconds,
     sources,
     step,
+    taken,
 )
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
@@ -232,38 +236,49 @@ def test_the_fitted_numbers_are_an_optimum():
         assert min(loss(numbers | {name: other}) for other in near) > best - 1e-3, name
 
 
-def test_ranges_and_best_layouts_are_those_of_the_ledger():
+def test_ranges_are_those_of_the_ledger_and_nothing_held_out_is_fitted(monkeypatch):
     known, held = evidence.fitted(), fit.taken(True)
     assert {key: known[key] for key in ("kinds", "calibrated")} == fit.kinds(held, known["numbers"])
-    assert known["best_layouts"] == fit.best_layouts((*fit.taken(False), *held))
+    # else a ranking would be a table of answers: of a held-out run nothing but the ranges may know
+    assert known.keys() == {"command", "runs", "numbers", "kinds", "calibrated", "most_devices"}
+    slower = [replace(run, published=run.published * (3 if run.source.held_out else 1)) for run in RUNS]
+    open_runs = fit.taken(False)
+    monkeypatch.setattr(fit, "runs", lambda: slower)
+    assert fit.taken(False) == open_runs and fit.kinds(fit.taken(True), known["numbers"])["kinds"] != known["kinds"]
 
 
-@pytest.mark.parametrize("source, model, machine", [
-    ("narayanan-zero", "GPT 174.6B", "a100-80"), ("narayanan-zero", "GPT 529.6B", "a100-80"),
-    ("llama-3", "Llama 3.1 405B", "h100"), ("torchtitan-a100", "Llama 3 8B", "a100-80"), ("torchtitan-405b", "Llama 3.1 405B", "h100")])
-def test_the_best_published_layout_is_among_the_first_three_and_the_worst_is_not(source, model, machine):
-    """Narayanan's table 2 has ZeRO-3 at 44 TFLOP/s where tensor + pipeline has 141."""
-    def rank(found, run):
-        split = [run.layout.tensor, run.layout.pipeline, run.layout.context]
-        return next((i for i, one in enumerate(found.options, 1)
-                     if [one.layout.tensor, one.layout.pipeline, one.layout.context] == split), math.inf)
+@pytest.mark.parametrize("words, said", [
+    (["predict", "llama-8b", "--machine", "h100", "system.stack=megatorn"], "there is no system.stack 'megatorn'; did you mean 'megatron'"),
+    (["plan", "--model", "llama-8b", "--tokens", "1T", "--devices", "64", "system.stack=nemo"], "there is no system.stack 'nemo'"),
+    (["train", "cpu-3m", "system.stack=megatron"], "system.stack=megatron is for predictions; leave it out to train"),
+    (["train", "cpu-3m", "system.stack=eager", "--processes", "2"], "system.stack=eager is for predictions; leave it out to train")])
+def test_a_stack_is_predicted_and_not_trained(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2 and said in capsys.readouterr().err and not any(tmp_path.iterdir())
 
-    groups = {}
-    for run in runs(source):
-        if run.model == model and run.layout:
-            groups.setdefault((run.devices, run.context, run.precision), []).append(run)
-    compared = 0
-    for (devices, _, precision), some in groups.items():
-        best, *_, worst = sorted(some, key=lambda run: run.published_seconds) * 2
-        if best.layout.zero == 3 and source == "narayanan-zero":
-            continue        # 640 devices: nothing to compare it with
-        found = plan(best.config.replace({"grad_accum_steps": 1}), 1e12, machine, devices=devices,
-                     precisions=[{"fp8": "fp8-tensorwise"}.get(precision, precision)])
-        assert rank(found, best) <= 3, (devices, best.layout)
-        if str(worst.layout) != str(best.layout):
-            assert rank(found, worst) > 3, (devices, worst.layout)
-            compared += 1
-    assert compared == {"GPT 174.6B": 3, "GPT 529.6B": 2}.get(model, 0)
+
+def test_whose_step_is_priced_is_a_setting():
+    """By default lpkit's own, which a compiler fuses unless told not to."""
+    config = preset("llama-8b").replace({"global_batch": 512, "grad_accum_steps": 8, "parallel.shard": 64})
+    by = {stack: step_time(config.replace({"system.stack": stack}), "h100") for stack in ("auto", *evidence.STACKS)}
+    assert by["auto"].rows == by["compiled"].rows == step_time(config, "h100").rows
+    assert step_time(config.replace({"system.compile": False}), "h100").rows == by["eager"].rows
+    seconds_of = {stack: made.step_seconds for stack, made in by.items()}
+    assert seconds_of["megatron"] < seconds_of["compiled"] < seconds_of["eager"] < seconds_of["deepspeed-2021"]
+    assert by["megatron"].stack == "megatron" and by["auto"].stack == "compiled"
+
+
+@pytest.mark.parametrize("source", ["llama-3", "megatron-bridge", "bigscience", "jax-maxtext", "nemo-2024"])
+def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
+    """The bench's own call and `lpkit predict --json`, to the last digit."""
+    run = next(run for run, _ in taken(runs(source), step))
+    (tmp_path / "run.yaml").write_text(replace(bench.stated(run), parallel=run.layout).to_yaml())
+    on = run.source.on(run.machine)
+    (tmp_path / f"{run.machine}.yaml").write_text(json.dumps({key: value for key, value in asdict(on).items() if value is not None and key not in ("name", "details")}))
+    assert main(["predict", str(tmp_path / "run.yaml"), "--machine", str(tmp_path / f"{run.machine}.yaml"), "--json", "--precision",
+                 PRECISIONS.get(run.precision, run.precision), "--recompute", RECOMPUTE.get(run.recompute, run.recompute)]) == 0
+    said, made = json.loads(capsys.readouterr().out), bench.printed(run)
+    assert said["step_seconds"] == made.step_seconds and said["assumptions"]["stack"] == run.stack_row
 
 
 def test_nothing_promises_more_than_anybody_published():
@@ -277,7 +292,7 @@ def test_nothing_promises_more_than_anybody_published():
         key = (evidence.generation_of(made.machine), evidence.kind_of(made.machine, made.precision))
         if not run.limited:
             reached.setdefault(key, []).append(made.mfu * made.step_seconds / run.published_seconds)
-    best = {key: 1.001 * max(each) for key, each in reached.items() if len(each) >= 5}     # fewer say nothing of what can be
+    best = {key: 1.03 * max(each) for key, each in reached.items() if len(each) >= 5}     # fewer say nothing of what can be
     assert len(best) > 4
     for name, machine, devices in (("gpt2-124m", "h100", 8), ("llama-8b", "a100-80", 64), ("llama-8b", "h100", 64), ("llama-8b", "b200", 64),
                                    ("llama-70b", "h100", 512), ("llama-70b", "h200", 512), ("llama-405b", "h100", 8192), ("llama-8b", "mi300x", 64)):

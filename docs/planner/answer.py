@@ -9,6 +9,7 @@ from shlex import join
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.predict.evidence import STACKS
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE
 from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.recipes import PRECISIONS
@@ -37,13 +38,14 @@ def choices() -> list[dict[str, Any]]:
         return {"name": name, "label": label, "value": None}
 
     machines = [(name, machine.title) for name, machine in CATALOGUE.items()]
+    stacks = [("auto", "lpkit's own"), *((name, f"{name}: {stack.words}") for name, stack in STACKS.items())]
     same = lambda rows: [(name, name) for name in rows]
     return [
         {"title": "Run", "controls": [
             names("model", "model", same(PRESETS), "llama-8b"), maybe("length", "tokens of a sequence"),
             steps("batch", "sequences of an update", MANY, 512), steps("billions", "tokens of the run, billions", BILLIONS, 300)]},
         {"title": "Machine", "controls": [
-            names("machine", "machine", machines, "h100"), steps("devices", "devices", MANY, 64),
+            names("machine", "machine", machines, "h100"), names("stack", "stack", stacks, "auto"), steps("devices", "devices", MANY, 64),
             maybe("price", "dollars per device and hour")]},
         {"title": "Layout", "controls": [
             steps("tensor", "tensor ranks", FEW, 1), steps("pipeline", "pipeline stages", [*FEW, 64], 1),
@@ -66,7 +68,7 @@ def answer(asked: str) -> str:
 @checked
 def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positive, machine: Text, devices: Count,
             price: PositiveOrZero | None, tensor: Count, pipeline: Count, interleave: Count, context: Count, data: Count, zero: int,
-            precision: Text, micro_batch: Count, recompute: Text, optimizer: Text) -> dict[str, Any]:
+            precision: Text, micro_batch: Count, recompute: Text, optimizer: Text, stack: Text) -> dict[str, Any]:
     if batch % micro_batch:
         fits = [size for size in divisors(batch) if size < micro_batch]
         raise ConfigError(f"{batch} sequences of an update do not split into micro-batches of {micro_batch}; {fits[-1]} is the "
@@ -80,7 +82,7 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
                           f"replicas={data}; use {f'{below:,} or ' if below else ''}{below + ranks:,} devices")
     layout = Layout(**inner, interleave=interleave, data=data, shard=devices // ranks, zero=zero)
     settings = {"model.context": length, "global_batch": batch, "grad_accum_steps": batch // micro_batch,
-                "steps": max(1, round(1e9 * billions / (batch * length))),
+                "steps": max(1, round(1e9 * billions / (batch * length))), "system.stack": stack,
                 **{f"parallel.{axis}": getattr(layout, axis) for axis in (*AXES, "zero", "interleave")}}
     found = predict(config.replace(settings), machine, precision=precision, recompute=recompute, optimizer=optimizer,
                     price_per_hour=price)

@@ -9,6 +9,7 @@ from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
+from lpkit.predict.evidence import STACKS
 from lpkit.predict.units import between, duration, quantity
 
 
@@ -91,6 +92,9 @@ def text(result: dict[str, Any]) -> str:
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
     line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
+    if not a["mfu"] and on["name"] != "this":
+        others = "|".join(name for name in STACKS if name != a["stack"])
+        line("", "", f"by {STACKS[a['stack']].words}; others' steps: system.stack={others}")
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
          f"{between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")

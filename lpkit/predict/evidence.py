@@ -17,7 +17,6 @@ A machine whose ceilings were measured on the spot uses them (`roofline.REACHED`
 
 import functools
 import json
-import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.predict.casts import TENSORWISE, cast_passes
@@ -102,12 +102,12 @@ STACKS = {
     "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
                    layer_seconds=None),
     "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
-    "megatron": Stack(words="Megatron-Core with Transformer Engine: fused layers, messages that "
-                      "overlap, 16-bit weights", attention=1.1, fused=None, overlap=None,
-                      split_overlap=None, weight_copies=0.0),
-    "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it: a node's ranks do not "
-                            "pull together", attention=None, fused=None, overlap=None,
-                            layer_seconds=None, pooled=0.0),
+    # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
+    "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
+                      overlap=None, split_overlap=None, weight_copies=0.0),
+    # a node's ranks do not pull together
+    "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
+                            fused=None, overlap=None, layer_seconds=None, pooled=0.0),
 }
 DEFAULT = "compiled"
 TIED = {"deepspeed-2021": "eager", "compiled": "eager"}     # whose fitted numbers a stack has
@@ -121,6 +121,15 @@ def fitted() -> Mapping[str, Any]:
 
 def generation_of(machine: Machine) -> str | None:
     return _GENERATION_OF.get(machine.name)
+
+
+def stack_of(config: Config) -> str:
+    """Returns the row of STACKS that `system.stack` names; with auto, lpkit's own."""
+    asked, compiles = config.system.stack, config.system.compile is not False
+    if asked != "auto":
+        pick({"auto": None, **STACKS}, asked, "system.stack")
+        return asked
+    return "compiled" if compiles else "eager"
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
@@ -246,7 +255,7 @@ class Spread:
 
 GIVEN = Spread(low=1.0, high=1.0, words="at the MFU that was given")
 TELLS = 0.08            # of seconds: less does not tell two layouts apart (docs/plan.md)
-ALIKE = 1.5             # times the parameters
+KINDS = ("MI300X and after", "8 bits or fewer", "A100, H100 and after in 16 bits")
 UNSEEN = "no published run is of this kind"
 
 
@@ -255,11 +264,10 @@ def kind_of(machine: Machine, precision: str) -> str:
     low, name = PRECISIONS[precision].low, generation_of(machine)
     if name is None:
         return UNSEEN
+    amd, eight, sixteen = KINDS
     if name.startswith("mi"):
-        return "MI300X and after"
-    if low:
-        return "8 bits or fewer"
-    return "A100, H100 and after in 16 bits"
+        return amd
+    return eight if low else sixteen
 
 
 def shape_of(layout: Layout) -> str:
@@ -269,14 +277,13 @@ def shape_of(layout: Layout) -> str:
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
 
 
-def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool = False,
-           emulated: bool = False) -> Spread:
+def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAULT, *,
+           calibrated: bool = False, emulated: bool = False) -> Spread:
     """Of the seconds of a step. One measured step takes a kind's own bias away."""
     known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
-    found, words = range_of(kinds, kind), f"nine of ten held-out runs, {kind}"
-    if kind not in kinds:
-        words = f"{UNSEEN}: as wide as any"
+    known_as, found = range_of(kinds, kind, stack)
+    words = f"nine of ten held-out runs, {known_as}" if known_as else f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
         words += (f"; extrapolated: no published run has {shape}" if not most else
@@ -286,22 +293,12 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     return Spread(low=found["low"], high=found["high"], words=words)
 
 
-def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str) -> Mapping[str, float]:
-    """`low` and `high`; where nothing of the kind was published, as wide as anything was."""
-    return kinds.get(kind) or {side: choose(one[side] for one in kinds.values())
-                               for side, choose in (("low", min), ("high", max))}
-
-
-def best_mfu(machine: Machine, precision: str) -> float | None:
-    """The highest that was published, of the 16-bit peak; None where nothing was."""
-    return fitted()["best_mfu"].get(f"{generation_of(machine)}, {kind_of(machine, precision)}")
-
-
-def was_best(parameters: float, layout: Layout) -> float:
-    """How far in size and devices, as |log|, the nearest run is whose best published layout splits
-    the model so; infinite where none of about its size does."""
-    split = [layout.tensor, layout.pipeline, layout.context]
-    return min((abs(math.log(parameters / size)) + abs(math.log(layout.devices / devices))
-                for size, devices, *ranks in fitted()["best_layouts"]
-                if ranks == split and abs(math.log(parameters / size)) <= math.log(ALIKE)),
-               default=math.inf)
+def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str, stack: str
+             ) -> tuple[str, Mapping[str, float]]:
+    """Which kind is known, and its `low` and `high`: of the stack, else of all stacks; where nothing
+    of the kind was published, "", and as wide as anything was."""
+    for name in (f"{kind}, {stack}", kind):
+        if name in kinds:
+            return name, kinds[name]
+    return "", {side: choose(one[side] for one in kinds.values())
+                for side, choose in (("low", min), ("high", max))}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lpkit.errors import ConfigError
 from lpkit.predict.roofline import ASSUMED, Efficiency
-from lpkit.techniques.layouts import Layout
+from lpkit.techniques.layouts import FASTEST_FIRST, Layout
 from lpkit.techniques.machines import LATENCY_SOURCE, Machine
 
 RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
@@ -67,8 +67,9 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     size = layout.state_ranks if axis == "states" else getattr(layout, axis)
     if size == 1:
         return ALONE
-    first = "context" if axis == "states" else axis
-    local = max(1, min(size, machine.devices_per_node // layout.stride(first)))
+    faster = FASTEST_FIRST[:FASTEST_FIRST.index("context" if axis == "states" else axis)]
+    stride = math.prod(getattr(layout, other) for other in faster)      # of neighbours, in ranks
+    local = max(1, min(size, machine.devices_per_node // stride))
     nodes = -(-size // local)
     wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
     missing = ""

@@ -16,7 +16,7 @@ counted by their split into tensor, pipeline and context; of the rest, each spli
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any
@@ -138,7 +138,7 @@ class Plan:
                  deadline: float):
         self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
         self.given, self.calibration = efficiency, calibration
-        self.efficiency = efficiency or evidence.efficiency(machine)
+        self.efficiency = efficiency or evidence.efficiency(machine, evidence.stack_of(config))
         self.budget, self.deadline = budget, deadline
         self.recomputations = (config.memory.recompute.name,)
         if config.memory.recompute == MemoryConfig().recompute:
@@ -153,12 +153,16 @@ class Plan:
 
     @property
     def order(self) -> str:
-        """How the options are sorted."""
-        key = attrgetter("order" if self.first == "soonest" else "price_order")
-        if self.options == sorted(self.options, key=key):
-            return f"the {self.first} first"
-        return (f"the {self.first} first, but of those within {evidence.TELLS:.0%} of it, which the "
-                f"formula cannot tell apart, those that are split as the best published run is")
+        """How the options are sorted, and how many of them the formula cannot tell apart."""
+        values = [self._key(option)[0] for option in self.options]
+        near = sum(value <= (1 + evidence.TELLS) * values[0] for value in values)
+        ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, and the formula cannot "
+                f"tell them apart") if near > 1 else ""
+        return f"the {self.first} first{ties}"
+
+    @property
+    def _key(self) -> Callable[[Option], tuple]:
+        return attrgetter("order" if self.first == "soonest" else "price_order")
 
     @property
     def sentence(self) -> str:
@@ -197,17 +201,9 @@ class Plan:
             "efficiency": best and asdict(best.time.efficiency)}
 
     def rank(self, first: str) -> None:
-        """The soonest or the cheapest first. Of those that the formula cannot tell from the first,
-        layouts that were the best of a published page come before the others, of the nearest model
-        first."""
+        """The soonest or the cheapest first."""
         self.first = first
-        order = attrgetter("order" if first == "soonest" else "price_order")
-        self.options.sort(key=order)
-        if self.options:
-            most = (1 + evidence.TELLS) * order(self.options[0])[0]
-            size = parameter_count(self.config.model)
-            self.options.sort(key=lambda one: (
-                evidence.was_best(size, one.layout) if order(one)[0] <= most else math.inf))
+        self.options.sort(key=self._key)
 
     def search(self, precision: str, count: int) -> None:
         """One option, the best, for each split of the devices into tensor, pipeline and context."""

@@ -98,6 +98,7 @@ class StepTime:
     dtype: str                  # of the products that are not cast
     attention: str
     efficiency: Efficiency
+    stack: str                  # of `evidence.STACKS`, where the efficiency is by evidence
     machine: Machine
     layout: Layout
     emulated: str = ""          # why casts are multiplied in wider formats; "": they are not
@@ -122,7 +123,7 @@ class StepTime:
         """By how much the seconds may be wrong."""
         if self.efficiency.flat:
             return evidence.GIVEN
-        return evidence.spread(self.machine, self.precision, self.layout,
+        return evidence.spread(self.machine, self.precision, self.layout, self.stack,
                                calibrated=self.calibrated, emulated=bool(self.emulated))
 
     @property
@@ -177,7 +178,7 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
-              stack: str = evidence.DEFAULT,
+              stack: str | None = None,
               calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
     """One update of `config`. Raises ConfigError for an invalid combination.
 
@@ -186,7 +187,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                  None: the config's recipe, where "auto" is bf16 if the machine has it
     recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
-    stack        a row of `evidence.STACKS`, for an efficiency by evidence
+    stack        a row of `evidence.STACKS`, for an efficiency by evidence; None: the config's
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
                  emulated where it does not multiply them itself
     """
@@ -194,7 +195,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
-    given, efficiency = efficiency, efficiency or evidence.efficiency(on, stack)
+    stack = stack or evidence.stack_of(config)
+    efficiency = efficiency or evidence.efficiency(on, stack)
     p = stored(config, precision)
     s, pieces = on_device(config, on, layout, p)
     emulated = ""
@@ -215,21 +217,14 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
-    peak = on.peak_flops(p.dtype) * layout.devices
-    best = None if given or emulated else evidence.best_mfu(on, precision)
-    missing = work / (best * peak) - sum(row.seconds for row in rows) if best else 0.0
-    if missing > 0:
-        rows.append(TimeRow(name="promised by nobody", phases={"forward": missing / 3,
-                                                               "backward": missing * 2 / 3},
-                            formula=f"no published run on such a machine passes an MFU of {best}",
-                            source=f"data/published/{evidence.FIT.name}"))
     factor = calibration.factor if calibration else 1.0
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
                     model_flops=work, peak_flops=on.peak_flops(p.dtype), micro_batches=pieces,
                     sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
-                    efficiency=efficiency, machine=on, layout=layout, emulated=emulated,
+                    efficiency=efficiency, stack=stack, machine=on, layout=layout,
+                    emulated=emulated,
                     factor=factor, calibrated=calibration is not None)
 
 

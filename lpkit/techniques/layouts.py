@@ -135,11 +135,6 @@ class Layout(Checked):
         """ZeRO's, where there are ranks to shard over."""
         return self.zero if self.state_ranks > 1 else 0
 
-    def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours along an axis."""
-        faster = FASTEST_FIRST[:FASTEST_FIRST.index(axis)]
-        return math.prod(getattr(self, other) for other in faster)
-
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         axes += [f"ZeRO {self.zero}"] if self.state_ranks > 1 else []
@@ -270,9 +265,11 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
 
 
 def refuse_untrainable(config: "Config") -> None:
-    """Raises ConfigError where this can be predicted, and is not trained in this layout. The way
-    out sets all that stands in the way."""
-    layout = config.parallel
+    """Raises ConfigError where this can be predicted, and is not trained. The way out sets all that
+    stands in the way."""
+    layout, stack = config.parallel, config.system.stack
+    if stack != "auto":
+        raise ConfigError(f"system.stack={stack} is for predictions; leave it out to train")
     if layout.devices == 1:
         return
     changes: dict[str, Any] = {f"parallel.{axis}": 1 for axis in untrained(layout)}

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from lpkit.predict import evidence, published
-from lpkit.predict.params import parameter_count
 from lpkit.predict.published import Run, runs, seconds, step
 
 CAP = 0.7               # of |log|: a run that is off by twice has other reasons
@@ -26,7 +25,7 @@ BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x kee
          "mi325x keeps": 0.6, "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
          "eager layer_seconds": 9e-4, "megatron fused": 0.26, "megatron overlap": 1.0,
          "megatron split_overlap": 1.0}
-ENOUGH = 5
+LEAST_SOURCES = 3       # or a range says more of a source than of its stack
 NINE_OF_TEN = (0.05, 0.95)
 Numbers = dict[str, float]
 
@@ -70,13 +69,14 @@ def _weights(some: Iterable[Run]) -> list[float]:
     return [groups[run.source.name, run.machine] ** -0.5 for run in some]
 
 
-def ratios(some: Iterable[Run], numbers: Numbers) -> Iterator[tuple[tuple[str, ...], str, float]]:
-    """Of each run its source, machine and precision; its kind; published seconds over the
-    formula's."""
+def ratios(some: Iterable[Run], numbers: Numbers
+           ) -> Iterator[tuple[tuple[str, ...], tuple[str, str], float]]:
+    """Of each run its source, machine and precision; its kind and its stack; published seconds over
+    the formula's."""
     for run in some:
         made = step(run, numbers=numbers)
         yield ((run.source.name, run.machine, made.precision),
-               evidence.kind_of(made.machine, made.precision),
+               (evidence.kind_of(made.machine, made.precision), made.stack),
                run.published_seconds / seconds(run, numbers=numbers))
 
 
@@ -97,12 +97,15 @@ def after_one(each: Iterable[tuple[Hashable, float]]) -> Iterator[float | None]:
         before[same] = off
 
 
-def _ranges(each: Iterable[tuple[tuple[str, ...], str, float]]) -> dict[str, dict[str, float]]:
-    """By kind, of `ratios`."""
+def _ranges(each: Iterable[tuple[tuple[str, ...], tuple[str, str], float]]
+            ) -> dict[str, dict[str, float]]:
+    """By kind, of `ratios`; and of a stack, where LEAST_SOURCES have published it."""
     kinds: dict = defaultdict(lambda: defaultdict(list))
-    for (source, *_), kind, off in each:
+    for (source, *_), (kind, stack), off in each:
         kinds[kind][source].append(off)
-    return {kind: _range(by_source) for kind, by_source in kinds.items()}
+        kinds[f"{kind}, {stack}"][source].append(off)
+    return {kind: _range(by_source) for kind, by_source in sorted(kinds.items())
+            if kind in evidence.KINDS or len(by_source) >= LEAST_SOURCES}
 
 
 def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
@@ -111,7 +114,7 @@ def outside(some: Sequence[Run], numbers: Numbers) -> list[float]:
     for name, own in itertools.groupby(each, lambda one: one[0][0]):
         others = _ranges(one for one in each if one[0][0] != name)
         for _, kind, off in own:
-            known = evidence.range_of(others, kind)
+            _, known = evidence.range_of(others, *kind)
             found.append(float(not known["low"] <= off <= known["high"]))
     return found
 
@@ -143,36 +146,7 @@ def made() -> dict:
         shape = evidence.shape_of(run.layout)
         most[shape] = max(most[shape], run.devices)
     return {"command": "python -m tests.bench.fit", "runs": len(open_runs), "numbers": numbers,
-            **kinds(held_out, numbers), "most_devices": dict(sorted(most.items())),
-            "best_mfu": best_mfu(every),
-            "best_layouts": best_layouts(every)}
-
-
-def best_mfu(some: Iterable[Run]) -> dict[str, float]:
-    """By generation and kind, where there are at least ENOUGH without a power limit."""
-    reached: dict[str, list[float]] = defaultdict(list)
-    for run in some:
-        made = step(run, numbers=BEGIN)
-        mfu = made.model_flops / run.published_seconds / made.devices / made.peak_flops
-        if not run.limited:
-            generation = evidence.generation_of(made.machine)
-            kind = evidence.kind_of(made.machine, made.precision)
-            reached[f"{generation}, {kind}"].append(mfu)
-    return {key: float(f"{max(each):.3g}") for key, each in sorted(reached.items())
-            if len(each) >= ENOUGH}
-
-
-def best_layouts(some: Iterable[Run]) -> list[list[int]]:
-    """Parameters, devices and ranks of tensor, pipeline and context, of the fastest run of each
-    model on each number of devices of a page."""
-    best: dict[tuple, Run] = {}
-    for run in some:
-        same = (run.source.url, run.model, run.context, run.devices, run.precision)
-        if same not in best or run.published_seconds < best[same].published_seconds:
-            best[same] = run
-    return [list(split) for split in sorted({
-        (parameter_count(run.config.model), run.devices, run.layout.tensor, run.layout.pipeline,
-         run.layout.context) for run in best.values() if run.devices > 1})]
+            **kinds(held_out, numbers), "most_devices": dict(sorted(most.items()))}
 
 
 if __name__ == "__main__":
