@@ -15,6 +15,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import predict
 from lpkit.predict.ledger import memory
+from lpkit.predict.links import stride
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO_BATCH_SIZES, USABLE_MEMORY_SHARE, largest_model, plan
 from lpkit.predict.time import bill, step_time
@@ -74,7 +75,7 @@ def test_llama_3s_stages_exist():
 
 def test_ranks_that_talk_most_are_neighbours():
     layout = Layout(data=2, shard=3, tensor=5, pipeline=7, context=11)
-    assert [layout.stride(axis) for axis in ("tensor", "context", "shard", "data", "pipeline")] == [1, 5, 55, 165, 330]
+    assert [stride(layout, axis) for axis in ("tensor", "context", "shard", "data", "pipeline")] == [1, 5, 55, 165, 330]
     assert layout.devices == 2310 and layout.batch_ranks == 6 and layout.state_ranks == 33
     assert str(Layout()) == "one device" and str(Layout(shard=2, zero=1)) == "shard 2, ZeRO 1"
 

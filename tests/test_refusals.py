@@ -189,14 +189,11 @@ def test_plan_marks_what_lpkit_trains_and_its_heading_is_true(capsys):
             assert option.trained == trains, option.layout
         seconds = [option.bill.seconds for option in found.options]
         least = min(seconds)
-        if found.order == "the soonest first":
-            assert seconds == sorted(seconds)
-        else:       # those that the formula cannot tell from the first, as published runs are split, and then by seconds
-            assert "cannot tell apart" in found.order
-            first = [s for s, o in zip(seconds, found.options) if s <= (1 + evidence.TELLS) * least]
-            assert max(seconds[:1]) <= (1 + evidence.TELLS) * least and len(first) > 1
-        seen.add(found.order)
-    assert len(seen) == 2
+        near = sum(s <= (1 + evidence.TELLS) * least for s in seconds)
+        ties = f"; {near} are within 8% of the first, and the formula cannot tell them apart"
+        assert seconds == sorted(seconds) and found.order == f"the soonest first{ties * (near > 1)}"
+        seen.add(near > 1)
+    assert any(seen)
     assert cli.main(["plan", "--model", "llama-8b", "--tokens", "1e11", "--machine", "h200", "--devices", "64"]) == 0
     out = capsys.readouterr().out
     assert "lpkit trains data and shard" in out and "predicts" in out and "trains" in out

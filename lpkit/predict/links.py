@@ -57,6 +57,12 @@ class Link:
 ALONE = Link(size=1, bytes_per_second=math.inf, hops_seconds=0.0, words="no link")
 
 
+def stride(layout: Layout, axis: str) -> int:
+    """Returns the distance in ranks between neighbours along an axis."""
+    faster = FASTEST_FIRST[:FASTEST_FIRST.index(axis)]
+    return math.prod(getattr(layout, other) for other in faster)
+
+
 def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = ASSUMED) -> Link:
     """The group along an axis of the layout; "states" is `shard` and `context` together.
 
@@ -67,9 +73,8 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
     size = layout.state_ranks if axis == "states" else getattr(layout, axis)
     if size == 1:
         return ALONE
-    faster = FASTEST_FIRST[:FASTEST_FIRST.index("context" if axis == "states" else axis)]
-    stride = math.prod(getattr(layout, other) for other in faster)      # of neighbours, in ranks
-    local = max(1, min(size, machine.devices_per_node // stride))
+    first = "context" if axis == "states" else axis
+    local = max(1, min(size, machine.devices_per_node // stride(layout, first)))
     nodes = -(-size // local)
     wire = (machine.link_bytes_per_second or 0) / 2         # the datasheet adds both directions
     missing = ""
