@@ -102,9 +102,9 @@ def _kept(run: Path, phase: Phase, code: int, ranks: int, trial: str, losses: di
         outcome.failed("a step was lost", f"{trial}: of {steps} steps {found and found.step} are kept")
     if not phase.steps(steps):
         outcome.failed("another step was kept", f"{trial}: {steps}")
-    # ranks that have not told a step have nothing to keep, and are ended at once
-    due = "complete" if code == 0 or steps == one.config.steps else "killed" if ranks > 1 and not steps else "stopped"
-    if status != due or one.problems:
+    # ranks without a step have nothing to keep, and are ended when they do not hear it
+    due = {"complete"} if code == 0 or steps == one.config.steps else {"stopped", "killed"} if ranks > 1 and not steps else {"stopped"}
+    if status not in due or one.problems:
         outcome.failed("the record differs", f"{trial}: {status}, {one.problems}")
     for line in one.metrics:
         if line["loss"] != losses.setdefault(line["step"], line["loss"]):
