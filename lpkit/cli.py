@@ -65,7 +65,7 @@ def complain(sentence: object) -> int:
 
 
 def say(text: str) -> None:
-    """To standard output, in its encoding. Raises OSError, but not when its reader has left."""
+    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)

@@ -28,7 +28,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def plain(value: Any) -> Any:
-    """As it comes back from JSON, which has no tuples, no numbers as keys, and no NaN: null."""
+    """Returns it as JSON gives it back: without tuples, numbers as keys, and NaN, which is null."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,7 +54,7 @@ def sealed(value: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str, path: Path) -> dict[str, Any]:
-    """What `sealed` was given. Raises DamagedError, which names `path`."""
+    """Returns what `sealed` was given. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
         due = value.pop(SUM)

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """What the formulas say of this machine, beside an update here."""
+    """Returns what the formulas say of this machine, beside an update here."""
     from lpkit import measure, reconcile
     from lpkit.training.formulas import said
 

@@ -128,7 +128,7 @@ class Frames:
         self.fd, self.over, self._rest, self._left = fd, False, bytearray(), most_bytes
 
     def read(self) -> None:
-        """What is there; a wait for it, if nothing is. Raises ValueError for too much."""
+        """Reads what is there, and waits if nothing is. Raises ValueError for too much."""
         with contextlib.suppress(ConnectionError):
             some = os.read(self.fd, 1 << 20)
             self._rest += some
@@ -140,7 +140,7 @@ class Frames:
         self.over = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Those that are whole."""
+        """Yields the frames that are whole, unpacked."""
         while len(self._rest) >= SIZES.size:
             size = SIZES.size + sum(SIZES.unpack_from(self._rest))
             if len(self._rest) < size:
@@ -231,7 +231,7 @@ def is_stub(node: ast.stmt) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Where other processes find it; empty where they cannot."""
+    """Returns the name by which other processes import it; empty where they cannot."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, torch.dtype):
@@ -277,14 +277,14 @@ def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
 
 @cache
 def _warm() -> dict[str, WarmParent]:
-    """By environment, until this process ends: only the first check waits for one."""
+    """Keeps warm parents by environment while this process lives: only the first check waits."""
     return {}
 
 
 def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
           **job: Any) -> dict[str, Any]:
-    """What the judge of this exercise finds, in a process whose environment has `env`. Raises
-    ConfigError for what is too large to travel."""
+    """Returns what the judge of this exercise finds, in a process whose environment has `env`.
+    Raises ConfigError for what is too large to travel."""
     job = pack({"name": name, "seconds": seconds, **job})
     if len(job) > FILE_BYTES:
         raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
@@ -448,8 +448,8 @@ def _send(answer: Answer) -> None:
 
 
 def limit_memory() -> None:
-    """From here on the attempt takes no more than MEMORY_BYTES; macOS, which enforces no such limit,
-    limits its time alone."""
+    """Limits the attempt to MEMORY_BYTES from here on; macOS, which enforces no such limit, limits
+    its time alone."""
     if taken := status_bytes("VmSize"):
         _limit("RLIMIT_AS", taken + MEMORY_BYTES)
 

@@ -64,7 +64,7 @@ class Exercise:
             raise ConfigError("an exercise needs at least one case, a tuple of arguments")
 
     def all_cases(self) -> Iterator[tuple]:
-        """Those that are written down, then the drawn ones: the same for everybody."""
+        """Yields the cases that are written down, then the drawn ones: the same for everybody."""
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
@@ -95,7 +95,7 @@ class Exercise:
         return Verdict(found["status"], found["detail"], self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
-        """In the judge: the status, and what else there is to say."""
+        """Runs in the judge: returns the status, and what else there is to say."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
             said = verdict(self, iter(attempt))
             printed = attempt.printed if said.status == "wrong" else ""
@@ -217,7 +217,7 @@ def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
-    """What the definition answers when each of its operations is off by up to ROUNDING of its
+    """Returns the definition's answers when each of its operations is off by up to ROUNDING of its
     result (Monte Carlo arithmetic: Parker 1997). An answer that is a difference of large terms
     moves by these terms, however near to 0 it is itself."""
     found = []
@@ -272,7 +272,7 @@ def to_do(exercise: Exercise) -> Verdict:
 
 
 def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
-    """What to say to who makes a known mistake: all `answers` are the mistake's."""
+    """Returns the hint for a known mistake whose answers all `answers` are; empty for none."""
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
@@ -284,9 +284,9 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
                where: str = "", scale: float = 0.0) -> str:
-    """Why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count as
-    nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude, or
-    of what they are off by in `others`, the answers of `disturbed`."""
+    """Says why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count
+    as nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude,
+    or of what they are off by in `others`, the answers of `disturbed`."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
         sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]

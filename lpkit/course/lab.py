@@ -70,7 +70,7 @@ class Server:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
-        """Of one file in the lab, with the token: for a person or a browser, never for `ps`."""
+        """Returns a file's address in the lab, with the token: for a browser, never for `ps`."""
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:

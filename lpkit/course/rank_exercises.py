@@ -67,7 +67,7 @@ class OnRanks(Exercise):
 
 def on_ranks(function: Callable[[Place, dict], Any], world: int,
              parent: WarmParent | None = None, **told: Any) -> list[Any]:
-    """What each of so many ranks of a function of this file returned."""
+    """Returns what a function of this file returned on each of `world` ranks."""
     with Processes(f"{__name__}:{function.__name__}", told, world=world,
                    progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
@@ -75,7 +75,7 @@ def on_ranks(function: Callable[[Place, dict], Any], world: int,
 
 def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
             parent: WarmParent | None = None) -> list[Tensor]:
-    """Of each function what it returned on all ranks, stacked: rank r of len(given) calls
+    """Returns what each function returned on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
     found = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
                      sources=[source_of(one) for one in functions])
@@ -177,7 +177,7 @@ def _gathered_bytes(part: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of all ranks, number by number."""
+    """Returns the largest of all ranks, number by number."""
     x = x.clone()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x

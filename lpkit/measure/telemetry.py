@@ -63,7 +63,7 @@ ROLES = {   # the product in which a tensor is looked at, and the operand that i
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """What one cast does to one tensor."""
+    """The effect of one cast on one tensor."""
 
     sqnr_db: float | None           # 10 log10(sum x^2 / sum (x - cast x)^2); None: no error at all
     underflow: float                # share of elements that became zero
@@ -196,7 +196,7 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
 
 
 def quality(numbers: list[float], cast: Cast) -> Quality:
-    """From what `measure` has counted."""
+    """Makes a Quality of what `measure` has counted."""
     (elements, left, beyond, there, saturated, zeroed,
      signal, noise, worst, high, low, blocks) = numbers
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
@@ -211,7 +211,7 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
 
 
 def exponents(x: Tensor) -> dict[int, int]:
-    """How many of x (float32) have each floor(log2 |x|); what is below 2^-126 is left out."""
+    """Counts the elements of x (float32) by floor(log2 |x|), without those below 2^-126."""
     codes = (x.contiguous().view(torch.int32) >> 23) & 0xFF
     counts = torch.bincount(codes.flatten(), minlength=256)[1:255].tolist()
     return {exponent: count for exponent, count in enumerate(counts, -126) if count}
@@ -358,7 +358,7 @@ class Telemetry:
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
                  drawn: Drawn) -> Tensor | None:
-        """What delayed scaling would scale by: the layer's history, or what earlier samples saw."""
+        """Returns what delayed scaling would scale by: the layer's history, or earlier samples'."""
         product, operand = ROLES[role]
         if recipe.delayed is None or getattr(recipe, product) is None:
             return None
@@ -370,7 +370,7 @@ class Telemetry:
         return amax * 2.0**delayed.margin
 
     def _keep(self, samples: list[Sample]) -> None:
-        """In the file alone, where there is one: a long run has more samples than memory."""
+        """Keeps them in the file alone, if there is one: a long run exceeds the memory."""
         if self.path is None:
             self.samples += samples
         else:
@@ -447,7 +447,7 @@ def source_of_nonfinite(samples: Iterable[Sample]) -> str:
 
 
 def nonfinite_report(samples: Iterable[Sample]) -> str:
-    """Where NaN or Inf was met first, by layer, and which layer made it; empty when it never
+    """Says where NaN or Inf was met first, by layer, and which layer made it; empty when it never
     was."""
     samples = list(samples)
     bad = [sample for sample in samples if sample.nonfinite]

@@ -84,7 +84,8 @@ def _activated() -> Iterator[None]:
 
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """On a CPU forward alone, uncompiled: it makes all scores, to check what a GPU is told."""
+    """Attends by flex_attention. On a CPU forward alone, uncompiled: it makes all scores, to check
+    what a GPU is told."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     capped = None
@@ -154,7 +155,7 @@ def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
 
 @torch.compiler.disable     # how many documents there are is known when they are
 def cuts(documents: Tensor) -> tuple[Tensor, int]:
-    """Where each document of documents (B, T) begins in B x T, and the end: int32; the longest."""
+    """Returns where each of documents (B, T) begins in B x T, and the end: int32; the longest."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     ends = begins.flatten().nonzero().flatten()

@@ -151,7 +151,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def values(fmt: Format) -> Tensor:
-    """Every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
+    """Returns every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
     if fmt.bits > 8:
         small = ", ".join(f.name for f in FORMATS.values() if f.bits <= 8)
         raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "

@@ -44,7 +44,7 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """Of the base's step, what the recipe casts: Amdahl's p."""
+        """The share of the base's step that the recipe casts: Amdahl's p."""
         return self.touched_seconds / self.base_step_seconds
 
     @property
@@ -58,7 +58,7 @@ class StepCost:
 
     @property
     def more_bytes(self) -> float:
-        """By which the peak is higher under the recipe."""
+        """The bytes by which the peak is higher under the recipe."""
         return sum(self.bytes.values())
 
 

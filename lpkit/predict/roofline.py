@@ -19,7 +19,7 @@ BF16 = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What is reached of a datasheet."""
+    """The shares of a datasheet that are reached."""
 
     products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
     attention: float                    # of the 16-bit peak, by a flash kernel

@@ -256,7 +256,7 @@ def _evaluated(record: StepRecord, training: Training, control: Control
 # A frame that an error keeps is cleared, but not what a function closes over.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """All ranks hear before each part whether to give up."""
+    """Lets all ranks hear before each part whether to give up."""
     if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
         raise GivenUp
     yield

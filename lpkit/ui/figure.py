@@ -58,8 +58,8 @@ def library() -> Library:
 
 
 class Shown(widgets.Widget):
-    """What a figure shows, in a model of ipywidgets' own: anywidget's forgets for good what it is
-    told where its code takes a busy browser more than two seconds to load."""
+    """A widget of what a figure shows, in a model of ipywidgets' own: anywidget's forgets for good
+    what it is told where its code takes a busy browser more than two seconds to load."""
 
     spec = traitlets.Dict().tag(sync=True)
 
