@@ -358,14 +358,14 @@ _kinds = functools.cache(typing.get_type_hints)
 @functools.cache
 def _tables(cls: type, prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """The families, by the dotted name of the field that names one of their rows."""
-    found = {}
+    tables = {}
     for f in dataclasses.fields(cls):
         kind = _kinds(cls)[f.name]
         if "default" in f.metadata:
-            found[prefix + f.name] = f.metadata["table"]
+            tables[prefix + f.name] = f.metadata["table"]
         elif dataclasses.is_dataclass(kind):
-            found |= _tables(kind, f"{prefix}{f.name}.")
-    return found
+            tables |= _tables(kind, f"{prefix}{f.name}.")
+    return tables
 
 
 def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
@@ -426,14 +426,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         *groups, last = (f"{key}.name" if key in _tables(Config) else key).split(".")
-        node = made
+        node = nested
         for group in groups:
             node = node.setdefault(group, {})
         node[last] = value
-    return made
+    return nested
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> Any:

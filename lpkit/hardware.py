@@ -232,9 +232,9 @@ def why_no_gpu(index: int | None = None) -> str:
 def _made_for(architecture: str, has: int) -> bool:
     """Machine code runs where the major version is its own, PTX also on all that came later."""
     kind, _, number = architecture.partition("_")
-    made = int(number.rstrip("af"))
-    return made == has or (made < has and number[-1] != "a"
-                           and (kind == "compute" or made // 10 == has // 10))
+    capability = int(number.rstrip("af"))
+    return capability == has or (capability < has and number[-1] != "a"
+                                 and (kind == "compute" or capability // 10 == has // 10))
 
 
 @functools.cache

@@ -215,10 +215,10 @@ def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
     text = textwrap.dedent("".join(lines))
     node, *more = ast.parse(text).body
     if not isinstance(node, ast.FunctionDef):
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
-        if len(found) != 1:
+        lambdas = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
+        if len(lambdas) != 1:
             raise TypeError("it is no function")
-        text = f"{name} = ({ast.get_source_segment(text, found[0])})"
+        text = f"{name} = ({ast.get_source_segment(text, lambdas[0])})"
         node = ast.parse(text).body[0]
     if more:
         raise TypeError("it is no function")
@@ -289,7 +289,7 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
     if len(job) > FILE_BYTES:
         raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
                           f"{FILE_BYTES >> 20} MB can travel to the process where answers run")
-    nonce, said = secrets.token_hex(32).encode(), b""
+    nonce, reply = secrets.token_hex(32).encode(), b""
     parents, key = _warm(), repr(env)
     if key not in parents:
         parents[key] = WarmParent("lpkit.course.judge_process", **env or {})
@@ -304,9 +304,9 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
             if line.recv(1) == b"?":            # no attempt is left that could hear it
                 line.sendall(nonce)
                 while some := line.recv(1 << 16):
-                    said += some
-    if said.startswith(nonce):
-        return json.loads(said.removeprefix(nonce))
+                    reply += some
+    if reply.startswith(nonce):
+        return json.loads(reply.removeprefix(nonce))
     parents.pop(key).__exit__()     # nothing of it is left, and the next check has another
     return {"status": "wrong", "detail": "the process that judges was ended, by it or from outside"}
 

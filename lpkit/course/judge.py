@@ -87,12 +87,12 @@ class Exercise:
             return check(self, attempt)
         try:
             parcel = Parcel.of(attempt)
-            found = None if parcel.is_stub else asked(self.name, SECONDS, parcel=vars(parcel))
+            result = None if parcel.is_stub else asked(self.name, SECONDS, parcel=vars(parcel))
         except ConfigError as error:
             return Verdict("to do", str(error), self.solution)
-        if not found:
+        if not result:
             return to_do(self)
-        return Verdict(found["status"], found["detail"], self.solution)
+        return Verdict(result["status"], result["detail"], self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
         """Runs in the judge: returns the status, and what else there is to say."""
@@ -220,12 +220,12 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
     """Returns the definition's answers when each of its operations is off by up to ROUNDING of its
     result (Monte Carlo arithmetic: Parker 1997). An answer that is a difference of large terms
     moves by these terms, however near to 0 it is itself."""
-    found = []
+    answers = []
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
         with Disturbed(seed):
-            found.append(exercise.spec(*_widened(case)))
-    return found
+            answers.append(exercise.spec(*_widened(case)))
+    return answers
 
 
 class Disturbed(TorchDispatchMode):

@@ -298,10 +298,10 @@ def speed(kernel: Any, puzzle: Exercise) -> str:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     roof = least * seconds(lambda: target.copy_(source)) / (2 * source.nbytes)
-    said = f"{least / took / 1e9:,.0f} GB/s"
+    rate = f"{least / took / 1e9:,.0f} GB/s"
     if puzzle.flops:
         torch.set_float32_matmul_precision("high")
         x = torch.randn(4096, 4096, device="cuda")
         roof = max(roof, puzzle.flops(*case) * seconds(lambda: x @ x) / (2 * 4096**3))
-        said = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
-    return f"{said}, {roof / took:.0%} of the roofline"
+        rate = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
+    return f"{rate}, {roof / took:.0%} of the roofline"

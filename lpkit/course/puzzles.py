@@ -76,21 +76,21 @@ class Puzzle(Exercise):
             return source
         if versions(["triton"])["triton"] is None:
             return Verdict("to do", defects()[0], self.solution)
-        found = run([(self.name, source)])[0]
-        said = [found["detail"]]
-        if found["status"] == "right":
-            found = run([(self.name, source)], compiled=True, seconds=COMPILED_SECONDS)[0]
-            said = [DIFFERS, found["detail"]] if found["status"] == "wrong" else \
-                [", ".join(filter(None, (*said, found["detail"])))]
-        if found["status"] == "to do" and not found["detail"]:
+        result = run([(self.name, source)])[0]
+        details = [result["detail"]]
+        if result["status"] == "right":
+            result = run([(self.name, source)], compiled=True, seconds=COMPILED_SECONDS)[0]
+            details = [DIFFERS, result["detail"]] if result["status"] == "wrong" else \
+                [", ".join(filter(None, (*details, result["detail"])))]
+        if result["status"] == "to do" and not result["detail"]:
             return to_do(self)
-        if found["status"] == "wrong":
+        if result["status"] == "wrong":
             touched = [one for word, about in TOUCHED.items() if word in source for one in about]
             for sentence in defects():
                 why = sentence.partition(DOES_NOT_RUN)[2]
-                if any(one in sentence for one in touched) or (why and why in found["detail"]):
-                    said.append(f"Not your fault, perhaps: {sentence}.")
-        return Verdict(found["status"], " ".join(said), self.solution)
+                if any(one in sentence for one in touched) or (why and why in result["detail"]):
+                    details.append(f"Not your fault, perhaps: {sentence}.")
+        return Verdict(result["status"], " ".join(details), self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
         """Runs in the judge; `compiled` and `elements` as `run` says."""

@@ -53,15 +53,15 @@ class OnRanks(Exercise):
         if isinstance(source, Verdict):
             return source
         try:
-            found = on_ranks(_judge, WORLD, name=self.name, source=source,
-                             seconds=PROGRESS_SECONDS + SECONDS)
+            results = on_ranks(_judge, WORLD, name=self.name, source=source,
+                               seconds=PROGRESS_SECONDS + SECONDS)
         except (RunFailedError, ConfigError, OSError) as error:
             return Verdict("wrong", str(error).partition("\n")[0], self.solution)
-        whys = [one["why"] for one in found if one["why"]]
+        whys = [one["why"] for one in results if one["why"]]
         if not whys:
             return Verdict("right", "", self.solution)
         _, why = min(whys)
-        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in found)]
+        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in results)]
         return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
 
 
@@ -77,9 +77,9 @@ def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
             parent: WarmParent | None = None) -> list[Tensor]:
     """Returns what each function returned on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
-    found = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
-                     sources=[source_of(one) for one in functions])
-    return [torch.tensor(each) for each in zip(*found)]
+    results = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
+                       sources=[source_of(one) for one in functions])
+    return [torch.tensor(each) for each in zip(*results)]
 
 
 # In a rank.

@@ -199,15 +199,15 @@ def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
     """Finds files under `root` with such names, by relative path. Hidden folders, links to folders
     and folders named in `without` are left. Every run walks: no Path for what is left."""
-    found, without = [], without | {"__pycache__"}
+    files, without = [], without | {"__pycache__"}
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and name not in without]
         for name in names:
             if name.endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
                 if path.is_file():
-                    found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+                    files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)
 
 
 def _matches(pattern: Path) -> list[tuple[str, Path]]:

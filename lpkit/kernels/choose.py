@@ -109,34 +109,34 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
     path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced, in_block)}.json"
-    found, passed_over = None, ""
+    record, passed_over = None, ""
     try:
         private_folder(path.parent)
-        found = _kept(path)
-        _check(found, kernel, offered, at_hand, raced)
+        record = _kept(path)
+        _check(record, kernel, offered, at_hand, raced)
     except FileNotFoundError:       # none yet
         pass
     except (OSError, ConfigError) as error:
-        found, passed_over = None, f"; a record of an earlier race is passed over: {error}"
-    if found is None:
+        record, passed_over = None, f"; a record of an earlier race is passed over: {error}"
+    if record is None:
         if _device(at_hand).type == "cuda":
             print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
                   f"machine", file=sys.stderr, flush=True)
-        found = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
+        record = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
         # a lack of memory is of this moment; no room, no right to write: anew next time
-        if not any(why.startswith(LACKS) for why in found["refused"].values()):
+        if not any(why.startswith(LACKS) for why in record["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
                 private_folder(path.parent)
-                write_atomically(path, records.sealed(found), 0o600)
-    seconds: dict[str, float] = found["seconds"]
+                write_atomically(path, records.sealed(record), 0o600)
+    seconds: dict[str, float] = record["seconds"]
     used = min(seconds, key=seconds.__getitem__)
     where = "in a compiled block" if in_block else "here"
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if len(seconds) == 1:
         why = "nothing else runs here"
-    if found["refused"]:
-        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in found["refused"].items())
-    return Chosen(call=version(offered, used, raced), refused=found["refused"],
+    if record["refused"]:
+        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
+    return Chosen(call=version(offered, used, raced), refused=record["refused"],
                   choice=Choice(asked=asked, used=used, why=why + passed_over))
 
 
@@ -293,13 +293,13 @@ def _device(calls: Sequence[tuple]) -> torch.device:
 
 def _kept(path: Path) -> dict:
     """A record of the form that this module writes. Raises ConfigError, OSError."""
-    found = records.unsealed(read_private(path, MOST_BYTES), path)
+    record = records.unsealed(read_private(path, MOST_BYTES), path)
     forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
              "refused": lambda why: isinstance(why, str) and why == printable(why)}
     for part, of_form in forms.items():
-        if not isinstance(found.get(part), dict) or not all(map(of_form, found[part].values())):
-            raise DamagedError(f"its part {part!r} is {shown(found.get(part))}")
-    return found
+        if not isinstance(record.get(part), dict) or not all(map(of_form, record[part].values())):
+            raise DamagedError(f"its part {part!r} is {shown(record.get(part))}")
+    return record
 
 
 def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
@@ -323,7 +323,7 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
 def refused_here() -> dict[str, dict[str, str]]:
     """Returns, by kernel and version, why all that were tried on this machine were found wrong; and
     why a record of that is passed over."""
-    found: dict[str, dict[str, str]] = {}
+    reasons: dict[str, dict[str, str]] = {}
     for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
         name = path.name.partition(f"-{_machine()}-")[0]
         try:
@@ -332,8 +332,8 @@ def refused_here() -> dict[str, dict[str, str]]:
             refused = {"the record": f"{WRONG[1]}: {error}"}
         for version, why in refused.items():
             if why.startswith(WRONG):
-                found.setdefault(name, {})[version] = why
-    return found
+                reasons.setdefault(name, {})[version] = why
+    return reasons
 
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
@@ -352,8 +352,8 @@ def _machine() -> str:
     """Returns a digest of the machine, its libraries and whether it can compile for a GPU."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
-        made = torch.cuda.get_device_properties()
-        machine += [made.name, made.major, made.minor, torch.version.cuda, _driver(),
+        gpu = torch.cuda.get_device_properties()
+        machine += [gpu.name, gpu.major, gpu.minor, torch.version.cuda, _driver(),
                     why_no_compiler("cuda")]
     return _short((machine, versions(LIBRARIES)))
 

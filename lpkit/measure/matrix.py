@@ -86,13 +86,13 @@ def tried(recipe: str, backend: str, device: torch.device) -> str:
         raise UnavailableError(why)
     emulated = backend == "emulated" or (row.products and device.type == "cpu")
     trial = Trial(recipe, backend, device)
-    said = [f"{'emulated' if emulated else 'native'}, {trial.numbers()}"]
+    findings = [f"{'emulated' if emulated else 'native'}, {trial.numbers()}"]
     for feature in FEATURES:
         try:
             getattr(trial, feature)()
         except Exception as error:
-            said.append(f"no {feature}: {reason(error)}")
-    return "; ".join(said)
+            findings.append(f"no {feature}: {reason(error)}")
+    return "; ".join(findings)
 
 
 _compare = partial(compare, "the numbers are not the recipe's")

@@ -167,14 +167,14 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     """Sums and counts for `quality`, (12,) float64 on x's device. `amax`: as in `quantise`."""
     mixed = drawn.mixed(cast.transform)
-    made = quantise(mixed, replace(cast, transform="none"), amax=amax,
-                    noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
-    scale = made.scale if made.tensor is None else made.scale * made.tensor
+    quantised = quantise(mixed, replace(cast, transform="none"), amax=amax,
+                         noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
+    scale = quantised.scale if quantised.tensor is None else quantised.scale * quantised.tensor
     r, c = cast.block[0] or len(mixed), cast.block[1] or mixed.shape[1]
     kept = -(-drawn.rows // r)                              # rows of blocks that count
-    scale, top, r = scale[:kept], made.amax[:kept], min(r, drawn.rows)
+    scale, top, r = scale[:kept], quantised.amax[:kept], min(r, drawn.rows)
     x, signal, some = drawn.blocks(cast.transform, r, c)
-    data = made.data[:drawn.rows].view(x.shape)
+    data = quantised.data[:drawn.rows].view(x.shape)
     noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None],
                           value=-1).square_().sum((1, 3))
     left = data.count_nonzero((1, 3))
@@ -457,6 +457,6 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
     named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}"
                       for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
-    made = source_of_nonfinite(samples)
-    who = f"; made by {made}" if made else "; already there when the step began"
+    source = source_of_nonfinite(samples)
+    who = f"; made by {source}" if source else "; already there when the step began"
     return f"NaN or Inf at step {first[0].step}: {named}{more}{who}"

@@ -160,14 +160,14 @@ def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
 def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
     """Rooflines at this machine's ceilings beside a profiled update, row by row. Raises
     ConfigError, also for a recipe that this machine emulates: there is no ceiling for it."""
-    said, found = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
+    predicted, measured = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
     label = {}
     for names in _products_by_sizes(config).values():
         label |= dict.fromkeys(names, ", ".join(names))
     formula: Counter[str] = Counter()
-    for row in said.rows:
+    for row in predicted.rows:
         formula[label.get(row.name, row.name)] += row.seconds
-    return Comparison.of_rows(formula, found.rows, unit="s", where=found.where)
+    return Comparison.of_rows(formula, measured.rows, unit="s", where=measured.where)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,10 +147,10 @@ _KEPT = WeakTensorKeyDictionary()       # what follows from a batch's documents,
 
 def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     """`make()`, once for these documents as they are."""
-    kept, key = _KEPT.setdefault(documents, {}), (key, documents._version)
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
+    cached, key = _KEPT.setdefault(documents, {}), (key, documents._version)
+    if key not in cached:
+        cached[key] = make()
+    return cached[key]
 
 
 @torch.compiler.disable     # how many documents there are is known when they are

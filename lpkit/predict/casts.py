@@ -220,11 +220,11 @@ def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, reci
     recipe casts and those that it keeps. Its casts are spread as its products are."""
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     forward, backward = plain["y"], plain["dx"] + plain["dw"] * p.trained
-    kept = 1.0
+    kept_share = 1.0
     if recipe is not None and recipe.casts:
-        kept = recipe.kept.get(p.name, 0) / p.calls
-    if kept >= 1:
+        kept_share = recipe.kept.get(p.name, 0) / p.calls
+    if kept_share >= 1:
         return forward, backward
     cost = linear_cost(p, recipe, machine, efficiency, base=base, itemsize=itemsize).seconds
-    return (kept * forward + (1 - kept) * cost / 3,
-            kept * backward + (1 - kept) * cost * (1 + p.trained) / 3)
+    return (kept_share * forward + (1 - kept_share) * cost / 3,
+            kept_share * backward + (1 - kept_share) * cost * (1 + p.trained) / 3)

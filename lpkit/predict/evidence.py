@@ -274,7 +274,7 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
     """Returns the range of a step's seconds. One measured step takes a kind's own bias away."""
     known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
-    found, words = range_of(kinds, kind), f"nine of ten held-out runs, {kind}"
+    limits, words = range_of(kinds, kind), f"nine of ten held-out runs, {kind}"
     if kind not in kinds:
         words = f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
@@ -283,7 +283,7 @@ def spread(machine: Machine, precision: str, layout: Layout, *, calibrated: bool
                   f"; extrapolated: published runs with {shape} have {most:,} devices at most")
     if calibrated:
         words += ", after one measured step"
-    return Spread(low=found["low"], high=found["high"], words=words)
+    return Spread(low=limits["low"], high=limits["high"], words=words)
 
 
 def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str) -> Mapping[str, float]:

@@ -175,10 +175,10 @@ class _Search:
 
     def single(self) -> list[Way]:
         """Returns the cheapest value that fits, for each setting, the cheapest setting first."""
-        found = []
+        ways = []
         for key, values in self.others.items():
-            found += self.cheapest({key: value} for value in values)
-        return sorted(found, key=_cost)
+            ways += self.cheapest({key: value} for value in values)
+        return sorted(ways, key=_cost)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
         """Returns one way with all of `keys` that helps, without what can be left out, the dearest
@@ -199,13 +199,13 @@ class _Search:
 
     def cheapest(self, tried: Iterable[dict[str, Any]]) -> list[Way]:
         """The one; none where none has room."""
-        found = []
+        ways = []
         for settings in tried:
             held = self.held(settings)
             if held is not None and held.missing_bytes <= 0:
-                found.append(Way(settings=settings, peak_bytes=held.peak_bytes,
-                                 slowdown=self.slowdown(settings)))
-        return sorted(found, key=_cost)[:1]
+                ways.append(Way(settings=settings, peak_bytes=held.peak_bytes,
+                                slowdown=self.slowdown(settings)))
+        return sorted(ways, key=_cost)[:1]
 
     def held(self, settings: Mapping[str, Any]) -> Memory | None:
         """None where these settings cannot be beside the others."""

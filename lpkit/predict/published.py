@@ -278,15 +278,15 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         except ConfigError as error:
             left_out.append({**of, "why": re.split(r"[;,?] ", str(error))[0]})
             continue
-        made = step(run)
-        slower = made.spread
+        predicted = step(run)
+        slower = predicted.spread
         said.append({**of, "inside": slower.low <= ratio <= slower.high,
-                      "generation": evidence.generation_of(made.machine),
+                      "generation": evidence.generation_of(predicted.machine),
                       "unit": beside.unit, "published": beside.measured,
                       "formula": beside.formula, "error": ratio - 1,
-                      "published_mfu": made.mfu / ratio, "held_out": run.source.held_out,
-                      "machine": _machine(run), "layout": evidence.shape_of(made.layout),
-                      "precision": f"{_bits(made.precision)} bits",
+                      "published_mfu": predicted.mfu / ratio, "held_out": run.source.held_out,
+                      "machine": _machine(run), "layout": evidence.shape_of(predicted.layout),
+                      "precision": f"{_bits(predicted.precision)} bits",
                       "stack": re.sub(r" [\d.]+$", "", run.stack),
                       "kernels": run.kernels or "not stated"})
     for one in said:

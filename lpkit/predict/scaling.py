@@ -66,12 +66,12 @@ class Law(ABC):
 
     def loss(self, parameters: float, tokens: float) -> Loss:
         """Inside the range of the fit. Raises ConfigError outside."""
-        found = self.extrapolate(parameters, tokens)
-        if not found.inside:
+        extrapolation = self.extrapolate(parameters, tokens)
+        if not extrapolation.inside:
             raise ConfigError(f"{quantity(parameters, 'parameters')} and "
                               f"{quantity(tokens, 'tokens')} are outside the fit of {self.name} "
                               f"({self.range}); ask for `extrapolate` to have it anyway, labelled")
-        return found
+        return extrapolation
 
     def optimum(self, flops: float) -> Optimum:
         """Returns the optimum: the least L(N, D) with 6 N D = flops."""

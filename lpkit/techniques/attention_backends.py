@@ -81,8 +81,8 @@ class Limits:
     package: str = ""                   # that has to be installed
 
     def __call__(self, asked: Attending) -> str:
-        said = next(self._problems(asked), "")
-        return f"{said}; {nearest(asked)} can" if said else ""
+        problem = next(self._problems(asked), "")
+        return f"{problem}; {nearest(asked)} can" if problem else ""
 
     def _problems(self, asked: Attending) -> Iterator[str]:
         m, rule = asked.model, asked.rule

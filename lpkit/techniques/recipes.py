@@ -241,9 +241,9 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
          weight: tuple[int, int] | None = None) -> Recipe:
     x = Cast(format=settings.forward_format, block=block, scale=settings.scale)
     g = replace(x, format=settings.gradient_format)
-    made = _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
+    recipe = _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
     fast = settings.fast_accumulation if isinstance(settings, AccumulationSettings) else ()
-    return replace(made, fast_accumulation=fast)
+    return replace(recipe, fast_accumulation=fast)
 
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
