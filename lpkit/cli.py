@@ -159,7 +159,7 @@ def _unwind(number: int, frame: object) -> None:
 
 
 def _of_system(error: OSError) -> str:
-    """Which file, which error, the way out."""
+    """Says which file, which error, and the way out."""
     files = [named(os.fsdecode(name)) for name in (error.filename, error.filename2)
              if isinstance(name, (str, bytes, os.PathLike))]
     where = f"{' -> '.join(files)}: " if files else ""

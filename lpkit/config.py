@@ -205,7 +205,7 @@ def _mapping(name: str, value: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Group):
-    """Which weights a run begins from (`lpkit.training.start`)."""
+    """The weights that a run begins from (`lpkit.training.start`)."""
 
     where = "start."
 
@@ -335,7 +335,7 @@ class Config(Group):
 
 @functools.lru_cache(maxsize=8)
 def _token_sums(config: Config) -> list[int]:
-    """After each update: of a run of many steps each is asked for."""
+    """Sums the tokens after each update, which a run of many steps asks for."""
     return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 

@@ -40,8 +40,7 @@ PROBE = 256                 # rows and columns of one that is tried first
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
-    """Which dtype the matrix products of `precision.recipe=auto` take here, "bf16" or "fp32", and
-    why.
+    """Decides which dtype the products of `precision.recipe=auto` take, "bf16" or "fp32", and why.
 
     A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
     by a race of (size, size) products, because some run bf16 in hardware and others emulate it at a

@@ -39,7 +39,7 @@ def check(holds: Callable[[Any], bool], must_be: str) -> Check:
 
 
 def between(least: float, most: float) -> Check:
-    """Both included."""
+    """Makes a check whose bounds are both included."""
     return check(lambda value: least <= value <= most, f"from {least:,} to {most:,}")
 
 
@@ -86,7 +86,7 @@ def place(name: str, value: Any) -> None:
 
 
 def folder(name: str, value: str | Path) -> None:
-    """One that is there, or may be made."""
+    """Raises ConfigError unless the folder is there or may be made."""
     place(name, value)
     path = expanded(value)
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)

@@ -460,7 +460,7 @@ def _limit(name: str, most: int) -> None:
 
 
 def _alone() -> None:
-    """Without root's capabilities: it cannot look into the judge, even as root in a container."""
+    """Drops root's capabilities: it cannot look into the judge, even as root in a container."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "capset"):         # Linux
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

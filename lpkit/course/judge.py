@@ -73,7 +73,7 @@ class Exercise:
 
     @property
     def answer(self) -> Callable[..., Any]:
-        """One that is right."""
+        """The spec, which is right."""
         return self.spec
 
     @property
@@ -110,7 +110,7 @@ def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def source_of(function: Callable) -> str:
-    """Without its decorators. Raises OSError or TypeError where there is none."""
+    """Returns the source without decorators. Raises OSError or TypeError where there is none."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
@@ -229,7 +229,7 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
 
 
 class Disturbed(TorchDispatchMode):
-    """Within, each result of an operation is off by up to `size` of itself."""
+    """A mode in which each result of an operation is off by up to `size` of itself."""
 
     def __init__(self, seed: int, size: float = ROUNDING):
         super().__init__()
@@ -247,7 +247,7 @@ class Disturbed(TorchDispatchMode):
 
 
 class Unsaturated(TorchDispatchMode):
-    """Within, what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
+    """A mode in which what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
     saturates since then hides a clamp that is missing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),

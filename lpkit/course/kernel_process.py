@@ -108,7 +108,7 @@ class Memory:
 
     def _find(self, ptrs: np.ndarray, mask: np.ndarray, size: int,
               does: str) -> tuple[Held, np.ndarray, np.ndarray] | None:
-        """Whose elements they are: the tensor, the addresses, the indices. Raises FaultError."""
+        """Finds whose elements they are: the tensor, addresses and indices. Raises FaultError."""
         used = np.broadcast_to(ptrs, np.broadcast_shapes(ptrs.shape, mask.shape))[
             np.broadcast_to(mask, np.broadcast_shapes(ptrs.shape, mask.shape))].astype(np.int64)
         if not used.size:
@@ -166,7 +166,7 @@ class Memory:
 
 
 def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
-    """One launch. What is outside of a tensor is NaN in one turn and very large in the next."""
+    """Launches once. What is outside of a tensor is NaN in one turn and very large in the next."""
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     launch = puzzle.launch(*case)

@@ -74,8 +74,8 @@ class Server:
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:
-        """Through a private file, since a command line is public. From here: a browser that the
-        server starts would end with it."""
+        """Opens it through a private file, since a command line is public. From here: a browser
+        that the server starts would end with it."""
         (page,) = self.token_file.parent.glob("runtime/jpserver-*-open.html")
         # some browsers are waited for
         threading.Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()

@@ -337,7 +337,7 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
 
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
-    """One job for each point of the grid, all of them checked before the first one starts."""
+    """Makes a job for each point of the grid, all checked before the first one starts."""
     book = read(path)
     known, _ = parameters(book), claim(book)
     points = grid(known, settings)
@@ -624,7 +624,7 @@ class _Kernel:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Within, look at the kernel's memory every SAMPLE_SECONDS."""
+        """Looks at the kernel's memory every SAMPLE_SECONDS while it lasts."""
         over = threading.Event()
 
         def watch() -> None:
@@ -665,7 +665,7 @@ class _Kernel:
 # --- what there is
 
 def describe(path: Path) -> dict[str, Any]:
-    """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
+    """Describes one notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
     listed = [{"name": name, "annotation": p.annotation, "default": p.default,
                "comment": p.comment} for name, p in parameters(book).items()]

@@ -104,7 +104,7 @@ SCALE_RULES = {     # bits that are added, None for half of an element's last; w
 
 
 def choice() -> Choice:
-    """Which implementation runs on CPU tensors here, and why. Compiles on first use."""
+    """Says which implementation runs on CPU tensors here, and why. Compiles on first use."""
     return compile_c.choice("cast")
 
 

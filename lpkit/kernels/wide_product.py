@@ -115,8 +115,8 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
 
 @functools.cache
 def choice(asked: str, threads: int) -> Choice:
-    """Which products multiply bf16 operands here, "bf16" or "float32": right ones, and of two the
-    faster. Raises ConfigError for those that were asked for and are wrong."""
+    """Decides which products multiply bf16 operands here, "bf16" or "float32": right ones, and of
+    two the faster. Raises ConfigError for those that were asked for and are wrong."""
     rng = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))
     chosen = choose("product", KERNEL, NAMES.get(asked, asked), [(a, b, None, None)],

@@ -117,8 +117,8 @@ def _signed(nbytes: float) -> str:
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
            base: Text | None = None, measured: Path = MEASURED) -> Advice:
-    """Which recipe to train `config` with on one `machine`, a name of the catalogue or one that was
-    measured here.
+    """Advises which recipe to train `config` with on one `machine`, a name of the catalogue or one
+    that was measured here.
 
     recipes   rows to consider; None: every one that casts
     base      what to beat: bf16, fp16 or fp32; None: the fastest of what the machine has

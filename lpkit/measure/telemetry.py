@@ -233,7 +233,7 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
 @contextmanager
 def observed(linears: Mapping[str, nn.Linear],
              look: Callable[[str, nn.Linear, str, Tensor, torch.dtype], None]) -> Iterator[None]:
-    """Within, `look(name, layer, tensor, value, dtype)` sees what each Linear multiplies: its x and w,
+    """Lets `look(name, layer, tensor, value, dtype)` see what each Linear multiplies: its x and w,
     and the gradient dy of its output, whose dtype it is told."""
     def forward(name: str, layer: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
         # alone: a closure over `out` would keep it until backward, and itself in a cycle

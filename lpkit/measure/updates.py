@@ -48,7 +48,7 @@ class Saved:
 
     @property
     def total_bytes(self) -> int:
-        """Without the weight copies."""
+        """The bytes without the weight copies."""
         return sum(self.operations.values())
 
 

@@ -222,7 +222,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Both functions return the log-sums besides."""
+    """Attends with flash_attn 4, whose functions return the log-sums besides."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     how = {"causal": True, "softcap": rule.soft_cap or 0.0, "learnable_sink": sinks,

@@ -94,7 +94,7 @@ def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def spacing(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Between the neighbours of a magnitude, if the exponent had no upper bound; float64."""
+    """Returns the spacing around a magnitude, if the exponent had no upper bound; float64."""
     return _power(_exponent(magnitude, fmt) - fmt.mantissa_bits)
 
 

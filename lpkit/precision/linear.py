@@ -232,7 +232,7 @@ class ScaledLinear(nn.Linear):
         return [getattr(self, f"{what}_{role}") for role in ROLES]
 
     def advance(self) -> None:
-        """Is called after the backward of a micro-batch: histories move on, the next rounding draws
+        """Called after the backward of a micro-batch: histories move on, the next rounding draws
         anew."""
         if self.recipe.delayed is not None:
             amaxes = self.of_roles("amax")
@@ -286,8 +286,8 @@ def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Is called after the backward of every micro-batch. `agree` makes of numbers the largest that
-    any rank has, in place: histories are the same on all of them."""
+    """Called after the backward of every micro-batch. `agree` makes of numbers the largest that any
+    rank has, in place: histories are the same on all of them."""
     layers = list(scaled_linears(model))
     amaxes = [t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]
     if agree is not None and amaxes:

@@ -51,7 +51,7 @@ class Kept:
 
     @property
     def total_bytes(self) -> float:
-        """Without the weight copies."""
+        """The bytes without the weight copies."""
         return sum(self.operations.values())
 
     @property

@@ -159,7 +159,7 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
 
 
 class _Search:
-    """Among the rows of each memory technique, and smaller micro-batches."""
+    """A search among the rows of each memory technique, and smaller micro-batches."""
 
     def __init__(self, config: Config, on: Machine):
         self.config, self.on = config, on

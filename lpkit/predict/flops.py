@@ -42,7 +42,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Without those of zeros."""
+        """The FLOPs without those of zeros."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
         return flops if self.density == 1 else round(flops * self.density)
 
@@ -105,9 +105,9 @@ Attention = Literal["full", "causal"]
 
 
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the
-    pairs that the rule of the model's attention lets through, T(T+1)/2 where it is full, which is
-    what a kernel has to do. Of documents, whose pairs depend on data, as if all were one."""
+    """Counts one forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do;
+    `causal` the pairs that the rule of the model's attention lets through, T(T+1)/2 where it is
+    full, which is what a kernel has to do. Documents, whose pairs depend on data, count as one."""
     return batch * _sequence_flops(model, attention)
 
 

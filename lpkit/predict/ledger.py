@@ -107,7 +107,7 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Without what an allocator and the driver take for themselves."""
+        """True if it fits, without what an allocator and the driver take for themselves."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property

@@ -323,7 +323,7 @@ class Plan:
         return [self.option(config, *smallest)] if smallest else []
 
     def held(self, config: Config, layout: Layout, recompute: str) -> tuple[Memory, float]:
-        """And by how many bytes it does not fit."""
+        """Returns the memory, and by how many bytes it does not fit."""
         self.evaluations += 1
         held = memory(config, self.machine, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)

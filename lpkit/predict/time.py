@@ -166,7 +166,7 @@ class Calibration:
 
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
               layout: Layout | None = None, **how: Any) -> Calibration:
-    """One factor from one measured step; give it to `step_time` for other layouts or sizes."""
+    """Makes a factor from a measured step; give it to `step_time` for other layouts or sizes."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
@@ -179,7 +179,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
               stack: str = evidence.DEFAULT,
               calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
-    """One update of `config`. Raises ConfigError for an invalid combination.
+    """Predicts one update of `config`. Raises ConfigError for an invalid combination.
 
     layout       None: the config's `parallel`
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.

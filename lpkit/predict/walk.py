@@ -140,7 +140,7 @@ class Walk(Device):
             self.embeddings()
 
     def through(self, number: int) -> None:
-        """One block's backward; blocks that are alike have the same steps."""
+        """Goes back through one block; blocks that are alike have the same steps."""
         self.travel(number)
         block, again = self.blocks[number], number in self.again
         key = id(block), again

@@ -25,7 +25,7 @@ from lpkit.values import Count, CountOrZero, Positive, Seed
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which keys a query sees. What is not left out: with the defaults, all that are causal.
+    """The keys that a query sees. What is not left out: with the defaults, all that are causal.
 
     causal          keys to come are left out, with j > i for key j and query i
     window          a query sees this many keys, itself included; None: all

@@ -326,8 +326,8 @@ ENDS = re.compile(r"(?P<end>first|last)(:(?P<count>[1-9]\d*)(/(?P<of>[1-9]\d*))?
 
 
 def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
-    """Which of `blocks`, in their order: `first` and `last` are one, `last:4` are four, `last:8/62`
-    are that share of them, rounded, and may be none. None: the pattern is another."""
+    """Returns some of `blocks`, in their order: `first` and `last` are one, `last:4` are four,
+    `last:8/62` are that share of them, rounded, and may be none. None: the pattern is another."""
     if (match := ENDS.fullmatch(pattern)) is None:
         return None
     count = int(match["count"] or 1)

@@ -144,7 +144,7 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
-    """One token from logits (V,)."""
+    """Draws one token from logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits.float() / temperature
