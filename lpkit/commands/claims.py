@@ -62,7 +62,7 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All of it, as names and words."""
+    """Returns everything in the row as names and words."""
     unit, said = row["unit"], "nothing to hold a number against"
     if row["claimed"] is not None:
         said = words(unit, row["claimed"])
