@@ -65,7 +65,7 @@ def complain(sentence: object) -> int:
 
 
 def say(text: str) -> None:
-    """To standard output, in its encoding. Raises OSError, but not when its reader has left."""
+    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
@@ -159,7 +159,7 @@ def _unwind(number: int, frame: object) -> None:
 
 
 def _of_system(error: OSError) -> str:
-    """Which file, which error, the way out."""
+    """Says which file, which error, and the way out."""
     files = [named(os.fsdecode(name)) for name in (error.filename, error.filename2)
              if isinstance(name, (str, bytes, os.PathLike))]
     where = f"{' -> '.join(files)}: " if files else ""

@@ -144,7 +144,7 @@ class DataConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(Group):
-    """How the numbers of a product are cast, and by whom it is run."""
+    """Settings of how the operands of products are cast, and of which backend multiplies them."""
 
     where = "precision."
 
@@ -156,7 +156,7 @@ class PrecisionConfig(Group):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Group):
-    """What a step keeps, where and in how many bits. The defaults are PyTorch's own way."""
+    """Settings of what a step keeps, where and in how many bits. Defaults are PyTorch's own way."""
 
     where = "memory."
 
@@ -206,7 +206,7 @@ def _mapping(name: str, value: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Group):
-    """Which weights a run begins from (`lpkit.training.start`)."""
+    """The weights that a run begins from (`lpkit.training.start`)."""
 
     where = "start."
 
@@ -270,7 +270,7 @@ class Config(Group):
         return at(step, self.sizes, *most) if at else most
 
     def tokens_after(self, steps: int) -> int:
-        """Of the first updates."""
+        """Returns the tokens of the first `steps` updates."""
         if SIZES[self.sizes.name].at is None:
             return steps * self.tokens_per_step
         return _token_sums(self)[steps]
@@ -336,14 +336,14 @@ class Config(Group):
 
 @functools.lru_cache(maxsize=8)
 def _token_sums(config: Config) -> list[int]:
-    """After each update: of a run of many steps each is asked for."""
+    """Sums the tokens after each update, which a run of many steps asks for."""
     return [0, *accumulate(math.prod(config.sizes_at(step)) for step in range(config.steps))]
 
 
 # Names of rows, and their settings.
 
 def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
-    """As `pick`, and where another field has that name, of those alike first, it says which."""
+    """Does as `pick`; where another field has a row of that name, the error names it."""
     fields = [field for field, rows in FAMILIES.items() if isinstance(name, str) and name in rows]
     fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
     if len(fields) == 1 and name not in table and "did you mean" not in nearest(name, table):
@@ -359,14 +359,14 @@ _kinds = functools.cache(typing.get_type_hints)
 @functools.cache
 def _tables(cls: type, prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """The families, by the dotted name of the field that names one of their rows."""
-    found = {}
+    tables = {}
     for f in dataclasses.fields(cls):
         kind = _kinds(cls)[f.name]
         if "default" in f.metadata:
-            found[prefix + f.name] = f.metadata["table"]
+            tables[prefix + f.name] = f.metadata["table"]
         elif dataclasses.is_dataclass(kind):
-            found |= _tables(kind, f"{prefix}{f.name}.")
-    return found
+            tables |= _tables(kind, f"{prefix}{f.name}.")
+    return tables
 
 
 def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
@@ -411,7 +411,7 @@ def _who_has(table: Mapping[str, Any], setting: str, kinds: Mapping[str, Any]) -
 # Nested, and flat.
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every setting under its dotted name; of a row, its name under the field's."""
+    """Returns every setting under its dotted name; a row is its name under the field's."""
     return dict(_leaves(config.to_dict()))
 
 
@@ -427,14 +427,14 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    nested: dict[str, Any] = {}
     for key, value in values.items():
         *groups, last = (f"{key}.name" if key in _tables(Config) else key).split(".")
-        node = made
+        node = nested
         for group in groups:
             node = node.setdefault(group, {})
         node[last] = value
-    return made
+    return nested
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> Any:
@@ -462,7 +462,7 @@ def _change(values: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _change_row(values: dict[str, Any], key: str, name: Any) -> None:
-    """Of the old row's settings, those stay that were changed and that the new row has too."""
+    """Keeps those settings of the old row that were changed and that the new row has too."""
     table = _tables(Config)[key]
     old, new = table[values[key]].settings, None
     if isinstance(name, str) and name in table:     # else whoever builds the Config says so

@@ -156,7 +156,7 @@ class Parameter:
         return self.sum(t.square().sum()).sqrt()
 
     def gather(self, t: Tensor) -> Tensor:
-        """All rows, from this rank's."""
+        """Returns all rows, from this rank's."""
         return t
 
     def part(self, whole: Tensor) -> Tensor:

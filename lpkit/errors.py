@@ -36,7 +36,7 @@ NO_MEMORY = ("DefaultCPUAllocator", "annot allocate memory", "bad_alloc", "ALLOC
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, here or in what `error` comes from. PyTorch is not imported."""
+    """True if memory ran out, here or in what `error` comes from. PyTorch is not imported."""
     if error is None:
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -52,7 +52,7 @@ KINDS = {kind.__name__: kind for kind in (
 
 
 def packed(error: BaseException) -> list[Any]:
-    """What `unpacked` takes, and JSON can say."""
+    """Packs the error for `unpacked`, as JSON can say it."""
     kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), "")
     if kind == "OSError" and error.errno is not None:
         one, two = (os.fsdecode(name) if isinstance(name, (str, bytes, os.PathLike)) else None
@@ -102,7 +102,7 @@ def in_one_line(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""With escapes for what a terminal would obey or hide: control characters, marks of direction,
+    r"""Escapes what a terminal would obey or hide: control characters, marks of direction,
     characters without width. Ends of lines and tabs stay.
 
     >>> printable("red: \x1b[31m")

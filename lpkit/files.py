@@ -30,13 +30,13 @@ def resource(name: str) -> Path:
 
 
 def cache_dir(name: str) -> Path:
-    """Where the platform keeps what can be made again: `tokens`, `kernels`."""
+    """Returns the platform's folder for what can be made again: `tokens`, `kernels`."""
     return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lpkit" / name
 
 
 def data_dir(name: str) -> Path:
-    """Where the platform keeps what a person made: `course`. LPKIT_LEARNER names one of several
-    people in one account. Raises ConfigError for a name that no folder of theirs can have."""
+    """Returns the platform's folder for what a person made: `course`. LPKIT_LEARNER names one of
+    several people in one account. Raises ConfigError for a name that no folder can have."""
     own = expanded(os.environ.get("XDG_DATA_HOME") or "~/.local/share") / "lpkit"
     learner = os.environ.get("LPKIT_LEARNER")
     if learner and not re.fullmatch(r"\w[\w.-]{0,63}", learner):
@@ -298,7 +298,7 @@ def _administrators() -> set[int]:
 
 
 def _of_one(group: int) -> bool:
-    """Whether it is this user's own group, as systems make one for each user."""
+    """True if it is this user's own group, as systems make one for each user."""
     import grp
     import pwd
 
@@ -310,8 +310,8 @@ def _of_one(group: int) -> bool:
 
 
 def open_own(path: Path | str, mode: str) -> IO:
-    """As `open`, for a file that has no other name: what is written stays there. Raises ConfigError
-    for a link or a device, OSError."""
+    """Opens, as `open`, a file that has no other name: what is written stays there. Raises
+    ConfigError for a link or a device, OSError."""
     def opener(name: str, flags: int) -> int:
         # nothing is cut before it was looked at, and a pipe must not keep us waiting
         how = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -434,7 +434,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether somebody, this process included, holds the lock file `path` now. Needs no right to
+    """True if somebody, this process included, holds the lock file `path` now. Needs no right to
     write. Raises ConfigError as `locked`, OSError when it cannot be read."""
     import fcntl
 

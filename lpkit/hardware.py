@@ -40,8 +40,7 @@ PROBE = 256                 # rows and columns of one that is tried first
 
 
 def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50) -> Choice:
-    """Which dtype the matrix products of `precision.recipe=auto` take here, "bf16" or "fp32", and
-    why.
+    """Decides which dtype the products of `precision.recipe=auto` take, "bf16" or "fp32", and why.
 
     A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
     by a race of (size, size) products, because some run bf16 in hardware and others emulate it at a
@@ -65,8 +64,8 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
                    before: str | None = None, processes: int = 1) -> Choice:
-    """How many threads a run computes with on the CPU, whose largest product takes `flops`. Those
-    that it has, where a GPU computes. `processes` share the cores.
+    """Decides how many threads a run computes with on the CPU, whose largest product takes `flops`.
+    Where a GPU computes, it keeps those that it has. `processes` share the cores.
 
     Threads wait for one another after every operation, spinning. Where a product is small, that is
     all that they do; and where others keep the cores busy, each of them waits for one that does not
@@ -152,7 +151,7 @@ def peak_bytes(device: torch.device | str) -> int:
 
 
 def held_bytes(device: torch.device | str) -> int | None:
-    """What `peak_bytes` is the most of. None where the system does not say."""
+    """Returns bytes held now; `peak_bytes` is their maximum. None where the system does not say."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -211,8 +210,8 @@ def usable() -> str:
 
 
 def why_no_gpu(index: int | None = None) -> str:
-    """Why no run can use this GPU (None: the current one), in one clause, or empty. Where PyTorch
-    refuses it, in PyTorch's words: `is_available` and `device_count` warn once at most."""
+    """Says why no run can use this GPU (None: the current one), in one clause, or empty. Where
+    PyTorch refuses it, in PyTorch's words: `is_available` and `device_count` warn once at most."""
     try:
         torch.cuda.init()
         torch.cuda.mem_get_info(index)      # a context: another process may have left no room
@@ -232,9 +231,9 @@ def why_no_gpu(index: int | None = None) -> str:
 def _made_for(architecture: str, has: int) -> bool:
     """Machine code runs where the major version is its own, PTX also on all that came later."""
     kind, _, number = architecture.partition("_")
-    made = int(number.rstrip("af"))
-    return made == has or (made < has and number[-1] != "a"
-                           and (kind == "compute" or made // 10 == has // 10))
+    capability = int(number.rstrip("af"))
+    return capability == has or (capability < has and number[-1] != "a"
+                                 and (kind == "compute" or capability // 10 == has // 10))
 
 
 @functools.cache
@@ -260,7 +259,7 @@ def _machine(device: str, threads: int) -> Machine:
 
 
 def low_formats(device: torch.device) -> tuple[str, ...]:
-    """Of LOW, those that this device multiplies itself."""
+    """Returns the formats of LOW that this device multiplies itself."""
     if device.type != "cuda" or torch.version.hip:
         return ()
     return tuple(name for name, least in LOW.items()
@@ -305,8 +304,8 @@ def widened(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
 
 def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device, *,
             fast: bool = True) -> Callable[[], object]:
-    """Of normally distributed numbers: zeros and ones take less power, and so run at clocks that no
-    training sees. FP8 and INT8 by the layout that tensor cores want."""
+    """Makes a product of normally distributed numbers: zeros and ones take less power, and so run
+    at clocks that no training sees. FP8 and INT8 by the layout that tensor cores want."""
     x, y = _drawn(left, device), _drawn(right, device)
     if dtype == "int8":
         x, y = ((32 * t).round().clamp(-127, 127).to(torch.int8) for t in (x, y.mT.contiguous()))
@@ -321,7 +320,7 @@ def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: t
 
 
 def _drawn(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """By a generator of its own: a measurement must not change what a run draws."""
+    """Draws from a generator of its own: a measurement must not change what a run draws."""
     return torch.randn(shape, generator=torch.Generator(device).manual_seed(0), device=device)
 
 
@@ -333,8 +332,8 @@ def triad(device: torch.device) -> tuple[Callable[[], object], int]:
 
 
 def provenance(device: torch.device | str) -> dict[str, Any]:
-    """What of a GPU's software and settings a speed depends on; empty for others. What the machine
-    does not say is left out."""
+    """Returns the software and settings of a GPU that a speed depends on; empty for others. What
+    the machine does not say is left out."""
     device = torch.device(device)
     if device.type != "cuda":
         return {}
@@ -354,8 +353,8 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def available_bytes(device: torch.device | str) -> int:
-    """What a run can still take there: what the driver has left, and what PyTorch's allocator took
-    from it and does not use; elsewhere as `machine_facts.available_bytes`."""
+    """Returns what a run can still take there: what the driver has left, and what PyTorch's
+    allocator took from it and does not use; elsewhere as `machine_facts.available_bytes`."""
     device = torch.device(device)
     if device.type != "cuda":
         return machine_facts.available_bytes()
@@ -365,7 +364,7 @@ def available_bytes(device: torch.device | str) -> int:
 
 
 def others_bytes(device: torch.device | str) -> int:
-    """What other processes hold of a GPU, and CUDA itself, half a GiB for each."""
+    """Returns what other processes hold of a GPU, and CUDA itself, half a GiB for each."""
     if torch.device(device).type != "cuda":
         return 0
     free, whole = torch.cuda.mem_get_info(device)

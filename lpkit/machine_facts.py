@@ -66,7 +66,7 @@ def gpus() -> int:
 
 
 def memory_limit_bytes() -> int | None:
-    """What the container allows, or None without a limit below the machine's own memory."""
+    """Returns what the container allows, or None without a limit below the machine's own memory."""
     for path in CONTAINER_LIMITS:
         text = _read(path).strip()
         if text.isdigit() and int(text) < psutil.virtual_memory().total:
@@ -75,7 +75,7 @@ def memory_limit_bytes() -> int | None:
 
 
 def available_bytes() -> int:
-    """What this process can still take: of the machine, of its container, and of its own limits.
+    """Returns what this process can still take: of the machine, its container, its own limits.
 
     Free swap counts, and so do pages of files, which give way; what others hold does not.
     """
@@ -127,7 +127,7 @@ def gpu_facts(uuid: str) -> dict[str, str | float]:
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of Python packages, by name; None where one is not installed."""
+    """Returns the versions of Python packages, by name; None where one is not installed."""
     found: dict[str, str | None] = {}
     for package in packages:
         try:

@@ -28,7 +28,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def plain(value: Any) -> Any:
-    """As it comes back from JSON, which has no tuples, no numbers as keys, and no NaN: null."""
+    """Returns it as JSON gives it back: without tuples, numbers as keys, and NaN, which is null."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -54,7 +54,7 @@ def sealed(value: Mapping[str, Any]) -> str:
 
 
 def unsealed(text: str, path: Path) -> dict[str, Any]:
-    """What `sealed` was given. Raises DamagedError, which names `path`."""
+    """Returns what `sealed` was given. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
         due = value.pop(SUM)
@@ -113,8 +113,8 @@ class _Line:
         value = json.loads(text)
         old = LINE_SUM not in value
         due = value.pop(OLD_LINE_SUM if old else LINE_SUM)
-        found = f"{zlib.crc32(canonical(value)):08x}" if old else _line_sum(value)
-        if due != found or not text.endswith(b"\n"):
+        actual = f"{zlib.crc32(canonical(value)):08x}" if old else _line_sum(value)
+        if due != actual or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
         return cls(value, value.pop(RUN, None), value.pop(NUMBER, 0), value.pop(BEFORE, None), due)
 
@@ -183,14 +183,14 @@ def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
 
 def rewind(path: Path, step: int) -> None:
     """Keep the lines up to `step`, since what came after is done again. Damage before it stays."""
-    kept, end = [], 0
+    lines, end = [], 0
     for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
             if _Line.parse(text).value["step"] > step:
                 continue
-            end = len(kept) + 1
+            end = len(lines) + 1
         except UNREADABLE:
             pass
-        kept.append(text)
+        lines.append(text)
     with whole_file(path) as temporary:
-        temporary.write_bytes(b"".join(kept[:end]))
+        temporary.write_bytes(b"".join(lines[:end]))

@@ -39,7 +39,7 @@ def check(holds: Callable[[Any], bool], must_be: str) -> Check:
 
 
 def between(least: float, most: float) -> Check:
-    """Both included."""
+    """Makes a check whose bounds are both included."""
     return check(lambda value: least <= value <= most, f"from {least:,} to {most:,}")
 
 
@@ -56,7 +56,7 @@ def at_most(most: float) -> Check:
 
 
 def text(name: str, value: object) -> None:
-    """Every text in settings is one: it may become a path."""
+    """Raises ConfigError for text too long or with a NUL: text in settings may become a path."""
     if isinstance(value, str) and (len(value) > MOST_CHARACTERS or "\0" in value):
         raise ConfigError(f"{name} must be at most {MOST_CHARACTERS:,} characters and none of them "
                           f"NUL, got {len(value):,}: {shown(value)}")
@@ -86,7 +86,7 @@ def place(name: str, value: Any) -> None:
 
 
 def folder(name: str, value: str | Path) -> None:
-    """One that is there, or may be made."""
+    """Raises ConfigError unless the folder is there or may be made."""
     place(name, value)
     path = expanded(value)
     there = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
@@ -166,7 +166,7 @@ class _Rule:
 
 @functools.cache
 def _rules(owner: Any) -> dict[str, _Rule]:
-    """By field or argument. Fields that name rows, or are groups, are read by who has them."""
+    """Reads rules by field or argument. Fields naming rows, or groups, are read by who has them."""
     kinds = typing.get_type_hints(owner)
     if dataclasses.is_dataclass(owner):
         kinds = {f.name: kinds[f.name] for f in dataclasses.fields(owner)
@@ -187,7 +187,7 @@ def _rules(owner: Any) -> dict[str, _Rule]:
 
 
 def _readable(kind: Any) -> bool:
-    """Whether `convert` has something to say of it."""
+    """True if `convert` has something to say of it."""
     if get_origin(kind) in (tuple, Mapping, Sequence, Iterable, *UNIONS):
         return all(option is Ellipsis or _readable(option) for option in get_args(kind))
     return get_origin(kind) is Literal or isinstance(kind, type)

@@ -68,7 +68,7 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
 
 
 def asked(args: argparse.Namespace) -> list[str]:
-    """Every `key=value`, whichever way it was given."""
+    """Returns every `key=value`, whichever way it was given."""
     return [*args.settings, *args.set]
 
 
@@ -88,7 +88,7 @@ def settings_and_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def machine(target: str) -> Any:
-    """What `--machine` means. Raises ConfigError."""
+    """Returns the machine that `--machine` names. Raises ConfigError."""
     if target == "this":
         from lpkit import hardware
 

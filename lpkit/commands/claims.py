@@ -8,6 +8,7 @@ kit predicts and measures, and a verdict.
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,25 +30,34 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
+    columns = shutil.get_terminal_size((160, 24)).columns   # a pipe has room for the table
     if "claims" in result:
-        return text_table([HEADS, *map(line, result["claims"])])
-    return "\n".join(beside(what, words, 12, 100)
+        lines = [*map(line, result["claims"])]
+        table = text_table([HEADS, *lines])
+        if max(map(len, table.splitlines())) <= columns:
+            return table
+        return "\n".join(map(narrow, lines))
+    return "\n".join(beside(what, words, 12, min(columns, 100))
                      for what, words in (("says", result["says"]), *opened(result)))
 
 
 HEADS = ("claim", "said", "kit", "measured", "verdict")
+QUANTITIES = ("bytes", "FLOPs")     # units of a claim that promises a quantity and no change
+SHARES = {"cases": "cases", "time": "the time"}
 
 
 def words(unit: str, value: float) -> str:
     """
     >>> words("times", 1.0003), words("less", 0.125), words("less", -0.054), words("cases", 0.6)
     ('1.00 times', '12.5% less', '5.4% more', '60% of cases')
+    >>> words("bytes", 141e9), words("FLOPs", 2.1), words("time", 0.96)
+    ('141 GB', '2.10 FLOPs', '96% of the time')
     """
-    if unit == "times":
+    if unit == "times" or unit in QUANTITIES:
         return quantity(value, unit)
     share = f"{abs(value):.1%}".replace(".0%", "%")
-    if unit == "cases":
-        return f"{share} of cases"
+    if unit in SHARES:
+        return f"{share} of {SHARES[unit]}"
     return f"{share} {'more' if (value < 0) == (unit == 'less') else 'less'}"
 
 
@@ -61,8 +71,14 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
     return row["name"], *once, row["verdict"]
 
 
+def narrow(row: tuple[str, ...]) -> str:
+    """What `line` gives, on two lines; on one where there are no numbers."""
+    told = [f"{what} {one}" for what, one in zip(HEADS[1:4], row[1:4], strict=True) if one]
+    return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(told) if told else "")
+
+
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """All of it, as names and words."""
+    """Returns everything in the row as names and words."""
     unit, said = row["unit"], "nothing to hold a number against"
     if row["claimed"] is not None:
         said = words(unit, row["claimed"])

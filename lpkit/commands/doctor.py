@@ -22,22 +22,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    found, libraries = result["machine"], result["machine"]["libraries"]
-    memory = (f"{found['memory_bytes'] / GIB:.1f} GiB, "
-              f"{found['memory_available_bytes'] / GIB:.1f} GiB free")
-    if found["memory_limit_bytes"]:
-        memory += f", {found['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
+    machine, libraries = result["machine"], result["machine"]["libraries"]
+    memory = (f"{machine['memory_bytes'] / GIB:.1f} GiB, "
+              f"{machine['memory_available_bytes'] / GIB:.1f} GiB free")
+    if machine["memory_limit_bytes"]:
+        memory += f", {machine['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
     gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
-            f"{gpu['capability']}" for gpu in found["gpus"]]
+            f"{gpu['capability']}" for gpu in machine["gpus"]]
     installed = [f"{name} {version}" for name, version in libraries.items() if version]
     absent = [name for name, version in libraries.items() if not version]
-    extensions = " ".join(found["cpu_features"]) or "no known extensions"
-    rows = {"System": f"{found['os']}, Python {found['python']}",
-            "CPU": f"{found['cpu']}, {found['cores']} cores, {extensions}", "Memory": memory,
+    extensions = " ".join(machine["cpu_features"]) or "no known extensions"
+    rows = {"System": f"{machine['os']}, Python {machine['python']}",
+            "CPU": f"{machine['cpu']}, {machine['cores']} cores, {extensions}", "Memory": memory,
             "GPU": "; ".join([*(gpus or ["none that torch can use"]),
-                              *filter(None, [found["gpu_problem"]])]),
-            "Driver": found["driver"] or "none",
-            "CUDA": found["cuda"] or "none: this torch is a CPU build",
+                              *filter(None, [machine["gpu_problem"]])]),
+            "Driver": machine["driver"] or "none",
+            "CUDA": machine["cuda"] or "none: this torch is a CPU build",
             "Installed": ", ".join(installed), "Absent": ", ".join(absent) or "nothing",
             "Tried on": result["device"]}
     if ceilings := result.get("ceilings"):

@@ -38,15 +38,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.presets import resolve
 
     config = resolve(args.target, asked(args))
-    found = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
-                    precision=args.precision, optimizer=args.optimizer, zero=args.zero,
-                    recompute=args.recompute, price_per_hour=args.price_per_hour)
-    return {"target": args.target, **found.to_dict(),
+    prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
+                         precision=args.precision, optimizer=args.optimizer, zero=args.zero,
+                         recompute=args.recompute, price_per_hour=args.price_per_hour)
+    return {"target": args.target, **prediction.to_dict(),
             "measured": _measured(config) if args.measure else None}
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """What the formulas say of this machine, beside an update here."""
+    """Returns what the formulas say of this machine, beside an update here."""
     from lpkit import measure, reconcile
     from lpkit.training.formulas import said
 

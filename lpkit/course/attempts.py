@@ -128,7 +128,7 @@ class Frames:
         self.fd, self.over, self._rest, self._left = fd, False, bytearray(), most_bytes
 
     def read(self) -> None:
-        """What is there; a wait for it, if nothing is. Raises ValueError for too much."""
+        """Reads what is there, and waits if nothing is. Raises ValueError for too much."""
         with contextlib.suppress(ConnectionError):
             some = os.read(self.fd, 1 << 20)
             self._rest += some
@@ -140,7 +140,7 @@ class Frames:
         self.over = True
 
     def __iter__(self) -> Iterator[Any]:
-        """Those that are whole."""
+        """Yields the frames that are whole, unpacked."""
         while len(self._rest) >= SIZES.size:
             size = SIZES.size + sum(SIZES.unpack_from(self._rest))
             if len(self._rest) < size:
@@ -215,10 +215,10 @@ def text_of(function: Callable, name: str = "answer") -> tuple[str, ast.stmt]:
     text = textwrap.dedent("".join(lines))
     node, *more = ast.parse(text).body
     if not isinstance(node, ast.FunctionDef):
-        found = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
-        if len(found) != 1:
+        lambdas = [one for one in ast.walk(node) if isinstance(one, ast.Lambda)]
+        if len(lambdas) != 1:
             raise TypeError("it is no function")
-        text = f"{name} = ({ast.get_source_segment(text, found[0])})"
+        text = f"{name} = ({ast.get_source_segment(text, lambdas[0])})"
         node = ast.parse(text).body[0]
     if more:
         raise TypeError("it is no function")
@@ -231,7 +231,7 @@ def is_stub(node: ast.stmt) -> bool:
 
 
 def _imported_from(value: Any) -> str:
-    """Where other processes find it; empty where they cannot."""
+    """Returns the name by which other processes import it; empty where they cannot."""
     if isinstance(value, ModuleType):
         return value.__name__
     if isinstance(value, torch.dtype):
@@ -277,19 +277,19 @@ def load(parcel: Parcel, **known: Any) -> Callable[..., Any]:
 
 @cache
 def _warm() -> dict[str, WarmParent]:
-    """By environment, until this process ends: only the first check waits for one."""
+    """Keeps warm parents by environment while this process lives: only the first check waits."""
     return {}
 
 
 def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
           **job: Any) -> dict[str, Any]:
-    """What the judge of this exercise finds, in a process whose environment has `env`. Raises
-    ConfigError for what is too large to travel."""
+    """Returns what the judge of this exercise finds, in a process whose environment has `env`.
+    Raises ConfigError for what is too large to travel."""
     job = pack({"name": name, "seconds": seconds, **job})
     if len(job) > FILE_BYTES:
         raise ConfigError(f"what your function uses of the notebook takes {len(job) >> 20} MB, and "
                           f"{FILE_BYTES >> 20} MB can travel to the process where answers run")
-    nonce, said = secrets.token_hex(32).encode(), b""
+    nonce, reply = secrets.token_hex(32).encode(), b""
     parents, key = _warm(), repr(env)
     if key not in parents:
         parents[key] = WarmParent("lpkit.course.judge_process", **env or {})
@@ -304,9 +304,9 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
             if line.recv(1) == b"?":            # no attempt is left that could hear it
                 line.sendall(nonce)
                 while some := line.recv(1 << 16):
-                    said += some
-    if said.startswith(nonce):
-        return json.loads(said.removeprefix(nonce))
+                    reply += some
+    if reply.startswith(nonce):
+        return json.loads(reply.removeprefix(nonce))
     parents.pop(key).__exit__()     # nothing of it is left, and the next check has another
     return {"status": "wrong", "detail": "the process that judges was ended, by it or from outside"}
 
@@ -448,8 +448,8 @@ def _send(answer: Answer) -> None:
 
 
 def limit_memory() -> None:
-    """From here on the attempt takes no more than MEMORY_BYTES; macOS, which enforces no such limit,
-    limits its time alone."""
+    """Limits the attempt to MEMORY_BYTES from here on; macOS, which enforces no such limit, limits
+    its time alone."""
     if taken := status_bytes("VmSize"):
         _limit("RLIMIT_AS", taken + MEMORY_BYTES)
 
@@ -460,7 +460,7 @@ def _limit(name: str, most: int) -> None:
 
 
 def _alone() -> None:
-    """Without root's capabilities: it cannot look into the judge, even as root in a container."""
+    """Drops root's capabilities: it cannot look into the judge, even as root in a container."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "capset"):         # Linux
         header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()

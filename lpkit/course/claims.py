@@ -19,8 +19,8 @@ class _UndecidedError(Exception):
 
 
 def cannot_tell(when: Any, why: str) -> None:
-    """Within a claim: where `when` is true, what stands below is not decided here, and the card
-    says why. An assert above it counts."""
+    """Ends a claim where `when` is true: what stands below is not decided here, and the card says
+    why. An assert above it counts."""
     if when:
         raise _UndecidedError(why)
 

@@ -64,7 +64,7 @@ class Exercise:
             raise ConfigError("an exercise needs at least one case, a tuple of arguments")
 
     def all_cases(self) -> Iterator[tuple]:
-        """Those that are written down, then the drawn ones: the same for everybody."""
+        """Yields the cases that are written down, then the drawn ones: the same for everybody."""
         yield from self.cases
         if self.draw is not None:
             chance = random.Random(self.spec.__name__)
@@ -73,7 +73,7 @@ class Exercise:
 
     @property
     def answer(self) -> Callable[..., Any]:
-        """One that is right."""
+        """The spec, which is right."""
         return self.spec
 
     @property
@@ -87,15 +87,15 @@ class Exercise:
             return check(self, attempt)
         try:
             parcel = Parcel.of(attempt)
-            found = None if parcel.is_stub else asked(self.name, SECONDS, parcel=vars(parcel))
+            result = None if parcel.is_stub else asked(self.name, SECONDS, parcel=vars(parcel))
         except ConfigError as error:
             return Verdict("to do", str(error), self.solution)
-        if not found:
+        if not result:
             return to_do(self)
-        return Verdict(found["status"], found["detail"], self.solution)
+        return Verdict(result["status"], result["detail"], self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, str]:
-        """In the judge: the status, and what else there is to say."""
+        """Runs in the judge: returns the status, and what else there is to say."""
         with Attempt(partial(_answers, self, job), job["seconds"], hung_up) as attempt:
             said = verdict(self, iter(attempt))
             printed = attempt.printed if said.status == "wrong" else ""
@@ -110,7 +110,7 @@ def _answers(exercise: Exercise, job: Mapping[str, Any]) -> Iterator[Answer]:
 
 
 def source_of(function: Callable) -> str:
-    """Without its decorators. Raises OSError or TypeError where there is none."""
+    """Returns the source without decorators. Raises OSError or TypeError where there is none."""
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     return "\n".join(lines[ast.parse("\n".join(lines)).body[0].lineno - 1:])
 
@@ -217,19 +217,19 @@ def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
-    """What the definition answers when each of its operations is off by up to ROUNDING of its
+    """Returns the definition's answers when each of its operations is off by up to ROUNDING of its
     result (Monte Carlo arithmetic: Parker 1997). An answer that is a difference of large terms
     moves by these terms, however near to 0 it is itself."""
-    found = []
+    answers = []
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
         with Disturbed(seed):
-            found.append(exercise.spec(*_widened(case)))
-    return found
+            answers.append(exercise.spec(*_widened(case)))
+    return answers
 
 
 class Disturbed(TorchDispatchMode):
-    """Within, each result of an operation is off by up to `size` of itself."""
+    """A mode in which each result of an operation is off by up to `size` of itself."""
 
     def __init__(self, seed: int, size: float = ROUNDING):
         super().__init__()
@@ -247,7 +247,7 @@ class Disturbed(TorchDispatchMode):
 
 
 class Unsaturated(TorchDispatchMode):
-    """Within, what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
+    """A mode in which what is too large for E4M3 is cast to NaN, as PyTorch did up to 2.11: that it
     saturates since then hides a clamp that is missing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
@@ -272,7 +272,7 @@ def to_do(exercise: Exercise) -> Verdict:
 
 
 def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
-    """What to say to who makes a known mistake: all `answers` are the mistake's."""
+    """Returns the hint for a known mistake whose answers all `answers` are; empty for none."""
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
@@ -284,9 +284,9 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
                where: str = "", scale: float = 0.0) -> str:
-    """Why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count as
-    nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude, or
-    of what they are off by in `others`, the answers of `disturbed`."""
+    """Says why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count
+    as nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude,
+    or of what they are off by in `others`, the answers of `disturbed`."""
     if tolerance and hasattr(want, "tolist"):
         want = torch.as_tensor(want)
         sizes = [want, *((one.double() - want.double()) / ROUNDING for one in others)]

@@ -40,7 +40,7 @@ LONG_BYTES = 1 << 11            # from which on what is read twice is no edge, w
 
 
 class FaultError(Exception):
-    """What a kernel may not do, in words for a person."""
+    """Raised for what a kernel may not do, in words for a person."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Held:
         return max(start - address, address - start - self.whole.nbytes)
 
     def element(self, at: int) -> str:
-        """Of an index into `whole`."""
+        """Names the tensor's element at an index into `whole`."""
         at, shape = at - MARGIN, list(self.tensor.shape)
         if len(shape) == 2 and at >= 0 and self.tensor.stride(1) == 1:
             row, column = divmod(at, max(self.tensor.stride(0), 1))
@@ -89,7 +89,7 @@ def hold(name: str, x: Tensor, *, outside: float, device: str, is_output: bool) 
 
 
 class Memory:
-    """In place of the interpreter's own loads and stores, for one launch."""
+    """A stand-in for the interpreter's own loads and stores, for one launch."""
 
     def __init__(self, own: Any, held: Sequence[Held], builder: Any):
         self._own, self._held, self._builder = own, held, builder
@@ -108,7 +108,7 @@ class Memory:
 
     def _find(self, ptrs: np.ndarray, mask: np.ndarray, size: int,
               does: str) -> tuple[Held, np.ndarray, np.ndarray] | None:
-        """Whose elements they are: the tensor, the addresses, the indices. Raises FaultError."""
+        """Finds whose elements they are: the tensor, addresses and indices. Raises FaultError."""
         used = np.broadcast_to(ptrs, np.broadcast_shapes(ptrs.shape, mask.shape))[
             np.broadcast_to(mask, np.broadcast_shapes(ptrs.shape, mask.shape))].astype(np.int64)
         if not used.size:
@@ -166,7 +166,7 @@ class Memory:
 
 
 def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = "cpu") -> Answer:
-    """One launch. What is outside of a tensor is NaN in one turn and very large in the next."""
+    """Launches once. What is outside of a tensor is NaN in one turn and very large in the next."""
     np.seterr(all="ignore")
     warnings.simplefilter("ignore")
     launch = puzzle.launch(*case)
@@ -205,7 +205,7 @@ def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
     load = builder.create_masked_load
 
     def masked(ptrs: Any, mask: Any, other: Any, *more: Any) -> Any:
-        """What is masked and has no `other` is undefined on a GPU: here it is `outside`, not 0."""
+        """Gives `outside`, not 0, for what is masked without `other`: undefined on a GPU."""
         if other is None:
             dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
             fill = outside if dtype.kind == "f" else np.iinfo(dtype).max
@@ -222,7 +222,7 @@ def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised in the kernel: the interpreter wraps it."""
+    """Returns the error that was raised in the kernel: the interpreter wraps it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -244,8 +244,8 @@ def load(source: str) -> Any:
 
 
 def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
-    """What the kernel leaves in each case, and what moved where it is interpreted. Compiled, last
-    how fast it is on a GPU; without one alone that it compiles."""
+    """Yields what the kernel leaves in each case, and what moved where it is interpreted. Compiled,
+    the last says how fast it is on a GPU; without a GPU the only one says that it compiles."""
     puzzle = exercise(name)
     try:
         kernel = load(source)
@@ -260,8 +260,8 @@ def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
 
 
 def count(name: str, source: str, elements: int) -> Iterator[Answer]:
-    """By tensor the bytes read and written, for each element of the first, on a case of about so
-    many."""
+    """Yields one answer: by tensor the bytes read and written, for each element of the first, on a
+    case of about so many."""
     puzzle = exercise(name)
     case = puzzle.large(elements)
     moved = run(load(source), puzzle, case, turn=0).value["moved"]
@@ -269,7 +269,7 @@ def count(name: str, source: str, elements: int) -> Iterator[Answer]:
 
 
 def compiles(kernel: Any, launch: Launch) -> str:
-    """What is to be said of it; this needs no GPU. Raises CompilationError."""
+    """Says whether the kernel compiles, without needing a GPU. Raises CompilationError."""
     given = launch.arguments
     fixed = {one.name: given[one.name] for one in kernel.params if one.is_constexpr}
     signature = {one.name: "constexpr" if one.is_constexpr else mangle_type(given[one.name])
@@ -284,8 +284,8 @@ def compiles(kernel: Any, launch: Launch) -> str:
 
 
 def speed(kernel: Any, puzzle: Exercise) -> str:
-    """On a GPU: which share of the roofline it reaches, beside a copy and a product measured
-    there."""
+    """Says which share of the roofline the kernel reaches on a GPU, beside a copy and a product
+    measured there."""
     case = puzzle.large(LARGE)
     launch = puzzle.launch(*case)
     tensors = {name: x.cuda() for name, x in launch.tensors.items()}
@@ -298,10 +298,10 @@ def speed(kernel: Any, puzzle: Exercise) -> str:
     source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     roof = least * seconds(lambda: target.copy_(source)) / (2 * source.nbytes)
-    said = f"{least / took / 1e9:,.0f} GB/s"
+    rate = f"{least / took / 1e9:,.0f} GB/s"
     if puzzle.flops:
         torch.set_float32_matmul_precision("high")
         x = torch.randn(4096, 4096, device="cuda")
         roof = max(roof, puzzle.flops(*case) * seconds(lambda: x @ x) / (2 * 4096**3))
-        said = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
-    return f"{said}, {roof / took:.0%} of the roofline"
+        rate = f"{puzzle.flops(*case) / took / 1e12:,.1f} TFLOP/s"
+    return f"{rate}, {roof / took:.0%} of the roofline"

@@ -70,12 +70,12 @@ class Server:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
-        """Of one file in the lab, with the token: for a person or a browser, never for `ps`."""
+        """Returns a file's address in the lab, with the token: for a browser, never for `ps`."""
         return f"{self.base_url}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:
-        """Through a private file, since a command line is public. From here: a browser that the
-        server starts would end with it."""
+        """Opens it through a private file, since a command line is public. From here: a browser
+        that the server starts would end with it."""
         (page,) = self.token_file.parent.glob("runtime/jpserver-*-open.html")
         # some browsers are waited for
         threading.Thread(target=webbrowser.open, args=[page.as_uri()], daemon=True).start()

@@ -60,7 +60,7 @@ class Learner:
                     None)
 
     def with_guess(self, guess: Answered) -> "Learner":
-        """In place of the one with the same name and question."""
+        """Returns a learner in which `guess` replaces one with the same name and question."""
         others = tuple(one for one in self.guesses
                        if (one.name, one.question) != (guess.name, guess.question))
         return replace(self, guesses=(*others, guess))
@@ -76,7 +76,7 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """As the judge says, and the learner's file hears of it."""
+    """Returns the judge's verdict, and writes it to the learner's file."""
     return attempted(exercise, exercise.judged(attempt))
 
 
@@ -164,7 +164,7 @@ def attempted(exercise: Exercise, verdict: Verdict) -> Verdict:
 
 
 def progress(exercises: Iterable[str]) -> Figure:
-    """Of these and of the guesses, by notebook: what stands before the dot of their names."""
+    """Draws the progress in exercises and guesses, by notebook: what is before a name's dot."""
     try:
         learner = read()
     except ConfigError as error:

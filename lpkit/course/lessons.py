@@ -51,7 +51,7 @@ def exercise(name: str) -> "Exercise":
 
 
 def exercises() -> dict[str, "Exercise"]:
-    """Of all lessons, in the order of the course."""
+    """Returns the exercises of all lessons, in the order of the course."""
     modules = map(importlib.import_module, names())
     return {name: one for module in modules
             for name, one in getattr(module, "EXERCISES", {}).items()}

@@ -157,8 +157,8 @@ def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
 
 
 def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """What the parameters cell declares, line by line, unexecuted. Raises ConfigError for a second
-    such cell, which would undo what is asked."""
+    """Returns what the parameters cell declares, line by line, unexecuted. Raises ConfigError for a
+    second such cell, which would undo what is asked."""
     cells = tagged(book, "parameters")
     if len(cells) > 1:
         raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
@@ -232,9 +232,9 @@ def _kind(node: ast.expr) -> Any:
 
 
 def claim(book: "NotebookNode") -> str:
-    """What the notebook claims, in one line. Raises ConfigError for a cell tagged `claim` that
-    holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something else is
-    true."""
+    """Returns what the notebook claims, in one line. Raises ConfigError for a cell tagged `claim`
+    that holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something
+    else is true."""
     return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
 
 
@@ -257,8 +257,8 @@ def _claimed(source: str) -> str:
 
 def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
            tier: str | None = None) -> dict[str, Any]:
-    """Every declared parameter with its value. Only declared names pass; text is converted by
-    annotation."""
+    """Returns every declared parameter with its value. Only declared names pass; text is converted
+    by annotation."""
     if tier is not None:
         if "tier" not in known:
             raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
@@ -337,7 +337,7 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
 
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
-    """One job for each point of the grid, all of them checked before the first one starts."""
+    """Makes a job for each point of the grid, all checked before the first one starts."""
     book = read(path)
     known, _ = parameters(book), claim(book)
     points = grid(known, settings)
@@ -594,8 +594,8 @@ def _now() -> str:
 
 
 class _Kernel:
-    """What the front door must know about the kernel beneath papermill: its process, its memory,
-    how it ended."""
+    """The kernel beneath papermill, as the front door must know it: its process, its memory, how it
+    ended."""
 
     def __init__(self, connection_file: Path):
         self.connection_file = connection_file
@@ -624,7 +624,7 @@ class _Kernel:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Within, look at the kernel's memory every SAMPLE_SECONDS."""
+        """Looks at the kernel's memory every SAMPLE_SECONDS while it lasts."""
         over = threading.Event()
 
         def watch() -> None:
@@ -665,7 +665,7 @@ class _Kernel:
 # --- what there is
 
 def describe(path: Path) -> dict[str, Any]:
-    """One notebook for `--list`: its title, claim and parameters, JSON-ready."""
+    """Describes one notebook for `--list`: its title, claim and parameters, JSON-ready."""
     book = read(path)
     listed = [{"name": name, "annotation": p.annotation, "default": p.default,
                "comment": p.comment} for name, p in parameters(book).items()]

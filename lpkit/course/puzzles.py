@@ -76,24 +76,24 @@ class Puzzle(Exercise):
             return source
         if versions(["triton"])["triton"] is None:
             return Verdict("to do", defects()[0], self.solution)
-        found = run([(self.name, source)])[0]
-        said = [found["detail"]]
-        if found["status"] == "right":
-            found = run([(self.name, source)], compiled=True, seconds=COMPILED_SECONDS)[0]
-            said = [DIFFERS, found["detail"]] if found["status"] == "wrong" else \
-                [", ".join(filter(None, (*said, found["detail"])))]
-        if found["status"] == "to do" and not found["detail"]:
+        result = run([(self.name, source)])[0]
+        details = [result["detail"]]
+        if result["status"] == "right":
+            result = run([(self.name, source)], compiled=True, seconds=COMPILED_SECONDS)[0]
+            details = [DIFFERS, result["detail"]] if result["status"] == "wrong" else \
+                [", ".join(filter(None, (*details, result["detail"])))]
+        if result["status"] == "to do" and not result["detail"]:
             return to_do(self)
-        if found["status"] == "wrong":
+        if result["status"] == "wrong":
             touched = [one for word, about in TOUCHED.items() if word in source for one in about]
             for sentence in defects():
                 why = sentence.partition(DOES_NOT_RUN)[2]
-                if any(one in sentence for one in touched) or (why and why in found["detail"]):
-                    said.append(f"Not your fault, perhaps: {sentence}.")
-        return Verdict(found["status"], " ".join(said), self.solution)
+                if any(one in sentence for one in touched) or (why and why in result["detail"]):
+                    details.append(f"Not your fault, perhaps: {sentence}.")
+        return Verdict(result["status"], " ".join(details), self.solution)
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
-        """In the judge; `compiled` and `elements` as `run` says."""
+        """Runs in the judge; `compiled` and `elements` as `run` says."""
         work = partial(_by_triton, self.name, job["source"], job["compiled"], job["elements"])
         with Attempt(work, job["seconds"], hung_up) as attempt:
             answers = list(attempt)
@@ -127,14 +127,14 @@ class Puzzle(Exercise):
         return answer.why + answer.line or difference(answer.value["left"], self, case)
 
     def _solution_fails(self, case: tuple, turn: int) -> str:
-        """Why: then the interpreter is wrong."""
+        """Says why a solution fails, so the interpreter is wrong; empty if it passes."""
         from lpkit.course import kernel_process  # it needs Triton
 
         kernel = kernel_process.load(self.solution)
         return self._why_not(kernel_process.run(kernel, self, case, turn=turn), case)
 
     def _hint(self, answers: Sequence[Answer]) -> str:
-        """What to say to who makes a known mistake: the attempt does as it does, in every case."""
+        """Returns the hint for a known mistake that does what the attempt does, in every case."""
         from lpkit.course import kernel_process  # it needs Triton
 
         cases = list(self.all_cases())
@@ -165,9 +165,9 @@ def as_text(exercise: Exercise, attempt: Callable[..., Any]) -> str | Verdict:
 
 def moved(kernels: Sequence[tuple[str, Callable]],
           elements: int = ELEMENTS) -> list[dict[str, tuple[float, float]]]:
-    """What each (name of the puzzle, kernel) reads and writes of each tensor, in bytes for each of
-    its first tensor's elements, as the interpreter's loads and stores are counted. Empty where a
-    kernel does not run, or nothing was counted."""
+    """Returns what each (name of the puzzle, kernel) reads and writes of each tensor, in bytes for
+    each of its first tensor's elements, as the interpreter's loads and stores are counted. Empty
+    where a kernel does not run, or nothing was counted."""
     if versions(["triton"])["triton"] is None:
         return [{} for _ in kernels]
     found = run([(name, source_of(kernel)) for name, kernel in kernels], elements=elements)
@@ -176,15 +176,15 @@ def moved(kernels: Sequence[tuple[str, Callable]],
 
 def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds: float = SECONDS,
         elements: int = 0) -> list[dict[str, Any]]:
-    """What became of each (name of the puzzle, source of a kernel): `status` and `detail`; where
-    `elements` are asked for, `moved`, as above. `seconds` are for each of them."""
+    """Returns what became of each (name of the puzzle, source of a kernel): `status` and `detail`;
+    where `elements` are asked for, `moved`, as above. `seconds` are for each of them."""
     env = {"TRITON_INTERPRET": "0" if compiled else "1"}
     return [asked(name, seconds, env, source=source, compiled=compiled, elements=elements)
             for name, source in attempts]
 
 
 def _by_triton(name: str, source: str, compiled: bool, elements: int) -> Iterator[Answer]:
-    """In the attempt's process."""
+    """Yields the kernel's answers, or its counted bytes, in the attempt's process."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     from lpkit.course import kernel_process
 
@@ -197,7 +197,7 @@ def _by_triton(name: str, source: str, compiled: bool, elements: int) -> Iterato
 # What the judge looks at: tensors that a kernel has left.
 
 def _wrong(got: Tensor, want: Tensor, tolerance: float) -> Tensor:
-    """Where they differ. A tolerance of 0, or whole numbers: the same bits."""
+    """Marks where they differ. With a tolerance of 0, or whole numbers, bits must be equal."""
     if not tolerance or not want.is_floating_point():
         return ~((bits(got) == bits(want)) | (got.isnan() & want.isnan()))
     finite = want[want.isfinite()]

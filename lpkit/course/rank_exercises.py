@@ -53,21 +53,21 @@ class OnRanks(Exercise):
         if isinstance(source, Verdict):
             return source
         try:
-            found = on_ranks(_judge, WORLD, name=self.name, source=source,
-                             seconds=PROGRESS_SECONDS + SECONDS)
+            results = on_ranks(_judge, WORLD, name=self.name, source=source,
+                               seconds=PROGRESS_SECONDS + SECONDS)
         except (RunFailedError, ConfigError, OSError) as error:
             return Verdict("wrong", str(error).partition("\n")[0], self.solution)
-        whys = [one["why"] for one in found if one["why"]]
+        whys = [one["why"] for one in results if one["why"]]
         if not whys:
             return Verdict("right", "", self.solution)
         _, why = min(whys)
-        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in found)]
+        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in results)]
         return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
 
 
 def on_ranks(function: Callable[[Place, dict], Any], world: int,
              parent: WarmParent | None = None, **told: Any) -> list[Any]:
-    """What each of so many ranks of a function of this file returned."""
+    """Returns what a function of this file returned on each of `world` ranks."""
     with Processes(f"{__name__}:{function.__name__}", told, world=world,
                    progress_seconds=PROGRESS_SECONDS, parent=parent) as running:
         return running.wait()
@@ -75,11 +75,11 @@ def on_ranks(function: Callable[[Place, dict], Any], world: int,
 
 def by_hand(functions: Sequence[Callable[..., Tensor]], given: Tensor, *,
             parent: WarmParent | None = None) -> list[Tensor]:
-    """Of each function what it returned on all ranks, stacked: rank r of len(given) calls
+    """Returns what each function returned on all ranks, stacked: rank r of len(given) calls
     f(given[r], r, ranks)."""
-    found = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
-                     sources=[source_of(one) for one in functions])
-    return [torch.tensor(each) for each in zip(*found)]
+    results = on_ranks(_by_hand, len(given), parent, given=given.tolist(),
+                       sources=[source_of(one) for one in functions])
+    return [torch.tensor(each) for each in zip(*results)]
 
 
 # In a rank.
@@ -177,7 +177,7 @@ def _gathered_bytes(part: Tensor) -> Tensor:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """Of all ranks, number by number."""
+    """Returns the largest of all ranks, number by number."""
     x = x.clone()
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x

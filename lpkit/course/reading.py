@@ -11,8 +11,8 @@ from IPython.display import HTML
 
 
 def source(*objects: Any) -> HTML:
-    """Of functions, kernels, classes and modules; of a Path the whole file. Shown folded, one part
-    for each."""
+    """Shows the source of functions, kernels, classes and modules, and of a Path the whole file:
+    folded, one part for each."""
     return HTML("\n".join(
         f"<details><summary><code>{escape(where)}</code></summary><pre>{escape(text)}</pre>"
         f"</details>" for where, text in map(_part, objects)))

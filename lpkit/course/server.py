@@ -50,7 +50,7 @@ class LockedServer(ServerApp):
     locked: dict[str, dict]
 
     def init_configurables(self) -> None:
-        """Every file is read and no part of the server is made."""
+        """Locks the options when every file is read, before any part of the server is made."""
         for name in NOBODYS:
             self.config.pop(name, None)
         for section in filter(lambda value: isinstance(value, Config), self.config.values()):

@@ -69,7 +69,7 @@ class RandomWindows(Windows):
 
 
 class SpreadWindows(Windows):
-    """Every non-overlapping window once, then again, in strides of the golden ratio: any few
+    """Windows without overlap, each once, then again, in strides of the golden ratio: any few
     batches are a fair sample of the whole split.
 
     For evaluation: the first windows in order are the first files in the alphabet.

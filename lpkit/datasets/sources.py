@@ -110,7 +110,7 @@ class Files:
                               f"holds {', '.join(SUFFIXES)} files")
 
     def header(self) -> dict[str, Any]:
-        """Where tokens came from; no path of this machine beyond the name that was given."""
+        """Says where tokens came from; no path of this machine beyond the name that was given."""
         return {"name": self.name, "files": len(self.files), **self.facts}
 
     def fingerprint(self) -> list[Any]:
@@ -123,12 +123,12 @@ class Files:
         return facts
 
     def mode(self) -> int:
-        """Who may read a copy at most: others where all files are open to them."""
+        """Returns a copy's widest mode: others may read it if all files are open to them."""
         open_to_all = all(path.stat().st_mode & stat.S_IROTH for _, path in self.files)
         return 0o666 if open_to_all else 0o600
 
     def total_bytes(self) -> int | None:
-        """Of text, for the progress bar; None: not known."""
+        """Returns the bytes of text, for the progress bar; None: not known."""
         if any(_suffix(path) == ".parquet" for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
@@ -197,17 +197,17 @@ Source = Files | HubSource
 
 def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Every file under `root` with such a name, by its relative path. Hidden folders, links to
-    folders and folders named in `without` are left. Every run walks: no Path for what is left."""
-    found, without = [], without | {"__pycache__"}
+    """Finds files under `root` with such names, by relative path. Hidden folders, links to folders
+    and folders named in `without` are left. Every run walks: no Path for what is left."""
+    files, without = [], without | {"__pycache__"}
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if not name.startswith(".") and name not in without]
         for name in names:
             if name.endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
                 if path.is_file():
-                    found.append((path.relative_to(root).as_posix(), path))
-    return sorted(found)
+                    files.append((path.relative_to(root).as_posix(), path))
+    return sorted(files)
 
 
 def _matches(pattern: Path) -> list[tuple[str, Path]]:

@@ -192,7 +192,7 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
 
 
 def _train(texts: Iterator[str], vocab: int) -> str:
-    """In a process of its own, which ends with this function however it ends."""
+    """Learns a vocabulary in a process that ends with this function, however it ends."""
     learned, command = "", [sys.executable, "-P", str(LEARN), str(vocab), END_OF_TEXT]
     # a process group of its own: Ctrl-C is ours to hear
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -80,7 +80,7 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
 
 
 def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
-    """What is whole there, or None and what is damaged. Raises ConfigError."""
+    """Returns the whole tokens there, or None and what is damaged. Raises ConfigError."""
     try:
         return (open_tokens(folder) if is_prepared(folder) else None), ""
     except DamagedError as error:
@@ -88,7 +88,7 @@ def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
 
 
 def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
-    """What decides the content, in a folder's name."""
+    """Names the folder after what decides its content."""
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), data.tokenizer, learned,
              data.val_fraction]
@@ -99,7 +99,7 @@ def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
 
 def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, cache: Path) -> None:
     def texts() -> Iterator[str]:
-        """Those of the training split."""
+        """Yields the texts of the training split."""
         for piece in source.pieces():
             if not sources.is_validation(piece.key, data.val_fraction):
                 yield piece.text

@@ -31,10 +31,10 @@ from lpkit.techniques.attention_backends import FULL, at_once, masked, query_blo
 
 @functools.lru_cache
 def _rule(words: str) -> Rule:
-    said = json.loads(words)
-    if said["blocks"] is not None:
-        said["blocks"] = tuple(map(tuple, said["blocks"]))
-    return Rule(**said)
+    fields = json.loads(words)
+    if fields["blocks"] is not None:
+        fields["blocks"] = tuple(map(tuple, fields["blocks"]))
+    return Rule(**fields)
 
 
 class _Pieces:
@@ -225,8 +225,8 @@ class BlockedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, sinks, sums = ctx.saved_tensors
-        *found, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.told)
-        return *found, None, None if sinks is None else d_sinks.type_as(sinks), None, None
+        *grads, d_sinks = gradients(d_out, q, k, v, documents, sinks, sums, *ctx.told)
+        return *grads, None, None if sinks is None else d_sinks.type_as(sinks), None, None
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

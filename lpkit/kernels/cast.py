@@ -104,7 +104,7 @@ SCALE_RULES = {     # bits that are added, None for half of an element's last; w
 
 
 def choice() -> Choice:
-    """Which implementation runs on CPU tensors here, and why. Compiles on first use."""
+    """Says which implementation runs on CPU tensors here, and why. Compiles on first use."""
     return compile_c.choice("cast")
 
 
@@ -178,8 +178,8 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Every 16 elements of the last axis, with SIGNS, times a Hadamard matrix / 4, in float32:
-    outliers are shared out (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
+    """Multiplies every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
+    float32: outliers are shared out (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
     _check_input(x)
     matrix, *_, turned = _tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"

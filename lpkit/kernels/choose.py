@@ -109,39 +109,39 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
     path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced, in_block)}.json"
-    found, passed_over = None, ""
+    record, passed_over = None, ""
     try:
         private_folder(path.parent)
-        found = _kept(path)
-        _check(found, kernel, offered, at_hand, raced)
+        record = _kept(path)
+        _check(record, kernel, offered, at_hand, raced)
     except FileNotFoundError:       # none yet
         pass
     except (OSError, ConfigError) as error:
-        found, passed_over = None, f"; a record of an earlier race is passed over: {error}"
-    if found is None:
+        record, passed_over = None, f"; a record of an earlier race is passed over: {error}"
+    if record is None:
         if _device(at_hand).type == "cuda":
             print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
                   f"machine", file=sys.stderr, flush=True)
-        found = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
+        record = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
         # a lack of memory is of this moment; no room, no right to write: anew next time
-        if not any(why.startswith(LACKS) for why in found["refused"].values()):
+        if not any(why.startswith(LACKS) for why in record["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
                 private_folder(path.parent)
-                write_atomically(path, records.sealed(found), 0o600)
-    seconds: dict[str, float] = found["seconds"]
+                write_atomically(path, records.sealed(record), 0o600)
+    seconds: dict[str, float] = record["seconds"]
     used = min(seconds, key=seconds.__getitem__)
     where = "in a compiled block" if in_block else "here"
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if len(seconds) == 1:
         why = "nothing else runs here"
-    if found["refused"]:
-        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in found["refused"].items())
-    return Chosen(call=version(offered, used, raced), refused=found["refused"],
+    if record["refused"]:
+        why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
+    return Chosen(call=version(offered, used, raced), refused=record["refused"],
                   choice=Choice(asked=asked, used=used, why=why + passed_over))
 
 
 def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -> Version:
-    """What is called where `used` was chosen; compiled, for calls like those `raced` alone."""
+    """Returns the version `used`; compiled, for calls like those `raced` alone."""
     call = offered[used]
     return functools.partial(call, only=frozenset(map(shapes, raced))) if used == COMPILE else call
 
@@ -187,8 +187,8 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
                    ) -> tuple[Kernel, list[tuple], dict[str, Version]]:
-    """All of its calls as one, and each version of that as one graph, which may not break. Of one
-    kernel it is the two or three graphs that a first start has the time for."""
+    """Joins all calls into one, and makes each version of that one graph, which may not break. Of
+    one kernel it is the two or three graphs that a first start has the time for."""
     ends = list(itertools.accumulate(map(len, raced)))
     begins = [0, *ends[:-1]]
 
@@ -207,7 +207,7 @@ def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, V
 
 
 def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: tuple) -> str:
-    """Where it differs, at a step's size, from the first of `known` that this device has room
+    """Says where it differs, at a step's size, from the first of `known` that this device has room
     for."""
     for other in known:
         if other is call:
@@ -224,7 +224,7 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
 
 def _wrong_at_size(kernel: Kernel, asked: str, offered: Mapping[str, Version],
                    raced: Sequence[tuple]) -> str:
-    """Why not the one asked for, at a step's size, where there is room to see it; Triton's
+    """Says why the one asked for is wrong at a step's size, where there is room to see it; Triton's
     interpreter would take minutes."""
     if asked == "triton" and INTERPRETED:
         return ""
@@ -237,7 +237,7 @@ def _wrong_at_size(kernel: Kernel, asked: str, offered: Mapping[str, Version],
 
 
 def why_not(version: str, at_hand: Sequence[tuple]) -> str:
-    """Why `version` is no candidate on this device, in one clause, or empty."""
+    """Says why `version` is no candidate on this device, in one clause, or empty."""
     on_cpu = _device(at_hand).type == "cpu"
     if version == "triton" and (why := why_no_triton()):
         return why
@@ -253,9 +253,9 @@ def why_not(version: str, at_hand: Sequence[tuple]) -> str:
 
 def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],
           examples: int | None = None) -> str:
-    """Why not, on so many examples (None: all, and at hand CALLS calls of each). An example that it
-    says not to take, by a ConfigError, is passed over. Another shape compiled is another program,
-    so what is compiled by shape is held to what is at hand alone."""
+    """Says why `call` is wrong, on so many examples (None: all, and at hand CALLS calls of each).
+    An example that it says not to take, by a ConfigError, is passed over. Another shape compiled is
+    another program, so what is compiled by shape is held to what is at hand alone."""
     draw = torch.Generator().manual_seed(0)
     drawn: Iterable[tuple] = kernel.examples(draw, _device(at_hand))
     if getattr(getattr(call, "func", call), "by_shape", False):
@@ -293,13 +293,13 @@ def _device(calls: Sequence[tuple]) -> torch.device:
 
 def _kept(path: Path) -> dict:
     """A record of the form that this module writes. Raises ConfigError, OSError."""
-    found = records.unsealed(read_private(path, MOST_BYTES), path)
+    record = records.unsealed(read_private(path, MOST_BYTES), path)
     forms = {"seconds": lambda s: isinstance(s, float) and 0 <= s < math.inf,
              "refused": lambda why: isinstance(why, str) and why == printable(why)}
     for part, of_form in forms.items():
-        if not isinstance(found.get(part), dict) or not all(map(of_form, found[part].values())):
-            raise DamagedError(f"its part {part!r} is {shown(found.get(part))}")
-    return found
+        if not isinstance(record.get(part), dict) or not all(map(of_form, record[part].values())):
+            raise DamagedError(f"its part {part!r} is {shown(record.get(part))}")
+    return record
 
 
 def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
@@ -321,9 +321,9 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
 
 
 def refused_here() -> dict[str, dict[str, str]]:
-    """Why, by kernel and version, of all that were tried on this machine and found wrong; and why a
-    record of that is passed over."""
-    found: dict[str, dict[str, str]] = {}
+    """Returns, by kernel and version, why all that were tried on this machine were found wrong; and
+    why a record of that is passed over."""
+    reasons: dict[str, dict[str, str]] = {}
     for path in sorted(own_cache(RACED).glob(f"*-{_machine()}-*.json")):
         name = path.name.partition(f"-{_machine()}-")[0]
         try:
@@ -332,8 +332,8 @@ def refused_here() -> dict[str, dict[str, str]]:
             refused = {"the record": f"{WRONG[1]}: {error}"}
         for version, why in refused.items():
             if why.startswith(WRONG):
-                found.setdefault(name, {})[version] = why
-    return found
+                reasons.setdefault(name, {})[version] = why
+    return reasons
 
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
@@ -349,11 +349,11 @@ def shapes(arguments: tuple) -> tuple:
 
 
 def _machine() -> str:
-    """With its libraries, and whether anything can be compiled for a GPU: one may be installed."""
+    """Returns a digest of the machine, its libraries and whether it can compile for a GPU."""
     machine: list[Any] = [cpu_name(), *sorted(cpu_flags()), *cpu_limits()]
     if torch.cuda.is_available():
-        made = torch.cuda.get_device_properties()
-        machine += [made.name, made.major, made.minor, torch.version.cuda, _driver(),
+        gpu = torch.cuda.get_device_properties()
+        machine += [gpu.name, gpu.major, gpu.minor, torch.version.cuda, _driver(),
                     why_no_compiler("cuda")]
     return _short((machine, versions(LIBRARIES)))
 
@@ -371,7 +371,7 @@ def _driver() -> str:
 
 
 def _source(*calls: Callable) -> str:
-    """Of the files that they are in, and what they are told."""
+    """Returns digests of the files that they are in, and what they are told."""
     files = {inspect.getsourcefile(inspect.unwrap(getattr(one, "func", one))) for one in calls}
     told = repr([getattr(one, "keywords", {}) for one in calls])
     return told + "".join(hashlib.sha256(Path(one).read_bytes()).hexdigest()

@@ -123,25 +123,25 @@ def _compile(command: list[str], cache: Path, stem: str) -> str:
     """Leave a library that passed its check in `cache`, or say in one line why not. Raises
     OSError."""
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        made = Path(scratch, "made.so")
-        wrong, said = _ran([*command, "-o", str(made)], SECONDS)
+        library = Path(scratch, "made.so")
+        wrong, output = _ran([*command, "-o", str(library)], SECONDS)
         if wrong:
-            return next(iter(said), wrong)
-        if not made.is_file():
+            return next(iter(output), wrong)
+        if not library.is_file():
             return "it said that it was done, and wrote no library"
-        check = [sys.executable, "-I", "-S", "-c", CHECK, str(made)]
-        wrong, said = _ran(check, SECONDS_TO_ANSWER)
+        check = [sys.executable, "-I", "-S", "-c", CHECK, str(library)]
+        wrong, output = _ran(check, SECONDS_TO_ANSWER)
         if wrong:
-            return f"its library fails its check: {' '.join([wrong, *said[-1:]])}"
-        with whole_file(cache / _named(stem, sha256(made)), 0o600) as temporary:
-            shutil.copyfile(made, temporary)
+            return f"its library fails its check: {' '.join([wrong, *output[-1:]])}"
+        with whole_file(cache / _named(stem, sha256(library)), 0o600) as temporary:
+            shutil.copyfile(library, temporary)
     return ""
 
 
 @functools.cache
 def _version(compiler: str) -> str:
-    _, said = _ran([compiler, "--version"], SECONDS_TO_ANSWER, stderr=subprocess.DEVNULL)
-    return next(iter(said), compiler)
+    _, output = _ran([compiler, "--version"], SECONDS_TO_ANSWER, stderr=subprocess.DEVNULL)
+    return next(iter(output), compiler)
 
 
 def _ran(command: list[str], limit: float, *,

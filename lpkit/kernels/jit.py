@@ -37,9 +37,9 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton",
 
 
 def keep_privately() -> None:
-    """From now on PyTorch and Triton keep what they compile, and execute it again, in folders of
-    this user alone, here and in processes that begin here. Raises ConfigError for a folder that he
-    chose and in which another user could have planted what is executed; OSError."""
+    """Makes PyTorch and Triton keep what they compile, and execute again, in folders of this user
+    alone, here and in processes that begin here. Raises ConfigError for a folder that he chose and
+    in which another user could have planted what is executed; OSError."""
     by_torch = os.path.join(tempfile.gettempdir(), "torchinductor_")    # when it is imported
     for variable, room in CACHES.items():
         chosen = os.environ.get(variable)

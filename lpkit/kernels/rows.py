@@ -42,7 +42,7 @@ _ARGUMENTS = {      # as rows.c declares them
 
 
 def choice() -> Choice:
-    """Which implementation runs on CPU tensors here, and why. Compiles on first use."""
+    """Says which implementation runs on CPU tensors here, and why. Compiles on first use."""
     return compile_c.choice("rows")
 
 

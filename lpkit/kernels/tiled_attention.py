@@ -36,8 +36,8 @@ from lpkit.techniques.attention_backends import FULL, TILE
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
           keys: int | None = None) -> Iterator[tuple[slice, list[slice]]]:
-    """Each tile of T queries, and the tiles of keys of which it sees any. `keys`: their number,
-    where it is not T."""
+    """Yields each tile of T queries, and the tiles of keys of which it sees any. `keys`: their
+    number, where it is not T."""
     for first in range(0, T, tile):
         last = min(first + tile, T)
         yield slice(first, last), [slice(start, min(start + tile, end))

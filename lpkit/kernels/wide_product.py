@@ -115,14 +115,14 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
 
 @functools.cache
 def choice(asked: str, threads: int) -> Choice:
-    """Which products multiply bf16 operands here, "bf16" or "float32": right ones, and of two the
-    faster. Raises ConfigError for those that were asked for and are wrong."""
+    """Decides which products multiply bf16 operands here, "bf16" or "float32": right ones, and of
+    two the faster. Raises ConfigError for those that were asked for and are wrong."""
     rng = torch.Generator().manual_seed(0)
     a, b = (torch.randn(SIZE, SIZE, generator=rng).bfloat16() for _ in range(2))
-    found = choose("product", KERNEL, NAMES.get(asked, asked), [(a, b, None, None)],
-                   setting="system.products", definition="bf16").choice
-    (used,) = (name for name, version in NAMES.items() if version == found.used)
-    return Choice(asked=asked, used=used, why=found.why.replace(f"of {REFERENCE}", "of bf16"))
+    chosen = choose("product", KERNEL, NAMES.get(asked, asked), [(a, b, None, None)],
+                    setting="system.products", definition="bf16").choice
+    (used,) = (name for name, version in NAMES.items() if version == chosen.used)
+    return Choice(asked=asked, used=used, why=chosen.why.replace(f"of {REFERENCE}", "of bf16"))
 
 
 class WideLinear(nn.Linear):

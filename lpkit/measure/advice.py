@@ -57,12 +57,12 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """Of a step, against 16 bits."""
+        """The speedup of a step, against 16 bits."""
         return self.cost.speedup if self.recorded_speedup is None else self.recorded_speedup
 
     @property
     def bits(self) -> float:
-        """Of the narrowest operand."""
+        """The bits of the narrowest operand."""
         return min(cast.bits for pair in RECIPES[self.recipe].products.values() for cast in pair)
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What to do, in `sentence`; everything else is why."""
+    """The advice on what to do, in `sentence`; everything else is why."""
 
     machine: str
     base: str
@@ -90,7 +90,7 @@ class Advice:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
     def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """For `html_table(*advice.table())`."""
+        """Returns the columns and rows for `html_table(*advice.table())`."""
         rows = []
         for p in self.plans:
             cost = p.cost
@@ -117,8 +117,8 @@ def _signed(nbytes: float) -> str:
 @checked
 def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence[str] | None = None,
            base: Text | None = None, measured: Path = MEASURED) -> Advice:
-    """Which recipe to train `config` with on one `machine`, a name of the catalogue or one that was
-    measured here.
+    """Advises which recipe to train `config` with on one `machine`, a name of the catalogue or one
+    that was measured here.
 
     recipes   rows to consider; None: every one that casts
     base      what to beat: bf16, fp16 or fp32; None: the fastest of what the machine has
@@ -212,7 +212,7 @@ def recorded_steps(on: Machine, base: str, folder: Path) -> dict[str, tuple[floa
 
 
 def case_name(recipe: str, config: Config) -> str:
-    """Of a case of `bench fp8-step`."""
+    """Returns the name of a case of `bench fp8-step`."""
     m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
 

@@ -25,7 +25,7 @@ MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
 
 
 def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
-    """One, here and now."""
+    """Tries one, here and now."""
     run = partial(tried, name, model, dtype)
     return probe(Check(f"{name}, {kind} in {dtype}", "attention", run), device)
 

@@ -94,7 +94,7 @@ def _interpreter(device: torch.device) -> str:
 
 
 def _versions(device: torch.device) -> str:
-    """What `lpkit.kernels.choose` found in the runs so far; trying anew would take seconds each."""
+    """Reports what `lpkit.kernels.choose` found in the runs so far; new tries take seconds each."""
     if wrong := refused_here():
         raise UnavailableError("refused here: " + "; ".join(
             f"{version} of {name} {why}" for name, each in wrong.items()
@@ -183,7 +183,7 @@ CHECKS: tuple[Check, ...] = (
 # The machine
 
 def machine() -> dict[str, Any]:
-    """What was found, without trying anything. Bytes."""
+    """Returns what was found, without trying anything. Sizes are bytes."""
     flags, memory = cpu_flags(), psutil.virtual_memory()
     driver, problem = Path("/sys/module/nvidia/version"), hardware.why_no_gpu()
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
@@ -203,7 +203,7 @@ def machine() -> dict[str, Any]:
 
 
 def techniques() -> list[Probe]:
-    """Whether the implementation of every row can be imported here, also of rows from outside."""
+    """Checks that the implementation of every row, also from outside, can be imported here."""
     return [probe(Check(f"{field}={name}", "technique", partial(_loaded, row)), torch.device("cpu"))
             for field, table in FAMILIES.items() for name, row in table.items()]
 

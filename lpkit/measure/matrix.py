@@ -39,7 +39,7 @@ ERROR = 0.5     # relative, beyond which a result is not the recipe's
 
 
 def backends_of(recipe: Recipe) -> tuple[str, ...]:
-    """Those that the question makes sense for: a recipe that casts nothing needs none."""
+    """Returns the backends that make sense for the recipe: one that casts nothing needs none."""
     return tuple(name for name in BACKENDS if (name == "pytorch") != bool(recipe.products))
 
 
@@ -86,13 +86,13 @@ def tried(recipe: str, backend: str, device: torch.device) -> str:
         raise UnavailableError(why)
     emulated = backend == "emulated" or (row.products and device.type == "cpu")
     trial = Trial(recipe, backend, device)
-    said = [f"{'emulated' if emulated else 'native'}, {trial.numbers()}"]
+    findings = [f"{'emulated' if emulated else 'native'}, {trial.numbers()}"]
     for feature in FEATURES:
         try:
             getattr(trial, feature)()
         except Exception as error:
-            said.append(f"no {feature}: {reason(error)}")
-    return "; ".join(said)
+            findings.append(f"no {feature}: {reason(error)}")
+    return "; ".join(findings)
 
 
 _compare = partial(compare, "the numbers are not the recipe's")
@@ -125,7 +125,7 @@ class Trial:
         return nn.Linear(SIZE, SIZE, device=self.device)
 
     def model(self, wrap: Callable[..., nn.Module] | None = None) -> nn.Module:
-        """With a history, the first micro-batch only fills it."""
+        """Wraps a Linear and runs one micro-batch, which only fills the history if there is one."""
         wrap = wrap or self.backend.wrap
         model = wrap(self.linear(), self.recipe, name="probe", seed=0)
         self.gradients(model)
@@ -147,7 +147,7 @@ class Trial:
         return [y.detach(), x.grad, model.weight.grad]
 
     def definition(self) -> list[Tensor]:
-        """What y, dx and dw should be; for a recipe that casts nothing, in float64."""
+        """Returns what y, dx and dw should be; for a recipe that casts nothing, in float64."""
         model = self.linear().double()
         if self.recipe.products:
             model = self.model(partial(ScaledLinear.wrap, arithmetic=Definition()))

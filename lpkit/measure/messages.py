@@ -34,7 +34,7 @@ class MessageCount(TorchDispatchMode):
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """By this rank, by kind."""
+        """The bytes that this rank sent, by kind."""
         return sent_bytes(self.sent)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -63,7 +63,7 @@ ROLES = {   # the product in which a tensor is looked at, and the operand that i
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """What one cast does to one tensor."""
+    """The effect of one cast on one tensor."""
 
     sqnr_db: float | None           # 10 log10(sum x^2 / sum (x - cast x)^2); None: no error at all
     underflow: float                # share of elements that became zero
@@ -167,14 +167,14 @@ def draw(x: Tensor, casts: Iterable[Cast], rows: int | None,
 def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
     """Sums and counts for `quality`, (12,) float64 on x's device. `amax`: as in `quantise`."""
     mixed = drawn.mixed(cast.transform)
-    made = quantise(mixed, replace(cast, transform="none"), amax=amax,
-                    noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
-    scale = made.scale if made.tensor is None else made.scale * made.tensor
+    quantised = quantise(mixed, replace(cast, transform="none"), amax=amax,
+                         noise=Noise(seed=0) if cast.rounding == "stochastic" else None)
+    scale = quantised.scale if quantised.tensor is None else quantised.scale * quantised.tensor
     r, c = cast.block[0] or len(mixed), cast.block[1] or mixed.shape[1]
     kept = -(-drawn.rows // r)                              # rows of blocks that count
-    scale, top, r = scale[:kept], made.amax[:kept], min(r, drawn.rows)
+    scale, top, r = scale[:kept], quantised.amax[:kept], min(r, drawn.rows)
     x, signal, some = drawn.blocks(cast.transform, r, c)
-    data = made.data[:drawn.rows].view(x.shape)
+    data = quantised.data[:drawn.rows].view(x.shape)
     noise = torch.addcmul(x, data, (scale * drawn.unit)[:, None, :, None],
                           value=-1).square_().sum((1, 3))
     left = data.count_nonzero((1, 3))
@@ -196,7 +196,7 @@ def measure(drawn: Drawn, cast: Cast, *, amax: Tensor | None = None) -> Tensor:
 
 
 def quality(numbers: list[float], cast: Cast) -> Quality:
-    """From what `measure` has counted."""
+    """Makes a Quality of what `measure` has counted."""
     (elements, left, beyond, there, saturated, zeroed,
      signal, noise, worst, high, low, blocks) = numbers
     to, elements, some = format_of(cast.format), max(elements, 1), max(there, 1)
@@ -211,7 +211,7 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
 
 
 def exponents(x: Tensor) -> dict[int, int]:
-    """How many of x (float32) have each floor(log2 |x|); what is below 2^-126 is left out."""
+    """Counts the elements of x (float32) by floor(log2 |x|), without those below 2^-126."""
     codes = (x.contiguous().view(torch.int32) >> 23) & 0xFF
     counts = torch.bincount(codes.flatten(), minlength=256)[1:255].tolist()
     return {exponent: count for exponent, count in enumerate(counts, -126) if count}
@@ -233,7 +233,7 @@ def cast_of(recipe: Recipe, role: str) -> Cast:
 @contextmanager
 def observed(linears: Mapping[str, nn.Linear],
              look: Callable[[str, nn.Linear, str, Tensor, torch.dtype], None]) -> Iterator[None]:
-    """Within, `look(name, layer, tensor, value, dtype)` sees what each Linear multiplies: its x and w,
+    """Lets `look(name, layer, tensor, value, dtype)` see what each Linear multiplies: its x and w,
     and the gradient dy of its output, whose dtype it is told."""
     def forward(name: str, layer: nn.Linear, args: tuple[Tensor, ...], out: Tensor) -> None:
         # alone: a closure over `out` would keep it until backward, and itself in a cycle
@@ -358,7 +358,7 @@ class Telemetry:
 
     def _history(self, name: str, module: nn.Linear, role: str, recipe: Recipe,
                  drawn: Drawn) -> Tensor | None:
-        """What delayed scaling would scale by: the layer's history, or what earlier samples saw."""
+        """Returns what delayed scaling would scale by: the layer's history, or earlier samples'."""
         product, operand = ROLES[role]
         if recipe.delayed is None or getattr(recipe, product) is None:
             return None
@@ -370,7 +370,7 @@ class Telemetry:
         return amax * 2.0**delayed.margin
 
     def _keep(self, samples: list[Sample]) -> None:
-        """In the file alone, where there is one: a long run has more samples than memory."""
+        """Keeps them in the file alone, if there is one: a long run exceeds the memory."""
         if self.path is None:
             self.samples += samples
         else:
@@ -447,7 +447,7 @@ def source_of_nonfinite(samples: Iterable[Sample]) -> str:
 
 
 def nonfinite_report(samples: Iterable[Sample]) -> str:
-    """Where NaN or Inf was met first, by layer, and which layer made it; empty when it never
+    """Says where NaN or Inf was met first, by layer, and which layer made it; empty when it never
     was."""
     samples = list(samples)
     bad = [sample for sample in samples if sample.nonfinite]
@@ -457,6 +457,6 @@ def nonfinite_report(samples: Iterable[Sample]) -> str:
     named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}"
                       for sample in first[:3])
     more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
-    made = source_of_nonfinite(samples)
-    who = f"; made by {made}" if made else "; already there when the step began"
+    source = source_of_nonfinite(samples)
+    who = f"; made by {source}" if source else "; already there when the step began"
     return f"NaN or Inf at step {first[0].step}: {named}{more}{who}"

@@ -79,7 +79,7 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
 
 
 def _decide(config: Config, device: str) -> Decisions:
-    """As the run decides, but without a device to ask or to race on."""
+    """Decides as the run does, but without a device to ask or to race on."""
     if device == "cuda" and not torch.cuda.is_available():      # autograd asks it for a stream
         raise ConfigError("PyTorch sees no GPU here, and without one it goes back through no GPU's "
                           "operations, not even to trace them; use device=cpu, which keeps the "
@@ -137,8 +137,8 @@ def _fake_step(device: str) -> Iterator[None]:
 
 @contextmanager
 def _instead(fake: FakeTensorMode) -> Iterator[None]:
-    """What would lie in a file lies nowhere, or on PyTorch's device without memory; FSDP's shards
-    are cut when asked for."""
+    """Makes what would lie in a file lie nowhere, or on PyTorch's device without memory; FSDP's
+    shards are cut when asked for."""
 
     def mapped(self: Scratch, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -186,7 +186,7 @@ class _Healthy(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciled:
-    """What one device holds at the peak of a step, three times: bytes by row, each at its peak."""
+    """One device's memory at the peak of a step, three times: bytes by row, each at its peak."""
 
     formula: dict[str, float]
     formula_moment: str             # of ledger.MOMENTS
@@ -205,7 +205,7 @@ class Reconciled:
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """How far off the formula and the trace are, and which row explains it."""
+        """The sentences on how far off formula and trace are, and which row explains it."""
         if not self.measured:
             return (self._sentence("formula", self.formula_moment, "traced"),)
         return (self._sentence("formula", self.formula_moment, "measured"),
@@ -268,7 +268,7 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
 
 
 def _machine(device: torch.device) -> Machine:
-    """What the ledger asks of this one: kind and size. Its speeds are not measured."""
+    """Describes this device for the ledger: kind and size. Its speeds are not measured."""
     gpu = device.type == "cuda"
     there = device if not gpu or torch.cuda.is_available() else "cpu"
     return Machine(name="this", title=str(device), kind="gpu" if gpu else "cpu", flops={},

@@ -123,7 +123,7 @@ class Footprint:
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """To other ranks, by kind of collective."""
+        """The bytes sent to other ranks, by kind of collective."""
         return sent_bytes(self.messages)
 
 
@@ -174,7 +174,7 @@ class Tracker(TorchDispatchMode):
         self._hold_gradients()
 
     def _hold_gradients(self) -> None:
-        """Of whole parameters, and of the rows that this rank updates."""
+        """Holds the gradients of whole parameters, and of the rows that this rank updates."""
         owned = self.optimizer.param_groups if self.optimizer else ()
         parameters = chain(self.model.parameters(), *(group["params"] for group in owned))
         self.hold([local(p.grad) for p in parameters if p.grad is not None], "gradients")
@@ -265,7 +265,7 @@ class Tracker(TorchDispatchMode):
         return self.records.get(t.untyped_storage()._cdata)
 
     def _row(self, phase: str, module: str) -> str:
-        """What a storage is that nothing else is known of."""
+        """Returns the row of a storage of which nothing else is known."""
         if phase == "optimizer":
             return "optimizer temporaries"
         if phase == "backward" and self.modules:
@@ -348,7 +348,7 @@ class Tracker(TorchDispatchMode):
         self.exits.close()
 
     def _replace(self, owner: Any, name: str, by: Callable) -> None:
-        """For as long as we look, `by(original, ...)` is called instead."""
+        """Makes `by(original, ...)` be called instead for as long as we look."""
         original = getattr(owner, name)
         setattr(owner, name, lambda *args, **kwargs: by(original, *args, **kwargs))
         self.exits.callback(setattr, owner, name, original)
@@ -407,7 +407,7 @@ class Tracker(TorchDispatchMode):
 
     def _cast(self, cast: Callable, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
               first: bool = False, **how: bool) -> Any:
-        """What ScaledLinear casts: its `first` cast, or once more for another product."""
+        """Casts as ScaledLinear does and labels the result: its `first` cast, or a later one."""
         made = cast(product, role, x, dtype, first=first, **how)
         turned = made.turned
         for one in filter(None, (made, turned)):
@@ -469,7 +469,7 @@ class Tracker(TorchDispatchMode):
 
 
 def wrapped(types: Iterable[type]) -> bool:
-    """Whether an operation is on tensors made of others: left alone, those inside are seen."""
+    """True if an operation is on tensors made of others: left alone, those inside are seen."""
     return any(t is not Tensor and t is not nn.Parameter and not issubclass(t, FakeTensor)
                for t in types)
 
@@ -484,7 +484,7 @@ def _short(name: str) -> str:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those that have storages, in nested lists, tuples and dicts: a wrapper holds others."""
+    """Yields tensors with storages, in nested lists, tuples and dicts: wrappers hold others."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])

@@ -48,7 +48,7 @@ class Saved:
 
     @property
     def total_bytes(self) -> int:
-        """Without the weight copies."""
+        """The bytes without the weight copies."""
         return sum(self.operations.values())
 
 
@@ -71,8 +71,8 @@ def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
 
 def memory(config: Config, *, device: str | None = None, count: bool = False,
            ranks: Ranks | None = None) -> Footprint:
-    """Every live byte of one update of the model of `config`, as lpkit.train makes it, by row; the
-    second one, because the optimizer makes its state in the first. Of `ranks` each has its own.
+    """Returns every live byte of one update of the model of `config`, as lpkit.train makes it, by
+    row; the second, because the first makes the optimizer's state. Of `ranks` each has its own.
 
     On a GPU the allocator counts too, cuBLAS's workspace included; on a CPU PyTorch's profiler
     does, in one more update, if asked to `count`.
@@ -102,8 +102,8 @@ BY_OPERATION = {    # by the start of its name; what is none of these is pointwi
 
 
 def seconds(config: Config, *, rounds: int = 3) -> Seconds:
-    """Where the time of an update goes, by PyTorch's profiler: each operation's own time, a product
-    by its sizes.
+    """Says where the time of an update goes, by PyTorch's profiler: each operation's own time, a
+    product by its sizes.
 
     A profiled step is slower than others; its rows are scaled so that they add up to the clock's.
     Raises ConfigError.
@@ -160,14 +160,14 @@ def _products_by_sizes(config: Config) -> dict[tuple[int, ...], list[str]]:
 def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
     """Rooflines at this machine's ceilings beside a profiled update, row by row. Raises
     ConfigError, also for a recipe that this machine emulates: there is no ceiling for it."""
-    said, found = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
+    predicted, measured = step_time(config, hardware.machine()), seconds(config, rounds=rounds)
     label = {}
     for names in _products_by_sizes(config).values():
         label |= dict.fromkeys(names, ", ".join(names))
     formula: Counter[str] = Counter()
-    for row in said.rows:
+    for row in predicted.rows:
         formula[label.get(row.name, row.name)] += row.seconds
-    return Comparison.of_rows(formula, found.rows, unit="s", where=found.where)
+    return Comparison.of_rows(formula, measured.rows, unit="s", where=measured.where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,12 +232,12 @@ class Bench:
         return f"{name}, {self.how}"
 
     def train(self, tracker: Tracker | None = None) -> Tensor:
-        """As the loop does it; the loss. `tracker` is told when the optimizer is at work."""
+        """Updates as the loop does; returns the loss. `tracker` hears when the optimizer works."""
         at_work = {} if tracker is None else {"optimizer": tracker.optimizing}
         return self.training.update(0, phases=lambda phase: at_work.get(phase, nullcontext)()).loss
 
     def seconds(self) -> float:
-        """Of one update; the clock waits for the device."""
+        """Returns the seconds of one update; the clock waits for the device."""
         start = self._now()
         self.train()
         return self._now() - start
@@ -260,7 +260,7 @@ class Bench:
                        place=self.training.state_placement)
 
     def footprint(self, *, count: bool = False) -> Footprint:
-        """Of the second update, as `memory`."""
+        """Returns the footprint of the second update, as `memory` does."""
         gpu = self.device.type == "cuda"
         tracker, messages = self.watched()
         counts = {}

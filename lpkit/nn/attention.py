@@ -23,8 +23,8 @@ CAUSAL = FULL       # the same object: what is kept of a rule is made for each
 
 
 def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) -> Tensor:
-    """Which of the keys at these places each of the queries sees: bool, (Tq, Tk), or with documents
-    (B, T) int64 (B, 1, Tq, Tk)."""
+    """Says which keys at these places each query sees: bool, (Tq, Tk), or with documents (B, T)
+    int64 (B, 1, Tq, Tk)."""
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
         return seen

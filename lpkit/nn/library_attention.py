@@ -84,7 +84,8 @@ def _activated() -> Iterator[None]:
 
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """On a CPU forward alone, uncompiled: it makes all scores, to check what a GPU is told."""
+    """Attends by flex_attention. On a CPU forward alone, uncompiled: it makes all scores, to check
+    what a GPU is told."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     capped = None
@@ -146,15 +147,15 @@ _KEPT = WeakTensorKeyDictionary()       # what follows from a batch's documents,
 
 def _of_batch(documents: Tensor, key: Any, make: Callable[[], Any]) -> Any:
     """`make()`, once for these documents as they are."""
-    kept, key = _KEPT.setdefault(documents, {}), (key, documents._version)
-    if key not in kept:
-        kept[key] = make()
-    return kept[key]
+    cached, key = _KEPT.setdefault(documents, {}), (key, documents._version)
+    if key not in cached:
+        cached[key] = make()
+    return cached[key]
 
 
 @torch.compiler.disable     # how many documents there are is known when they are
 def cuts(documents: Tensor) -> tuple[Tensor, int]:
-    """Where each document of documents (B, T) begins in B x T, and the end: int32; the longest."""
+    """Returns where each of documents (B, T) begins in B x T, and the end: int32; the longest."""
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     ends = begins.flatten().nonzero().flatten()
@@ -221,7 +222,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Both functions return the log-sums besides."""
+    """Attends with flash_attn 4, whose functions return the log-sums besides."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     how = {"causal": True, "softcap": rule.soft_cap or 0.0, "learnable_sink": sinks,

@@ -22,7 +22,7 @@ from lpkit.nn.layers import linear
 
 
 def _repeated(t: Tensor, heads: int) -> Tensor:
-    """Each group's part, repeated for its heads."""
+    """Repeats each group's part for its heads."""
     return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 

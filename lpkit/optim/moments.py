@@ -20,8 +20,8 @@ DECADES = 7
 
 
 class Float32:
-    """Every format does what this one does. A checkpoint names the tensors of a slot with these
-    `suffixes`."""
+    """The float32 format, whose methods every format has. A checkpoint names the tensors of a slot
+    with these `suffixes`."""
 
     suffixes: tuple[str, ...] = ("",)
 

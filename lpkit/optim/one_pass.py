@@ -98,7 +98,7 @@ class OnePass:
 
     def launch(self, w: Tensor, g: Tensor, slots: Sequence[Tensor], bits: Tensor | None,
                settings: Any, update: int, new: Sequence[Tensor]) -> None:
-        """All contiguous. `new`: where w and slots go; they themselves for an update in place."""
+        """Launches, all contiguous. `new`: where w and slots go; they themselves if in place."""
         blocks = triton.cdiv(w.numel(), BLOCK)
         _pass[(blocks,)](
             w, g, slots[0], slots[-1], w if bits is None else bits, new[0], new[1], new[-1],

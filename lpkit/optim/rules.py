@@ -43,7 +43,7 @@ def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, up
 
 
 def adamw_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
-    """All parameters at once."""
+    """Makes the AdamW that updates all parameters at once."""
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2),
                              eps=settings.eps, fused=True)
 

@@ -41,8 +41,8 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
     """
-    found = optimizers.parameter_groups(list(named), settings)
-    rows = {group.settings: optimizers.find(group.settings.name) for group in found}
+    parameter_groups = optimizers.parameter_groups(list(named), settings)
+    rows = {group.settings: optimizers.find(group.settings.name) for group in parameter_groups}
     stays = placement is None or placement.name == StatePlacement.name
     plain = stays and not optimizers.find_format(moment_format).encoding_bytes
     if not any(row.slots for row in rows.values()) and not plain:
@@ -50,14 +50,14 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
                           f"and memory.optimizer_state change nothing; leave them at their "
                           f"defaults")
     groups = []
-    for group in found:
+    for group in parameter_groups:
         groups.append({"params": [named[name] for name in group.names], "lr": group.lr,
                        "weight_decay": group.weight_decay})
     fused = optimizers.find(settings.name).fused
     if (fused and plain and len(rows) == 1
             and all(p.dtype == torch.float32 for p in named.values())):
         return resolve_name(fused)(groups, settings)
-    for group, of in zip(groups, found):
+    for group, of in zip(groups, parameter_groups):
         group["settings"] = of.settings
     told = told or (lambda name: Parameter(name, tuple(named[name].shape)))
     return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed,
@@ -202,14 +202,14 @@ def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> 
                 "moment_format": optimizer.moment_format}
         rounding = "stochastic"
         chosen = {**chosen, **optimizer.choices}
-    found = dict(chosen)
-    for key in does.keys() & found.keys():
-        if found[key].used != does[key]:
+    choices = dict(chosen)
+    for key in does.keys() & choices.keys():
+        if choices[key].used != does[key]:
             why = f"the optimizer that was built, {type(optimizer).__name__}, does this"
-            found[key] = replace(found[key], used=does[key], why=why)
+            choices[key] = replace(choices[key], used=does[key], why=why)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.dtype != torch.float32 for p in parameters):
         why = ("of bf16 weights after their update in float32: small updates survive on average "
                "(Zamirai et al. 2020, arXiv:2010.06192)")
-        found["rounding"] = Choice(asked="stochastic", used=rounding, why=why)
-    return found
+        choices["rounding"] = Choice(asked="stochastic", used=rounding, why=why)
+    return choices

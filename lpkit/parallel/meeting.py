@@ -209,13 +209,13 @@ def _prove(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
                                   for pair in pairs))
 
     due = proofs([(rank, mine) for rank in ranks])
-    found = bytearray(len(due))
-    dist.all_to_all_single(torch.frombuffer(found, dtype=torch.uint8),
+    received = bytearray(len(due))
+    dist.all_to_all_single(torch.frombuffer(received, dtype=torch.uint8),
                            torch.frombuffer(proofs([(mine, rank) for rank in ranks]),
                                             dtype=torch.uint8), group=group)
     for at, rank in enumerate(ranks):
         part = slice(at * PROOF_BYTES, (at + 1) * PROOF_BYTES)
-        if not hmac.compare_digest(found[part], due[part]):
+        if not hmac.compare_digest(received[part], due[part]):
             raise ConfigError(f"who answers rank {mine} as rank {rank} does not know the secret of "
                               f"this launch: {STRANGER}")
 

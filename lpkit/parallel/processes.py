@@ -183,11 +183,11 @@ class Processes:
         """
         outcome: dict[str, Any] = {}
         for line in self._report:
-            said = json.loads(line)
-            if "told" in said:
-                self._heard(said["rank"], said["told"])
+            message = json.loads(line)
+            if "told" in message:
+                self._heard(message["rank"], message["told"])
             else:
-                outcome = said
+                outcome = message
         self._end()
         if "values" in outcome:
             return outcome["values"]

@@ -124,9 +124,9 @@ def by_first(work: Callable, *args: Any) -> Any:
             result = work(*args)
         except Exception as error:
             raised = error
-    result, said = _said([result, raised and packed(raised)])
-    if said:
-        raise raised or unpacked(*said)
+    result, failure = _said([result, raised and packed(raised)])
+    if failure:
+        raise raised or unpacked(*failure)
     return result
 
 

@@ -59,11 +59,10 @@ class Sharding:
         return self.owned
 
     def backward(self, last: bool) -> None:
-        """Is called before the backward of a micro-batch; after the `last` one gradients must be
-        reduced."""
+        """Called before a micro-batch's backward; after the `last`, gradients must be reduced."""
 
     def reduce(self) -> None:
-        """Is called after it: what is owned then has the gradients of the whole batch."""
+        """Called after it: what is owned then has the gradients of the whole batch."""
 
     def norm(self, norm: Tensor) -> Tensor:
         """Returns the norm of all gradients, from that of the owned ones."""

@@ -304,7 +304,7 @@ class Supervisor:
                        f"got no further for {self.progress_seconds:g} s")
 
     def _blame(self, rank: Rank) -> None:
-        """One that failed, or is gone without a word."""
+        """Blames a rank that failed, or is gone without a word."""
         error = rank.failed
         if rank.phase == MEETING and rank.status == -signal.SIGABRT:     # gloo's, which heard nonsense
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")

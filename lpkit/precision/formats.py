@@ -94,7 +94,7 @@ def _exponent(magnitude: Tensor, fmt: Format) -> Tensor:
 
 
 def spacing(magnitude: Tensor, fmt: Format) -> Tensor:
-    """Between the neighbours of a magnitude, if the exponent had no upper bound; float64."""
+    """Returns the spacing around a magnitude, if the exponent had no upper bound; float64."""
     return _power(_exponent(magnitude, fmt) - fmt.mantissa_bits)
 
 
@@ -151,7 +151,7 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def values(fmt: Format) -> Tensor:
-    """Every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
+    """Returns every value, float32, at the index of its code. Raises ConfigError above 8 bits."""
     if fmt.bits > 8:
         small = ", ".join(f.name for f in FORMATS.values() if f.bits <= 8)
         raise ConfigError(f"{fmt.name} has 2^{fmt.bits} values; those of formats up to 8 bits are "

@@ -189,19 +189,19 @@ class ScaledLinear(nn.Linear):
         make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise,
                        both=both)
         if role == "w" and self.gathered is not None:
-            made = self.arithmetic.taken(replace(self.gathered, data=x), cast, dtype, both=both)
+            result = self.arithmetic.taken(replace(self.gathered, data=x), cast, dtype, both=both)
         elif role == "w" and self.cache is not None and not torch.compiler.is_compiling():
             # a history moves on between micro-batches, and may give the same weight another scale
             same = cast, dtype, both, self.arithmetic, None if amax is None else amax.item()
-            made = self.cache.get(product, same, make, with_amax=delayed is not None)
+            result = self.cache.get(product, same, make, with_amax=delayed is not None)
         else:
-            made = make()
+            result = make()
         if first:
-            getattr(self, f"nonfinite_{role}").add_(made.nonfinite)
+            getattr(self, f"nonfinite_{role}").add_(result.nonfinite)
         if first and self.training and delayed is not None:
             now = getattr(self, f"amax_{role}")
-            now.copy_(torch.maximum(now, made.amax.view(()).nan_to_num(0, 0)))
-        return made
+            now.copy_(torch.maximum(now, result.amax.view(()).nan_to_num(0, 0)))
+        return result
 
     def past_amax(self, role: str) -> Tensor | None:
         """() float32, that delayed scaling goes by; 0 while its history is empty."""
@@ -215,13 +215,13 @@ class ScaledLinear(nn.Linear):
         """x as the operand `role` of `product`, and x.T as that of `other`, made when asked for: a
         cast of its own need not be there during the first product. `both`: it will be asked for."""
         if role == "w" and self.gathered is not None:       # one cast, which transposes
-            made = self.cast(product, role, x, dtype, first=True)
-            return made, lambda: self.cast(product, role, x, dtype, both=True).T
+            operand = self.cast(product, role, x, dtype, first=True)
+            return operand, lambda: self.cast(product, role, x, dtype, both=True).T
         one, two = (casts and casts[PRODUCTS[name].index(role)] for name in (product, other)
                     for casts in [getattr(self.recipe, name)])
         shared = both and one is not None and one == two and self.arithmetic.shares(one)
-        made = self.cast(product, role, x, dtype, first=True, both=shared)
-        return made, lambda: made.T if shared else self.cast(other, role, x.T, dtype)
+        operand = self.cast(product, role, x, dtype, first=True, both=shared)
+        return operand, lambda: operand.T if shared else self.cast(other, role, x.T, dtype)
 
     def product(self, name: str, a: Scaled, b: Scaled, dtype: torch.dtype,
                 bias: Tensor | None = None) -> Tensor:
@@ -232,7 +232,7 @@ class ScaledLinear(nn.Linear):
         return [getattr(self, f"{what}_{role}") for role in ROLES]
 
     def advance(self) -> None:
-        """Is called after the backward of a micro-batch: histories move on, the next rounding draws
+        """Called after the backward of a micro-batch: histories move on, the next rounding draws
         anew."""
         if self.recipe.delayed is not None:
             amaxes = self.of_roles("amax")
@@ -286,8 +286,8 @@ def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Is called after the backward of every micro-batch. `agree` makes of numbers the largest that
-    any rank has, in place: histories are the same on all of them."""
+    """Called after the backward of every micro-batch. `agree` makes of numbers the largest that any
+    rank has, in place: histories are the same on all of them."""
     layers = list(scaled_linears(model))
     amaxes = [t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]
     if agree is not None and amaxes:
@@ -300,10 +300,10 @@ def nonfinite_report(model: nn.Module) -> str:
     """Names the tensors that held a NaN or an Inf when they were cast, in the order of the model,
     or ""."""
     words = dict(zip(ROLES, ("activations", "weights", "gradients")))
-    found = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
-             for role, count in zip(ROLES, torch.stack(layer.of_roles("nonfinite")).tolist())
-             if count]
-    if not found:
+    places = [f"{count} in the {words[role]} of {layer.name}" for layer in scaled_linears(model)
+              for role, count in zip(ROLES, torch.stack(layer.of_roles("nonfinite")).tolist())
+              if count]
+    if not places:
         return ""
-    more = f" and of {len(found) - 3} more" if len(found) > 3 else ""
-    return f"NaN or Inf met in casts: {', '.join(found[:3])}{more}"
+    more = f" and of {len(places) - 3} more" if len(places) > 3 else ""
+    return f"NaN or Inf met in casts: {', '.join(places[:3])}{more}"

@@ -58,8 +58,8 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
         elif made.nonfinite:
             values.fill_(torch.nan)
         return Scaled(data=values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
-    found, nonfinite = kernel.amax(x, cast.block)
-    both, scale, tensor = decide(found, amax, cast.scale, to)
+    largest, nonfinite = kernel.amax(x, cast.block)
+    both, scale, tensor = decide(largest, amax, cast.scale, to)
     if rule.identity:
         data = x.to(getattr(torch, to.torch_dtype)).to(dtype)
     else:
@@ -67,7 +67,7 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
                           rescale=fold and rule.folds and scale)
     if fold and rule.folds:
         scale = scale.new_ones(1, 1)
-    return Scaled(data=data, scale=scale, tensor=tensor, amax=found, nonfinite=nonfinite)
+    return Scaled(data=data, scale=scale, tensor=tensor, amax=largest, nonfinite=nonfinite)
 
 
 def reference(a: Scaled, b: Scaled) -> Tensor:

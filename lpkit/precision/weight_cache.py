@@ -73,7 +73,7 @@ class WeightCache:
         self.casts: dict[str, tuple[Any, Scaled]] = {}      # by product
 
     def see(self, w: Tensor) -> None:
-        """Is called before its casts are asked for."""
+        """Called before its casts are asked for."""
         storage = w.untyped_storage()
         same = self.weight() is w and self.storage._cdata == storage._cdata
         if not same or self.version != w._version:

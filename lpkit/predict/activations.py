@@ -32,8 +32,8 @@ class Kept:
 
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
                depth: float = 1.0) -> "Kept":
-        """With `scale(operation, bytes)` for the bytes of each, `again_bytes`, and `depth` of the
-        blocks."""
+        """Returns it with `scale(operation, bytes)` for the bytes of each, `again_bytes`, and
+        `depth` of the blocks."""
         def each(saved: dict[str, float]) -> dict[str, float]:
             return {name: scale(name, nbytes) for name, nbytes in saved.items()}
 
@@ -51,18 +51,18 @@ class Kept:
 
     @property
     def total_bytes(self) -> float:
-        """Without the weight copies."""
+        """The bytes without the weight copies."""
         return sum(self.operations.values())
 
     @property
     def waiting_bytes(self) -> float:
-        """When backward begins: without what the loss keeps, and without the token ids."""
+        """The bytes held when backward begins: without the loss's, and without the token ids."""
         return self.total_bytes - self.operations["loss"] - self.operations["embed"]
 
 
 def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Kept:
-    """For `batch` sequences of model.context tokens; `sizes` are the other fields of a MicroBatch.
-    `recompute`, the name of a row, decides what blocks keep."""
+    """Returns what is kept for `batch` sequences of model.context tokens; `sizes` are the other
+    fields of a MicroBatch. `recompute`, the name of a row, decides what blocks keep."""
     settings = chosen(RECOMPUTE, recompute, "memory.recompute")
     s = MicroBatch(model=model, batch=batch, **sizes,
                    attends_again=RECOMPUTE[recompute].attention_alone)
@@ -72,7 +72,7 @@ def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: ob
 
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
           stay: Collection[int] = ()) -> Kept:
-    """As `kept`; `plain` are the operations as the blocks have them whose numbers are in `stay`."""
+    """Does as `kept`; `plain` are the operations in the blocks whose numbers are in `stay`."""
     L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
     again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:

@@ -107,8 +107,8 @@ def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
 
 @functools.cache
 def in_emulation(name: str, row: Row, m: ModelConfig, base: str) -> Recipe:
-    """As `backends.Emulated` runs it: values in 16 bits, scales multiplied into them where that is
-    exact, and float32 products where float32 scales vary inside the sum."""
+    """Returns the recipe as `backends.Emulated` runs it: values in 16 bits, scales multiplied into
+    them where that is exact, and float32 products where float32 scales vary inside the sum."""
     unfolded = [cast for cast in row.all_casts if not SCALES[cast.scale].folds]
     wide = base == "fp32" or any(cast.block[1] > 1 for cast in unfolded)
     return replace(on_hardware(name, row, m), dtype="fp32" if wide else base,
@@ -126,7 +126,7 @@ class Pass:
 
 
 def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
-    """Every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
+    """Returns every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
 
     A scale that spans more than a chip holds needs a pass of its own to find the largest magnitude,
     and a small kernel that makes it a scale; a history saves the pass and not the kernel. Blocks
@@ -163,7 +163,7 @@ def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coale
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """All Linears of one shape in one update, forward and backward. Seconds are of one call."""
+    """The cost of all Linears of one shape in one update, both passes. Seconds are of one call."""
 
     name: str
     M: int
@@ -216,15 +216,15 @@ def linear_cost(p: Product, recipe: Recipe, machine: Machine, efficiency: Effici
 
 def linear_seconds(p: Product, machine: Machine, efficiency: Efficiency, *, recipe: Recipe | None,
                    base: str, itemsize: int) -> tuple[float, float]:
-    """Of one call, forward and backward, on average over the layers that a recipe casts and those
-    that it keeps. Its casts are spread as its products are."""
+    """Returns the seconds of one call, forward and backward, on average over the layers that a
+    recipe casts and those that it keeps. Its casts are spread as its products are."""
     plain = plain_seconds(p, machine, efficiency, dtype=base, itemsize=itemsize)
     forward, backward = plain["y"], plain["dx"] + plain["dw"] * p.trained
-    kept = 1.0
+    kept_share = 1.0
     if recipe is not None and recipe.casts:
-        kept = recipe.kept.get(p.name, 0) / p.calls
-    if kept >= 1:
+        kept_share = recipe.kept.get(p.name, 0) / p.calls
+    if kept_share >= 1:
         return forward, backward
     cost = linear_cost(p, recipe, machine, efficiency, base=base, itemsize=itemsize).seconds
-    return (kept * forward + (1 - kept) * cost / 3,
-            kept * backward + (1 - kept) * cost * (1 + p.trained) / 3)
+    return (kept_share * forward + (1 - kept_share) * cost / 3,
+            kept_share * backward + (1 - kept_share) * cost * (1 + p.trained) / 3)

@@ -45,7 +45,7 @@ class Row:
 
     @property
     def truth(self) -> float | None:
-        """What a guess is held against: the formula, where nothing can be measured."""
+        """The value that a guess is held against: the formula, where nothing can be measured."""
         return self.formula if self.measured is None else self.measured
 
     @property
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def held(self) -> bool | None:
-        """Whether the interval of the guess holds the truth; None without one."""
+        """True if the interval of the guess holds the truth; None without one."""
         if None in (self.guess, self.guess_factor, self.truth):
             return None
         return self.guess / self.guess_factor <= self.truth <= self.guess * self.guess_factor
@@ -121,13 +121,13 @@ class Comparison:
 
 
 def rivals(values: Mapping[str, float], within: float) -> list[str]:
-    """Who is within `within` of the highest, the highest first."""
+    """Names those within `within` of the highest, the highest first."""
     ordered = sorted(values, key=values.__getitem__, reverse=True)
     return [name for name in ordered if values[name] >= values[ordered[0]] - within]
 
 
 def disturbance(share: float) -> str:
-    """In words what others took of the cores, if it is enough to disturb seconds."""
+    """Says in words what others took of the cores, if it is enough to disturb seconds."""
     return f"others took {share:.0%} of the cores meanwhile" if share > DISTURBED else ""
 
 

@@ -23,8 +23,8 @@ from lpkit.techniques.machines import Machine
 
 def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
                 itemsize: int = 2) -> int:
-    """Of keys and values, or of what the kind keeps instead, for `batch` sequences that have had
-    `tokens`; itemsize: bytes of a number in the products. Raises ConfigError."""
+    """Returns the bytes of keys and values, or of what the kind keeps instead, for `batch`
+    sequences after `tokens`; itemsize: bytes of a number in the products. Raises ConfigError."""
     row, settings = pick(CACHES, format, "cache"), model.attention
     if tokens < 1 or batch < 1:
         raise ConfigError(f"a cache has 1 token and 1 sequence or more; got {tokens} and {batch}")

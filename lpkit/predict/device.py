@@ -31,8 +31,8 @@ Padded = Mapping[str, tuple[int, int, int]]     # tokens, inputs and outputs of 
 
 
 class Step:
-    """All devices of a layout have this in common, of what `lpkit.predict.memory` was asked.
-    Raises ConfigError."""
+    """The part that all devices of a layout share of what `lpkit.predict.memory` was asked. Raises
+    ConfigError."""
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None,

@@ -86,7 +86,7 @@ SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """How a step is programmed. What is None is fitted."""
+    """The way in which a step is programmed. What is None is fitted."""
 
     words: str
     attention: float | None         # of the generation's
@@ -133,7 +133,7 @@ def stack_of(config: Config) -> str:
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
-    """Of a training step. `folder`: of recorded benches. Raises ConfigError for an unknown stack."""
+    """Finds a step's efficiency; `folder` has benches. Raises ConfigError for an unknown stack."""
     made = REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
@@ -150,7 +150,7 @@ def _efficiency(name: str | None, stack: str) -> Efficiency:
 
 
 def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Efficiency:
-    """By a generation, at these `numbers`. Raises ConfigError."""
+    """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
     low = kept * (row.eight or row.sixteen)
@@ -260,7 +260,7 @@ UNSEEN = "no published run is of this kind"
 
 
 def kind_of(machine: Machine, precision: str) -> str:
-    """Of fit.json's kinds."""
+    """Returns the kind, one of fit.json's."""
     low, name = PRECISIONS[precision].low, generation_of(machine)
     if name is None:
         return UNSEEN
@@ -271,7 +271,7 @@ def kind_of(machine: Machine, precision: str) -> str:
 
 
 def shape_of(layout: Layout) -> str:
-    """What splits the model, in words: "tensor + pipeline", "ZeRO 3", "one device"."""
+    """Says what splits the model, in words: "tensor + pipeline", "ZeRO 3", "one device"."""
     split = [axis for axis in ("tensor", "pipeline", "context") if getattr(layout, axis) > 1]
     alone = "replicas" if layout.data > 1 else "one device"
     return " + ".join(split) or (f"ZeRO {layout.zero}" if layout.shard > 1 else alone)
@@ -279,10 +279,10 @@ def shape_of(layout: Layout) -> str:
 
 def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAULT, *,
            calibrated: bool = False, emulated: bool = False) -> Spread:
-    """Of the seconds of a step. One measured step takes a kind's own bias away."""
+    """Returns the range of a step's seconds. One measured step takes a kind's own bias away."""
     known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
-    known_as, found = range_of(kinds, kind, stack)
+    known_as, limits = range_of(kinds, kind, stack)
     words = f"nine of ten held-out runs, {known_as}" if known_as else f"{UNSEEN}: as wide as any"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
@@ -290,12 +290,12 @@ def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAUL
                   f"; extrapolated: published runs with {shape} have {most:,} devices at most")
     if calibrated:
         words += ", after one measured step"
-    return Spread(low=found["low"], high=found["high"], words=words)
+    return Spread(low=limits["low"], high=limits["high"], words=words)
 
 
 def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str, stack: str
              ) -> tuple[str, Mapping[str, float]]:
-    """Which kind is known, and its `low` and `high`: of the stack, else of all stacks; where nothing
+    """Returns which kind is known, and its `low` and `high`: of the stack, else of all stacks; where nothing
     of the kind was published, "", and as wide as anything was."""
     for name in (f"{kind}, {stack}", kind):
         if name in kinds:

@@ -97,7 +97,7 @@ class Fit:
                 "takes with `lpkit predict`")
 
     def sentence(self, whole_bytes: float, others_bytes: float = 0) -> str:
-        """Why it is refused on a device that has `whole_bytes` when nobody uses them, of which
+        """Says why it is refused on a device that has `whole_bytes` when nobody uses them, of which
         others hold some."""
         has = quantity(self.on.memory_bytes, "bytes")
         if self.on.memory_bytes < whole_bytes:
@@ -159,7 +159,7 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
 
 
 class _Search:
-    """Among the rows of each memory technique, and smaller micro-batches."""
+    """A search among the rows of each memory technique, and smaller micro-batches."""
 
     def __init__(self, config: Config, on: Machine):
         self.config, self.on = config, on
@@ -174,15 +174,15 @@ class _Search:
                                            if parts > config.grad_accum_steps]
 
     def single(self) -> list[Way]:
-        """Of each key the cheapest value that does."""
-        found = []
+        """Returns the cheapest value that fits, for each setting, the cheapest setting first."""
+        ways = []
         for key, values in self.others.items():
-            found += self.cheapest({key: value} for value in values)
-        return sorted(found, key=_cost)
+            ways += self.cheapest({key: value} for value in values)
+        return sorted(ways, key=_cost)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
-        """All of `keys` that helps, without what can be left out, the dearest first; then of each
-        key that stays the cheapest value that does."""
+        """Returns one way with all of `keys` that helps, without what can be left out, the dearest
+        first; each key that stays gets the cheapest value that fits."""
         chosen: dict[str, Any] = {}
         for key in [*keys, *keys]:      # twice: one may help where others do
             tried = [chosen, *(chosen | {key: value} for value in self.others[key])]
@@ -199,13 +199,13 @@ class _Search:
 
     def cheapest(self, tried: Iterable[dict[str, Any]]) -> list[Way]:
         """The one; none where none has room."""
-        found = []
+        ways = []
         for settings in tried:
             held = self.held(settings)
             if held is not None and held.missing_bytes <= 0:
-                found.append(Way(settings=settings, peak_bytes=held.peak_bytes,
-                                 slowdown=self.slowdown(settings)))
-        return sorted(found, key=_cost)[:1]
+                ways.append(Way(settings=settings, peak_bytes=held.peak_bytes,
+                                slowdown=self.slowdown(settings)))
+        return sorted(ways, key=_cost)[:1]
 
     def held(self, settings: Mapping[str, Any]) -> Memory | None:
         """None where these settings cannot be beside the others."""

@@ -42,12 +42,12 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Without those of zeros."""
+        """The FLOPs without those of zeros."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
         return flops if self.density == 1 else round(flops * self.density)
 
     def traffic_bytes(self, itemsize: int) -> int:
-        """Each operand read once and the result written once: the least."""
+        """Returns the fewest bytes moved: each operand read once and the result written once."""
         numbers = self.M * self.K + self.K * self.N + self.M * self.N
         return numbers * itemsize * self.group * self.calls
 
@@ -56,8 +56,8 @@ class Product:
         return self.flops / self.traffic_bytes(itemsize)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
-        """Of one of `tensor` ranks, each with a part of the weights and heads, and of `context`
-        ranks, each with a part of the tokens; the keys of all tokens meet the queries of some."""
+        """Cuts it for one of `tensor` ranks, each with part of weights and heads, and of `context`
+        ranks, each with part of the tokens; all keys meet the queries of some."""
         if tensor == context == 1:
             return self
         M = self.M // context
@@ -76,7 +76,7 @@ class Product:
 
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
-    """Every matrix product of one forward pass over `batch` sequences of model.context tokens."""
+    """Lists all products of a forward pass over `batch` sequences of model.context tokens."""
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
@@ -94,9 +94,9 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
 
 
 def moved_bytes(ops: Operations) -> tuple[int, int]:
-    """What everything but the products moves in one forward pass, each operation on its own, as
-    PyTorch runs it without compiling (norms, residual additions, activations, rotations, casts, the
-    loss): of one block, and outside the blocks."""
+    """Returns what everything but the products moves in one forward pass, each operation on its
+    own, as PyTorch runs it without compiling (norms, residual additions, activations, rotations,
+    casts, the loss): of one block, and outside the blocks."""
     outside = (ops.embed, ops.positions, ops.norm, ops.head, ops.loss)
     return sum([op.moved_bytes for op in ops.block]), sum([op.moved_bytes for op in outside])
 
@@ -105,9 +105,9 @@ Attention = Literal["full", "causal"]
 
 
 def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = "full") -> int:
-    """One forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do; `causal` the
-    pairs that the rule of the model's attention lets through, T(T+1)/2 where it is full, which is
-    what a kernel has to do. Of documents, whose pairs depend on data, as if all were one."""
+    """Counts one forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do;
+    `causal` the pairs that the rule of the model's attention lets through, T(T+1)/2 where it is
+    full, which is what a kernel has to do. Documents, whose pairs depend on data, count as one."""
     return batch * _sequence_flops(model, attention)
 
 
@@ -140,7 +140,7 @@ def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full
 
 def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False,
                      blocks: bool = False) -> int:
-    """What the hardware does a second time, which MFU does not count and the clock does.
+    """Counts the FLOPs done a second time, which MFU does not count and the clock does.
 
     A flash kernel computes the scores anew in its backward pass (Dao et al. 2022,
     https://arxiv.org/abs/2205.14135); recomputing `blocks` repeats their whole forward pass.

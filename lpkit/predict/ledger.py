@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """At most."""
+        """The most bytes at any moment."""
         return max(self.at.values(), default=0.0)
 
 
@@ -90,10 +90,10 @@ class Memory:
 
     @property
     def reserved_bytes(self) -> float:
-        """What PyTorch's allocator takes from a GPU's driver with expandable segments. What one
-        stream has freed, another does not get: so gradients of shards and what is gathered have
-        their memory beside the peak of the rest. And logits of 16 bits leave a place behind that
-        one gradient of 32 does not fit into."""
+        """The bytes that PyTorch's allocator takes from a GPU's driver with expandable segments.
+        What one stream has freed, another does not get: so gradients of shards and what is gathered
+        have their memory beside the peak of the rest. And logits of 16 bits leave a place behind
+        that one gradient of 32 does not fit into."""
         def total(moment: str) -> float:
             return sum(row.at.get(moment, 0) for row in self.rows if row.name not in self.apart)
 
@@ -107,12 +107,12 @@ class Memory:
 
     @property
     def fits(self) -> bool:
-        """Without what an allocator and the driver take for themselves."""
+        """True if it fits, without what an allocator and the driver take for themselves."""
         return self.memory_bytes is None or self.peak_bytes <= self.memory_bytes
 
     @property
     def missing_bytes(self) -> float:
-        """By which the peak is above the usable share of memory; 0 or less where it has room."""
+        """The excess of the peak over the usable share of memory; 0 or less where it has room."""
         return self.peak_bytes - USABLE_MEMORY_SHARE * self.memory_bytes
 
 
@@ -120,8 +120,8 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
                  devices: int = 1, trained: float = 1.0,
                  work: optimizers.Work | None = None) -> tuple[Row, ...]:
-    """What outlives a step, for `count` parameters, of which the share `trained` is. `work`: of an
-    optimizer whose state depends on the shapes of parameters.
+    """Returns what outlives a step, for `count` parameters, of which the share `trained` is.
+    `work`: of an optimizer whose state depends on the shapes of parameters.
 
     ZeRO stage 1 shards the optimizer's state, master weights with it, over `devices`; 2 the
     gradients too; 3 the weights too.
@@ -185,8 +185,8 @@ WORDS = frozenset(("head", "first", "last"))
 
 
 class Doubt(NamedTuple):
-    """What the formula does not follow tensor by tensor; and by how much its peak was off those of
-    measured steps in drawn configs of this kind, in percent (data/measured/ledger-*.json)."""
+    """A doubt: what the formula does not follow tensor by tensor; and how far its peak was off in
+    measured steps of drawn configs of this kind, in percent (data/measured/ledger-*.json)."""
 
     words: str
     low: int | None = None
@@ -205,7 +205,7 @@ LOW_HEAD = Doubt("a head in low precision is taken for one in 16 bits, a chunk a
 
 
 def _doubt(step: Step) -> str:
-    """What the formula does not follow tensor by tensor, and what does."""
+    """Says what the formula does not follow tensor by tensor, and what does."""
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
     if changed := [row.name for row in (*config.transforms, *config.governors)]:
@@ -287,7 +287,7 @@ def _held(d: Walk, doubt: str) -> Memory:
 
 
 def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
-    """Those of earlier micro-batches, or shards, beside what the walk adds; and for the update."""
+    """Yields gradients of earlier micro-batches, or shards, beside the walk's; and the update's."""
     if d.at_once:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
@@ -441,8 +441,8 @@ def _reduced(d: Walk, at: dict[str, float], temporaries: float) -> dict[str, flo
 @functools.lru_cache(maxsize=256)
 def _message_bytes(m: ModelConfig, most: int, itemsize: int,
                    ranks: int) -> tuple[list[int], list[int], list[int], float]:
-    """Of each bucket of gradients, and of its copy: 0 where it travels as it lies; those of all
-    before it, and at last of all; and the most of one's part beside its copy."""
+    """Returns the bytes of each bucket of gradients, and of its copy: 0 where it travels as it
+    lies; those of all before it, and at last of all; and the most of one's part beside its copy."""
     sent = buckets(m, most)
     sizes = [itemsize * sum(map(math.prod, bucket)) for bucket in sent]
     copied = [nbytes * (len(bucket) > 1 or bucket[0][0] % ranks > 0)

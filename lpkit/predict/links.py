@@ -19,7 +19,7 @@ RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins the ranks of one group, per rank and direction.
+    """The link that joins the ranks of one group, per rank and direction.
 
     `hops_seconds` is the latency of going round once. `reduced_bytes_per_second`: of an all-reduce,
     which each node adds up in itself before it sends; None: as all else.
@@ -48,7 +48,7 @@ class Link:
         return 2 * (self.hops_seconds + (self.size - 1) / self.size * nbytes / rate)
 
     def send_seconds(self, nbytes: float) -> float:
-        """To the next rank."""
+        """Returns the seconds to send to the next rank."""
         if self.size == 1:
             return 0.0
         return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second

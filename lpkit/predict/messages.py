@@ -41,12 +41,12 @@ class Message(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """By each rank. Of a kind that ROUNDS does not have: told by one, passed on by the rest."""
+        """Bytes that each rank sends. Where ROUNDS lacks a kind, one tells, others pass it on."""
         return ROUNDS.get(self.kind, 1) * (self.ranks - 1) * self.nbytes / self.ranks
 
 
 def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
-    """By each rank, by kind, of so many of each message."""
+    """Returns the bytes that each rank sends, by kind, of so many of each message."""
     sent: Counter[str] = Counter()
     for message, count in messages.items():
         sent[message.kind] += count * message.sent_bytes
@@ -55,7 +55,7 @@ def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
 
 def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
              precision: str | None = None) -> Counter[Message]:
-    """Those of one update that one rank takes part in, and how many of each.
+    """Returns the messages of one update that one rank takes part in, and how many of each.
 
     layout     None: the config's `parallel`
     machine    what "auto" precision is decided by; `precision` as in `lpkit.predict.memory`
@@ -111,9 +111,9 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
 
 def gathered_bytes(config: Config, layout: Layout, name: str,
                    ranks: int = 1) -> tuple[list[int], int]:
-    """Of the whole weights of each block, and last of all outside of blocks, as `ranks` gather them
-    in ZeRO 2 and 3 under the precision `name`; and of the amaxes that they agree on before, once an
-    update, where weights travel as their casts."""
+    """Returns the bytes of the whole weights of each block, and last of all outside of blocks, as
+    `ranks` gather them in ZeRO 2 and 3 under the precision `name`; and of the amaxes that they
+    agree on before, once an update, where weights travel as their casts."""
     m, p, row = config.model, stored(config, name), GATHERED[layout.gathered]
     first, block, last = parameter_shapes(m)
     inside, outside = [(p.compute_bytes if row.mixed else p.weights)
@@ -163,7 +163,7 @@ OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.b
 @functools.lru_cache(maxsize=256)
 def parameter_shapes(m: ModelConfig,
                      trained: bool = False) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """In the model's order: before the blocks, of a block, after them. `trained`: those alone."""
+    """Returns shapes in the model's order: before, of and after blocks. `trained`: those alone."""
     ops = of(m)
 
     def shapes(op: Op) -> tuple[tuple[int, ...], ...]:

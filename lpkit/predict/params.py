@@ -43,7 +43,7 @@ def trained_count(model: ModelConfig) -> int:
 
 @functools.lru_cache(maxsize=64)
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of the trained parameters, by the names that they have in lpkit.nn."""
+    """Returns the shapes of the trained parameters, by the names that they have in lpkit.nn."""
     ops, found = of(model), {}
     blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
     for where, group in (("", (ops.embed, ops.positions, ops.norm, ops.head)), *blocks):
@@ -54,8 +54,8 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
-    """Of the optimizer `asked`, with its own settings where it is not the config's; None: of one
-    whose work is the same for every number."""
+    """Returns the work of the optimizer `asked`, with its own settings where it is not the
+    config's; None for one whose work is the same for every number."""
     settings = config.optimizer
     if asked not in (None, settings.name):
         settings = chosen(OPTIMIZERS, asked)

@@ -84,7 +84,7 @@ class Option:
 
     @property
     def trained(self) -> bool:
-        """Whether lpkit trains this layout; else it is a prediction alone."""
+        """True if lpkit trains this layout; else it is a prediction alone."""
         return not untrained(self.layout)
 
     @property
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def order(self) -> str:
-        """How the options are sorted, and how many of them the formula cannot tell apart."""
+        """The order of the options in words, and how many of them the formula cannot tell apart."""
         values = [self._key(option)[0] for option in self.options]
         near = sum(value <= (1 + evidence.TELLS) * values[0] for value in values)
         ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, and the formula cannot "
@@ -166,7 +166,7 @@ class Plan:
 
     @property
     def sentence(self) -> str:
-        """Why nothing is feasible: the nearest miss of each constraint, and what would do."""
+        """The reason nothing is feasible: each constraint's nearest miss, and what would do."""
         misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}"
                   for name, one in self.refusals.items() if one.layouts]
         out = ""
@@ -222,7 +222,7 @@ class Plan:
             self.split(layout)
 
     def splits(self, count: int) -> Iterator[Layout]:
-        """Those that can exist, with the rest of the devices as one shard group."""
+        """Yields layouts that can exist, with the rest of the devices as one shard group."""
         for layout in self.shapes(count):
             try:
                 check(self.config, layout)
@@ -319,7 +319,7 @@ class Plan:
         return [self.option(config, *smallest)] if smallest else []
 
     def held(self, config: Config, layout: Layout, recompute: str) -> tuple[Memory, float]:
-        """And by how many bytes it does not fit."""
+        """Returns the memory, and by how many bytes it does not fit."""
         self.evaluations += 1
         held = memory(config, self.machine, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)

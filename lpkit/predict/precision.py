@@ -44,7 +44,7 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """Of the base's step, what the recipe casts: Amdahl's p."""
+        """The share of the base's step that the recipe casts: Amdahl's p."""
         return self.touched_seconds / self.base_step_seconds
 
     @property
@@ -58,7 +58,7 @@ class StepCost:
 
     @property
     def more_bytes(self) -> float:
-        """By which the peak is higher under the recipe."""
+        """The bytes by which the peak is higher under the recipe."""
         return sum(self.bytes.values())
 
 
@@ -82,8 +82,8 @@ def compared(plain: StepTime, cast: StepTime, config: Config, recipe: Recipe) ->
 
 def step_cost(config: Config, recipe: Recipe, machine: Machine,
               efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
-    """One update on one `machine` under casts that are no row of RECIPES, and in `base`. Raises
-    ConfigError when the machine lacks the recipe's dtype."""
+    """Compares an update on one `machine` under casts that are no row of RECIPES with one in
+    `base`. Raises ConfigError when the machine lacks the recipe's dtype."""
     how = {"precision": base, "efficiency": efficiency}
     return compared(step_time(config, machine, **how),
                     step_time(config, machine, recipe=recipe, **how), config, recipe)

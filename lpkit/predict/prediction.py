@@ -27,7 +27,7 @@ SOURCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of one training step, unless a name says otherwise. Memory is per device, the rest of all."""
+    """A predicted step, unless a name says otherwise; memory per device, the rest of all."""
 
     parameters: int
     nonzero_parameters: int             # without the zeros of pruned matrices

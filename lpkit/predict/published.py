@@ -71,7 +71,7 @@ class Source(Checked):
     sequence_parallel: bool = True
 
     def on(self, name: str) -> Machine:
-        """Of the catalogue, with what is stated here."""
+        """Returns the catalogue's machine, with what is stated here."""
         machine, stated = find(name), {}
         if self.link_gigabytes:
             stated["link_bytes_per_second"] = self.link_gigabytes * 1e9
@@ -141,13 +141,13 @@ class Run(Checked):
 
     @property
     def stack_row(self) -> str:
-        """Of `evidence.STACKS`."""
+        """The row of `evidence.STACKS` for its stack."""
         plain = "eager" if self.kernels == "eager" else "compiled"
         return next((row for name, row in STACKS.items() if self.stack.startswith(name)), plain)
 
     @property
     def limited(self) -> bool:
-        """By less power than the catalogue's machine has."""
+        """True if it had less power than the catalogue's machine has."""
         rated = find(self.machine).watts
         return "power limited" in self.note or bool(self.watts and self.watts < rated)
 
@@ -178,7 +178,7 @@ class Run(Checked):
 
     @property
     def published_seconds(self) -> float:
-        """Of a step. Raises ConfigError as `config`."""
+        """The seconds of a step. Raises ConfigError as `config`."""
         config, value = self.config, self.published
         if self.unit == "seconds":
             return value
@@ -191,8 +191,8 @@ class Run(Checked):
 
 
 def runs(*names: str, folder: Path = FOLDER) -> tuple[Run, ...]:
-    """Of the named sources or of all, in the order of sources.csv. Raises ConfigError with file,
-    row and field."""
+    """Returns the runs of the named sources or of all, in the order of sources.csv. Raises
+    ConfigError with file, row and field."""
     return tuple(run for source in sources(folder) if source.name in names or not names
                  for run in _read(folder / f"{source.name}.csv", Run, source=source))
 
@@ -224,7 +224,7 @@ def step(run: Run, calibration: Calibration | None = None,
 
 def seconds(run: Run, calibration: Calibration | None = None,
             numbers: Mapping[str, float] | None = None) -> float:
-    """Of a step, by the formula. Raises ConfigError as `step`."""
+    """Returns the seconds of a step, by the formula. Raises ConfigError as `step`."""
     made = step(run, calibration, numbers)
     linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
     more = AGAIN.get(run.recompute, 0) * linears
@@ -256,7 +256,7 @@ def row(run: Run, calibration: Calibration | None = None) -> Row:
 
 
 def published() -> Comparison:
-    """Those of SHOWN that the formula takes."""
+    """Compares the runs of SHOWN that the formula takes."""
     return Comparison(tuple(beside for _, beside in taken(runs(*SHOWN), row)))
 
 
@@ -278,15 +278,15 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         except ConfigError as error:
             left_out.append({**of, "why": re.split(r"[;,?] ", str(error))[0]})
             continue
-        made = step(run)
-        slower = made.spread
+        predicted = step(run)
+        slower = predicted.spread
         said.append({**of, "inside": slower.low <= ratio <= slower.high,
-                      "generation": evidence.generation_of(made.machine),
+                      "generation": evidence.generation_of(predicted.machine),
                       "unit": beside.unit, "published": beside.measured,
                       "formula": beside.formula, "error": ratio - 1,
-                      "published_mfu": made.mfu / ratio, "held_out": run.source.held_out,
-                      "machine": _machine(run), "layout": evidence.shape_of(made.layout),
-                      "precision": f"{_bits(made.precision)} bits",
+                      "published_mfu": predicted.mfu / ratio, "held_out": run.source.held_out,
+                      "machine": _machine(run), "layout": evidence.shape_of(predicted.layout),
+                      "precision": f"{_bits(predicted.precision)} bits",
                       "stack": re.sub(r" [\d.]+$", "", run.stack),
                       "kernels": run.kernels or "not stated"})
     for one in said:
@@ -313,7 +313,7 @@ def _machine(run: Run) -> str:
 
 
 def taken(some: Iterable[Run], of: Callable[[Run], T]) -> Iterator[tuple[Run, T]]:
-    """With what is said `of` each: those of which something can be."""
+    """Yields each run with what is said `of` it, where something can be said."""
     for run in some:
         try:
             yield run, of(run)

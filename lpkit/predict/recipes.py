@@ -153,7 +153,7 @@ PRECISIONS = _Precisions()
 
 @functools.cache
 def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
-    """As a run under `recipe`, the row `name` or a change of it, has it."""
+    """Returns the precision that a run has under `recipe`, the row `name` or a change of it."""
     if name in _NAMED:
         return _NAMED[name]
     return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,

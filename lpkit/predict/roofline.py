@@ -19,7 +19,7 @@ BF16 = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What is reached of a datasheet."""
+    """The shares of a datasheet that are reached."""
 
     products: Mapping[str, float]       # of peak_flops, by dtype of the catalogue
     attention: float                    # of the 16-bit peak, by a flash kernel
@@ -61,7 +61,7 @@ LEAST_MFU = 1e-6    # below it is a slip of the keys
 
 
 def flat_mfu(mfu: float) -> Efficiency:
-    """One share of the peak for the model's FLOPs. Raises ConfigError."""
+    """Makes an efficiency of one share of the peak for the model's FLOPs. Raises ConfigError."""
     if not LEAST_MFU <= mfu <= 1:
         raise ConfigError(f"mfu is a fraction of the peak, above 0 and at most 1; got {mfu}")
     return Efficiency(

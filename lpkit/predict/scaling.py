@@ -66,15 +66,15 @@ class Law(ABC):
 
     def loss(self, parameters: float, tokens: float) -> Loss:
         """Inside the range of the fit. Raises ConfigError outside."""
-        found = self.extrapolate(parameters, tokens)
-        if not found.inside:
+        extrapolation = self.extrapolate(parameters, tokens)
+        if not extrapolation.inside:
             raise ConfigError(f"{quantity(parameters, 'parameters')} and "
                               f"{quantity(tokens, 'tokens')} are outside the fit of {self.name} "
                               f"({self.range}); ask for `extrapolate` to have it anyway, labelled")
-        return found
+        return extrapolation
 
     def optimum(self, flops: float) -> Optimum:
-        """Of the least L(N, D) with 6 N D = flops."""
+        """Returns the optimum: the least L(N, D) with 6 N D = flops."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
@@ -122,7 +122,7 @@ class Joint(Law):
         return (of_size + self.D_c / tokens) ** self.alpha_d
 
     def best_parameters(self, product: float) -> float:
-        """Where the derivative of the sum is zero."""
+        """Returns the N where the derivative of the sum is zero."""
         ratio = self.alpha_n / self.alpha_d
         return (ratio * self.N_c**ratio * product / self.D_c) ** (1 / (1 + ratio))
 

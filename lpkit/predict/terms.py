@@ -101,11 +101,11 @@ class Term:
         return float(self.value)
 
     def __str__(self) -> str:
-        """In letters: `4 B T (D + 2)`."""
+        """Writes it in letters: `4 B T (D + 2)`."""
         return self.written(lambda letter: letter)
 
     def written(self, shown: Callable[[str], str], times: str = " ") -> str:
-        """With each letter as `shown` has it, and `times` between factors. What all parts share
+        """Writes each letter as `shown` has it, and `times` between factors. What all parts share
         stands in front of them."""
         parts = {_of_heads(monomial): count for monomial, count in self.parts.items()}
         if len(parts) < 2:
@@ -127,7 +127,7 @@ class Term:
         return _product(count, shared, shown, times, more=f"({inside})")
 
     def put_in(self, sizes: Mapping[str, int]) -> str:
-        """With numbers for letters: `4 x 8 x 256 x (256 + 2)`."""
+        """Writes numbers for letters: `4 x 8 x 256 x (256 + 2)`."""
         return self.written(lambda letter: f"{sizes[letter]:,}", " x ")
 
 

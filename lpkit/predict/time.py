@@ -120,7 +120,7 @@ class StepTime:
 
     @functools.cached_property
     def spread(self) -> Spread:
-        """By how much the seconds may be wrong."""
+        """The range by which the seconds may be wrong."""
         if self.efficiency.flat:
             return evidence.GIVEN
         return evidence.spread(self.machine, self.precision, self.layout, self.stack,
@@ -128,7 +128,7 @@ class StepTime:
 
     @property
     def seconds_range(self) -> tuple[float, float]:
-        """Of `step_seconds`."""
+        """The range of `step_seconds`."""
         return self.spread.around(self.step_seconds)
 
     @property
@@ -150,7 +150,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What one short measured run says about a prediction."""
+    """One short measured run beside the prediction."""
 
     predicted_seconds: float
     measured_seconds: float
@@ -167,7 +167,7 @@ class Calibration:
 
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
               layout: Layout | None = None, **how: Any) -> Calibration:
-    """One factor from one measured step; give it to `step_time` for other layouts or sizes."""
+    """Makes a factor from a measured step; give it to `step_time` for other layouts or sizes."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
@@ -180,7 +180,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
               calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
-    """One update of `config`. Raises ConfigError for an invalid combination.
+    """Predicts one update of `config`. Raises ConfigError for an invalid combination.
 
     layout       None: the config's `parallel`
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
@@ -315,7 +315,7 @@ class _Rank:
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
     def rows(self, optimizer_bytes: float, work: Work | None) -> list[TimeRow]:
-        """Of the slowest stage of a pipeline, a middle one or the last one, with the head."""
+        """Makes the rows of a pipeline's slowest stage, a middle one or the last, with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         v, stages = layout.interleave, layout.pipeline
         chunk, fewer = layers_of_stage(self.m.L, stages * v)
@@ -392,7 +392,7 @@ class _Rank:
         return self.made
 
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
-        """What an objective runs forward beside the model, in each micro-batch."""
+        """Makes the row of what an objective runs forward beside the model, per micro-batch."""
         work = sum(2 * self.tokens * op.weights for op in ops)
         work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
         moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
@@ -435,7 +435,7 @@ class _Rank:
             self.behind("data: all-reduce gradients", said, left, ring, RINGS)
 
     def shown(self, said: float, window: float) -> float:
-        """What is seen of a message of `said` seconds beside work of `window` seconds."""
+        """Returns the seconds that show of a message of `said` seconds beside work of `window`."""
         return said - self.efficiency.overlap * min(said, window)
 
     def behind(self, name: str, said: float, window: float, on: Link, source: str,
@@ -449,7 +449,7 @@ class _Rank:
 
 @functools.lru_cache(maxsize=256)
 def rank_products(m: ModelConfig, layout: Layout, sequences: int) -> tuple[flops.Product, ...]:
-    """As `flops.products`, of one rank and one micro-batch."""
+    """Returns the products of `flops.products` for one rank and one micro-batch."""
     return tuple(one.on_rank(layout.tensor, layout.context)
                  for one in flops.products(m, batch=sequences))
 
@@ -484,7 +484,7 @@ def _attention_words(name: str, op: Op) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Bill:
-    """What a run takes. `energy_wh` is at rated power; None where the machine says none. All but
+    """The bill of a run. `energy_wh` is at rated power; None where the machine says none. All but
     the tokens may be wrong by `spread`."""
 
     seconds: float
@@ -495,7 +495,7 @@ class Bill:
     spread: Spread
 
     def range_of(self, total: float | None) -> tuple[float, float] | None:
-        """Of seconds, hours, energy or cost."""
+        """Returns the range of seconds, hours, energy or cost."""
         return None if total is None else self.spread.around(total)
 
     def per_million_tokens(self, total: float | None) -> float | None:

@@ -31,7 +31,7 @@ NO_MOMENT = -math.inf
 
 
 class Block:
-    """What each operation of a block saved, and how its Linears are cast."""
+    """A block: what each of its operations saved, and how its Linears are cast."""
 
     def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
         self.saved, self.low = saved, low
@@ -140,7 +140,7 @@ class Walk(Device):
             self.embeddings()
 
     def through(self, number: int) -> None:
-        """One block's backward; blocks that are alike have the same steps."""
+        """Goes back through one block; blocks that are alike have the same steps."""
         self.travel(number)
         block, again = self.blocks[number], number in self.again
         key = id(block), again
@@ -298,8 +298,8 @@ class Walk(Device):
         return steps
 
     def numbers(self, op: Op) -> tuple[float, float, float]:
-        """Of a Linear's input, of its output and of its weight. The stream's side is a part of the
-        sequence, the other a part of the width."""
+        """Returns element counts of a Linear's input, output and weight. The stream's side is a
+        part of the sequence, the other a part of the width."""
         K, N = op.matmul
         x, y = self.tokens * op.tokens_share, self.stream_tokens * op.tokens_share
         if op.cut == "column":
@@ -307,14 +307,14 @@ class Walk(Device):
         return x * K, y * N, op.weights / self.tensor
 
     def cast(self, op: Op) -> tuple[float, float, float]:
-        """As `numbers`, of what is cast: padded to tiles."""
+        """Returns `numbers` of what is cast: padded to tiles."""
         if op.name not in self.padded:
             return self.numbers(op)
         M, K, N = self.padded[op.name]
         return M * K, M * N, K * N
 
     def low_bytes(self, op: Op, low: Low) -> float:
-        """Of the cast of its weight that is kept for backward."""
+        """Returns the bytes of the cast of its weight that is kept for backward."""
         if self.gathers_casts and (op is not self.ops.head or not self.s.model.tied):
             return 0.0
         return self.cast(op)[2] * low.number_bytes

@@ -25,7 +25,7 @@ from lpkit.values import Count, CountOrZero, Positive, Seed
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Which keys a query sees. What is not left out: with the defaults, all that are causal.
+    """The keys that a query sees. What is not left out: with the defaults, all that are causal.
 
     causal          keys to come are left out, with j > i for key j and query i
     window          a query sees this many keys, itself included; None: all
@@ -58,7 +58,7 @@ class Rule:
 
     @functools.cached_property
     def words(self) -> str:
-        """All of it, as an operator takes it."""
+        """The whole rule in one text, as an operator takes it."""
         return json.dumps(asdict(self))
 
     @property
@@ -67,7 +67,7 @@ class Rule:
         return self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks))
 
     def sees(self, i: Any, j: Any) -> Any:
-        """Whether query i sees key j, but for documents. Integers, or tensors that broadcast."""
+        """True if query i sees key j, but for documents. Integers, or tensors that broadcast."""
         seen = j <= i if self.causal else (i >= 0) & (j >= 0)
         if self.window is not None:
             seen = seen & ((i - j < self.window) | (j < self.global_tokens))
@@ -102,7 +102,7 @@ class Rule:
         return found
 
     def hides(self, first: int, last: int, begin: int, end: int) -> bool:
-        """Whether, of queries first to last - 1 and keys begin to end - 1, there is a pair that is
+        """True if, of queries first to last - 1 and keys begin to end - 1, there is a pair that is
         left out, documents apart: else no mask is needed."""
         if not self.causal:
             return False
@@ -117,7 +117,7 @@ class Rule:
                        for row in self.blocks[first // size:(last - 1) // size + 1])
 
     def pairs(self, T: int) -> int:
-        """Of T x T, how many a query sees; documents apart."""
+        """Counts the pairs of T x T, query and key, that are seen; documents apart."""
         if not self.causal:
             return T * T
         if self.blocks is not None and self.window is not None:
@@ -146,7 +146,7 @@ EVERY_KEY = Rule(causal=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Softmax(Settings):
-    """Every softmax kind can be capped, and have sinks."""
+    """The settings of every softmax kind: it can be capped, and have sinks."""
 
     where = "model.attention."
 
@@ -154,7 +154,7 @@ class Softmax(Settings):
     sinks: bool = False                 # as gpt-oss
 
     def problem(self, T: int) -> str:
-        """Why it cannot be of a context of T tokens, and the way out; empty: it can."""
+        """Says why it cannot be of a context of T tokens, and the way out; empty: it can."""
         return ""
 
     def rule(self, T: int) -> Rule:
@@ -253,7 +253,7 @@ class AttentionKind(Row):
 
 
 def _sums(m: Any) -> int:
-    """Of features by values, and of the features alone, in float32."""
+    """Returns the bytes of two sums in float32: features by values, and features alone."""
     features = getattr(m.attention, "features", m.E)
     return 4 * m.G * features * (m.E + 1)
 

@@ -29,8 +29,8 @@ AMPERE = 8, 0
 
 @dataclass(frozen=True, kw_only=True)
 class Attending:
-    """What a backend is asked to do. `model` is a ModelConfig, whose heads are E numbers wide and
-    share G keys and values. `here`: on this machine, so that what is not installed cannot;
+    """The task that a backend is asked to do. `model` is a ModelConfig, whose heads are E numbers
+    wide and share G keys and values. `here`: on this machine, so that what is not installed cannot;
     `capability`: of its GPU, where it is known."""
 
     model: Any
@@ -81,8 +81,8 @@ class Limits:
     package: str = ""                   # that has to be installed
 
     def __call__(self, asked: Attending) -> str:
-        said = next(self._problems(asked), "")
-        return f"{said}; {nearest(asked)} can" if said else ""
+        problem = next(self._problems(asked), "")
+        return f"{problem}; {nearest(asked)} can" if problem else ""
 
     def _problems(self, asked: Attending) -> Iterator[str]:
         m, rule = asked.model, asked.rule
@@ -228,7 +228,7 @@ def query_blocks(rule: Rule, T: int) -> list[tuple[int, int, list[tuple[int, int
 
 def masked(rule: Rule, first: int, last: int, spans: list[tuple[int, int]],
            hides: Callable[[int, int], bool] = lambda begin, end: False) -> list[tuple[int, int]]:
-    """Of these keys, those from the first on of which queries first to last - 1 may not see one, by
+    """Returns these spans, from the first on that hides a key from a query of first to last - 1 by
     the rule, documents apart, or by `hides`: a mask is for them alone."""
     parts = [part for a, b in spans for part in ((a, min(b, first)), (max(a, first), b))
              if part[0] < part[1]]
@@ -243,7 +243,7 @@ def _count(spans: list[tuple[int, int]]) -> int:
 
 @functools.lru_cache(maxsize=64)
 def most_scores(rule: Rule, T: int) -> int:
-    """Of a head's blocks of queries, of the one that meets the most keys."""
+    """Returns the most scores that one of a head's blocks of queries makes."""
     return max((last - first) * _count(spans) for first, last, spans in query_blocks(rule, T))
 
 
@@ -291,14 +291,14 @@ def chunk_of(T: int) -> tuple[int, int]:
 
 
 def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
-    """Of linear attention in chunks. The values have a column of ones beside them."""
+    """Lists the products of linear attention in chunks; a column of ones is beside the values."""
     C = chunk_of(T)[0]
     return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
                           ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
 
 
 def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
-    """Of the delta rule in chunks; a triangular system is counted as a product."""
+    """Lists the products of the delta rule in chunks; a triangular system counts as a product."""
     C = chunk_of(T)[0]
     return _in_each_chunk(B, T, ("scores", H, C, C, E), ("values", H, C, E, C),
                           ("overlaps", G, C, C, E), ("system", G, C, 2 * E, C),
@@ -306,7 +306,7 @@ def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
 
 
 def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
-    """Of products by name, heads, M, N, K."""
+    """Makes the Pairs of products given by name, heads, M, N, K."""
     C, padded = chunk_of(T)
     return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
                  for name, heads, M, N, K in products)
@@ -429,7 +429,7 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
 
 
 def fp8(s: MicroBatch) -> Op:
-    """As plain, emulated: q, k, v and the probabilities are copied when they are cast."""
+    """Does as plain, emulated: q, k, v and the probabilities are copied when they are cast."""
     m, heads = s.model, s.model.H * s.model.E
     pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
     softmax = FP32 if s.kind == "gpu" and s.compute_bytes < FP32 else 0
@@ -439,7 +439,7 @@ def fp8(s: MicroBatch) -> Op:
 
 
 def attention(s: MicroBatch) -> Iterator[Op]:
-    """All of it, from the residual stream back to what is added to it."""
+    """Yields all its operations, from the residual stream back to what is added to it."""
     m, kind = s.model, KINDS[s.model.attention.name]
     attend = ATTENTION[s.attention].operations
     if kind.operations:     # the last, where the backend does not matter
@@ -542,7 +542,7 @@ ATTENTION: dict[str, Backend] = {
 
 
 def why_not(name: str, asked: Attending) -> str:
-    """Why a backend cannot, in one clause, and the nearest that can; empty: it can."""
+    """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
     able = KINDS[asked.model.attention.name].operations
     if not able:
         return ATTENTION[name].why_not(asked)

@@ -120,7 +120,7 @@ MODEL_CHANGES: dict[str, Kind] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Of a model, in the order of forward. `block` is one of L alike."""
+    """The operations of a model, in the order of forward. `block` is one of L alike."""
 
     embed: Op
     positions: Op
@@ -131,7 +131,7 @@ class Operations:
 
     @functools.cached_property
     def linears(self) -> tuple[Op, ...]:
-        """Of one block."""
+        """The Linears of one block."""
         return tuple(op for op in self.block if op.matmul)
 
     @functools.cached_property
@@ -141,7 +141,7 @@ class Operations:
 
     @functools.cached_property
     def trained_weights(self) -> int:
-        """Those of them that have gradients."""
+        """Numbers of those matrices that have gradients."""
         return sum(op.weights for op in self.linears if op.trained)
 
     @functools.cached_property
@@ -153,7 +153,7 @@ class Operations:
 
     @functools.cached_property
     def result_bytes(self) -> int:
-        """Of one block."""
+        """The bytes of one block's results."""
         return sum(op.result_bytes for op in self.block)
 
     @functools.cached_property

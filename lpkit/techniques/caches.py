@@ -30,7 +30,7 @@ class CacheFormat(Row):
         return -(-E // (self.group or E))
 
     def vector_bytes(self, E: int, itemsize: int) -> int:
-        """Of one key or value of a head, which has E numbers of `itemsize` bytes."""
+        """Returns the bytes of a head's key or value, which has E numbers of `itemsize` bytes."""
         if self.bits is None:
             return E * itemsize
         return -(-E * self.bits // 8) + self.groups(E) * SCALE_BYTES * (1 + self.offset)
@@ -50,8 +50,8 @@ CACHES: dict[str, CacheFormat] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """Where keys and values lie: the `first` tokens keep their slots, and the others take turns.
-    `table`: the slot of each token, where they do not."""
+    """The places of keys and values: the `first` tokens keep their slots, and the others take
+    turns. `table`: the slot of each token, where they do not."""
 
     count: int
     first: int = 0
@@ -76,8 +76,8 @@ def refuse_keys_to_come(model: Any) -> None:
 
 
 def slots(rule: Rule, tokens: int) -> Slots:
-    """For up to `tokens` tokens at once; of more, the oldest are dropped. Only where the rule has
-    blocks, their table ends with the context, and so do the slots."""
+    """Makes slots for up to `tokens` tokens at once; of more, the oldest are dropped. Only where
+    the rule has blocks, their table ends with the context, and so do the slots."""
     if rule.blocks is not None:
         return _of_blocks(rule, tokens)
     if rule.window is None:

@@ -118,7 +118,7 @@ SIZES: dict[str, Sizes] = {
 
 
 def cannot_train(model: Any, policy: Settings) -> str:
-    """Why a model cannot be trained by a policy, and the way out; empty: it can."""
+    """Says why a model cannot be trained by a policy, and the way out; empty: it can."""
     kind, row = model.attention.name, POLICIES[policy.name]
     rule = model.attention.rule(model.T)
     if not (row.hides or rule is None or rule.causal):

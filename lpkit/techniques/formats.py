@@ -45,12 +45,12 @@ class Format:
 
     @property
     def min_exponent(self) -> int:
-        """Of two, below which the spacing no longer shrinks; no mantissa means no subnormals."""
+        """The exponent of two below which spacing no longer shrinks; no mantissa, no subnormals."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
     def max_exponent(self) -> int:
-        """Of the largest value: the `emax` of the MX specification."""
+        """The exponent of the largest value: the `emax` of the MX specification."""
         return math.frexp(self.largest)[1] - 1
 
     @property

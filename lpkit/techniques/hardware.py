@@ -87,9 +87,9 @@ def multiplied(machine: str, recipe: Recipe) -> tuple[str, str, str]:
 
 
 def why_emulated(recipe: Recipe, on: Machine, backend: str = "auto") -> str:
-    """Why a run there takes wider products for those that `recipe` casts, with the same numbers and
-    more work; empty: the device multiplies them itself, or nothing is cast. A backend that is asked
-    for by name is believed: a run refuses it where it cannot."""
+    """Says why a run there takes wider products for those that `recipe` casts, with the same
+    numbers and more work; empty: the device multiplies them itself, or nothing is cast. A backend
+    that is asked for by name is believed: a run refuses it where it cannot."""
     if not recipe.products:
         return ""
     if on.kind == "cpu":

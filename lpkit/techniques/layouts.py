@@ -49,7 +49,7 @@ STAGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction(Row):
-    """When whole gradients (ZeRO 0 and 1) travel: in messages of `bucket_bytes`, a parameter at
+    """A way to send whole gradients (ZeRO 0 and 1): in messages of `bucket_bytes`, a parameter at
     least; `overlaps`: each as soon as backward has its gradients."""
 
     bucket_bytes: int
@@ -69,7 +69,7 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered(Row):
-    """In what weights travel that are gathered (ZeRO 2 and 3). `mixed`: all in the dtype of the
+    """A form in which gathered weights travel (ZeRO 2 and 3). `mixed`: all in the dtype of the
     computation; `cast`: those that the recipe casts as their cast, in its 8 bits."""
 
     mixed: bool = False
@@ -229,7 +229,7 @@ def untrained(layout: Layout) -> list[str]:
 
 
 def trains(config: "Config", changes: Mapping[str, Any]) -> bool:
-    """Whether training has the layout of `config` with `changes`: a way out that no one refuses."""
+    """True if training has the layout of `config` with `changes`: a way out that no one refuses."""
     try:
         changed = config.replace(changes)
         refuse_untrainable(changed)
@@ -309,7 +309,7 @@ def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
 
 
 def stages_fit(layers: int, stages: int, chunks: int) -> bool:
-    """Whether the chunks of layers are equal, or are with one layer fewer in the first and last."""
+    """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
 
@@ -336,7 +336,7 @@ def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
 
 
 def _allowed(config: "Config", layout: Layout) -> bool:
-    """Whether `config` can run in this layout; of axes that are predicted alone, be predicted."""
+    """True if `config` can run in this layout, or be predicted where axes are only predicted."""
     try:
         check(config, layout)
         return bool(untrained(layout)) or trains(replace(config, parallel=layout), {})
@@ -345,11 +345,11 @@ def _allowed(config: "Config", layout: Layout) -> bool:
 
 
 def divisors(count: int) -> list[int]:
-    """In ascending order."""
+    """Returns the divisors of count in ascending order."""
     small = [n for n in range(1, int(count**0.5) + 1) if count % n == 0]
     return sorted({*small, *(count // n for n in small)})
 
 
 def powers_of_two(first: int, last: int) -> list[int]:
-    """From `first` (a power of two) to at most `last`."""
+    """Returns powers of two from `first` (one of them) to at most `last`."""
     return [first << i for i in range((last // first).bit_length())]

@@ -55,13 +55,13 @@ class Recompute(Technique):
 
     def again_bytes(self, input_bytes: float, saved_bytes: float, result_bytes: float,
                     settings: Settings) -> float:
-        """What a block keeps that runs again, of its input, all it saves and its results."""
+        """Returns what a block that runs again keeps of its input, all it saves and its results."""
         if self.kept_share is not None:
             return max(input_bytes, self.kept_share(settings) * saved_bytes)
         return input_bytes + (result_bytes if self.keeps_results else 0)
 
     def again_share(self, layers: int, settings: Settings) -> float:
-        """Of the blocks' work, what is done once more."""
+        """Returns the share of the blocks' work that is done once more."""
         if not self.repeats:
             return 0.0
         if self.kept_share is not None:
@@ -277,5 +277,5 @@ def rows_of(config: Any) -> dict[str, Technique]:
 
 @functools.cache
 def _tables(settings: type) -> list[tuple[str, Mapping[str, Technique]]]:
-    """Of each field."""
+    """Returns the key and table of each field."""
     return [(key, f.metadata["table"]) for key, f in settings.__dataclass_fields__.items()]

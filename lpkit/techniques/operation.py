@@ -93,7 +93,7 @@ class Op:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of its parameters, as its module has them."""
+        """The shapes of its parameters, as its module has them."""
         if not self.params:
             return ()
         if self.matmul:
@@ -105,7 +105,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What the bytes of an operation depend on. `batch` sequences of model.context tokens.
+    """What an operation's bytes depend on. `batch` sequences of model.context tokens.
 
     `compute_bytes` is of a number in the products, `residual_bytes` in the residual stream: 4 and 4
     in float32, 2 and 4 under 16-bit autocast, 2 and 2 for a model that is 16-bit throughout. `kind`
@@ -129,7 +129,7 @@ class MicroBatch:
 
     @functools.cached_property
     def stream_bytes(self) -> int:
-        """Of the residual stream."""
+        """The bytes of the residual stream."""
         return self.tokens * self.model.D * self.residual_bytes
 
     @functools.cached_property
@@ -147,19 +147,19 @@ class MicroBatch:
 
     @property
     def masked_pairs(self) -> int:
-        """Of a mask of the whole rule: documents differ by sequence."""
+        """The pairs in a mask of the whole rule: documents differ by sequence."""
         return (self.batch if self.rule.documents else 1) * self.model.T**2
 
     @property
     def norms_save_qkv(self) -> bool:
-        """Whether norms of q and k keep the product of q, k and v alive, a view of which is their
+        """True if norms of q and k keep the product of q, k and v alive, a view of which is their
         input; else they have cast it to float32."""
         wide = self.compute_bytes == FP32 or (self.kind == "gpu" and not self.mixed)
         return self.model.qk_norm and wide
 
     @property
     def turns(self) -> bool:
-        """Whether q and k are computed again between their product and attention."""
+        """True if q and k are computed again between their product and attention."""
         return POSITIONS[self.model.position].turns or self.model.qk_norm
 
 

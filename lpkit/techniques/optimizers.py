@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """What every optimizer has; a row's own settings extend it.
+    """The settings that every optimizer has; a row's own settings extend it.
 
     `groups` changes the learning rate or the weight decay of the parameters whose names match a
     pattern: "embed.*:lr_scale=0.1", "head.weight:lr_scale=0.5:weight_decay=0". Or it gives them
@@ -69,7 +69,7 @@ class MomentumSettings(OptimizerSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class MomentFormat(Technique):
-    """How a slot is stored between updates; implemented as lpkit.optim.moments.Float32 is."""
+    """A way to store a slot between updates; implemented as lpkit.optim.moments.Float32 is."""
 
     bytes: float                # per number
     encoding_bytes: float       # per number, temporary, while a slot is encoded; 0: it is not
@@ -123,7 +123,7 @@ class Optimizer(Row):
 
     @property
     def elementwise(self) -> bool:
-        """Whether bytes follow from the number of parameters alone."""
+        """True if bytes follow from the number of parameters alone."""
         return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
 
     def state_numbers(self, p: Shape) -> tuple[int, int]:
@@ -297,13 +297,12 @@ def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
 
 
 def elementwise(settings: OptimizerSettings) -> bool:
-    """Whether one rule updates all parameters, number by number: then their shapes do not matter.
-    """
+    """True if one rule updates all parameters, number by number: then shapes do not matter."""
     return len(rules(settings)) == 1 and find(settings.name).elementwise
 
 
 class Work(NamedTuple):
-    """What an optimizer holds and does, on average for a parameter of the model. A rank has its
+    """The bytes and FLOPs of an optimizer, on average for a parameter of the model. A rank has its
     part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
     parameters."""
 
@@ -315,7 +314,7 @@ class Work(NamedTuple):
 
 def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
          moment_format: str = "float32") -> Work:
-    """Of a model whose parameters have these `shapes`, by name."""
+    """Returns the work of a model whose parameters have these `shapes`, by name."""
     each, found = find_format(moment_format).bytes, []
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]

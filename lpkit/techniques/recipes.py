@@ -30,7 +30,7 @@ HADAMARD = 16         # elements of the contracted axis that a Hadamard transfor
 
 @dataclass(frozen=True, kw_only=True)
 class Cast:
-    """How one operand (rows, contracted axis) is cast, by names of FORMATS and SCALES."""
+    """The cast of one operand (rows, contracted axis), by names of FORMATS and SCALES."""
 
     format: str
     block: tuple[int, int] = (ALL, ALL)   # elements that share a scale
@@ -40,12 +40,12 @@ class Cast:
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """What the rows and the contracted axis must be multiples of; 1 for a side of ALL."""
+        """The numbers that rows and contracted axis must be multiples of; 1 for a side of ALL."""
         return (self.block[0] or 1, self.block[1] or 1, HADAMARD if self.transform != "none" else 1)
 
     @property
     def transposes(self) -> bool:
-        """Whether the cast of x.T is the cast of x, transposed, so that one serves two products."""
+        """True if the cast of x.T is the cast of x, transposed, so that one serves two products."""
         return self.block[0] == self.block[1] and self.transform == "none"
 
     @property
@@ -66,7 +66,7 @@ def named(words: str) -> Cast:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How a block's scale follows from its largest magnitude, by `lpkit.precision.scaled`."""
+    """A way to get a block's scale from its largest magnitude, by `lpkit.precision.scaled`."""
 
     bytes: int = 4              # of one, where hardware stores it
     folds: bool                 # scale times value has at most bf16's 8 significant bits
@@ -87,7 +87,7 @@ MX_BLOCK = (1, 32)      # the block whose power-of-two scales hardware stores as
 
 
 def scale_bytes(cast: Cast) -> int:
-    """Of one block's scale, where hardware stores it."""
+    """Returns the bytes of one block's scale, where hardware stores it."""
     return 1 if cast.block == MX_BLOCK else SCALES[cast.scale].bytes
 
 
@@ -183,12 +183,12 @@ class Recipe(Row):
 
     @property
     def all_casts(self) -> list[Cast]:
-        """Of both operands of these products."""
+        """The casts of both operands of these products."""
         return [cast for pair in self.products.values() for cast in pair]
 
     @property
     def tile(self) -> int:
-        """Every operand tiles whose sides are multiples of this; sides are powers of two."""
+        """The number whose multiples tile every operand; sides are powers of two."""
         return max((max(cast.tile) for cast in self.all_casts), default=1)
 
     @property
@@ -197,7 +197,7 @@ class Recipe(Row):
 
     @property
     def gathers(self) -> bool:
-        """Whether one cast of a weight, a byte a value, is all that its products take of it."""
+        """True if one cast of a weight, a byte a value, is all that its products take of it."""
         both = {casts and casts[1] for casts in (self.y, self.dx)}
         cast = both.pop()
         return (not both and cast is not None and cast.transposes
@@ -211,8 +211,8 @@ class Recipe(Row):
 
 
 def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str:
-    """Why a Linear with these sizes (of M, K and N, those known) cannot run; empty: it can. Rows of
-    its operands and of its result must be multiples of `alignment` bytes."""
+    """Says why a Linear with these sizes (of M, K and N, those known) cannot run; empty: it can.
+    Rows of its operands and of its result must be multiples of `alignment` bytes."""
     for name, casts in recipe.products.items():
         for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
             (rows, along, mixed), elements = cast.tile, alignment * 8 // cast.bits
@@ -229,7 +229,7 @@ def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str
 # Rows.
 
 def _cast_recipe(settings: CastSettings, x: Cast, w: Cast, g: Cast, *, dtype: str) -> Recipe:
-    """Of the casts of activations, weights and gradients."""
+    """Makes a recipe of the casts of activations, weights and gradients."""
     g = replace(g, rounding=settings.gradient_rounding)
     dw = (replace(g, transform=settings.transform), replace(x, transform=settings.transform))
     return Recipe(compute="bfloat16", dtype=dtype, y=(x, w), dx=(g, w), dw=dw, pad=settings.pad,
@@ -241,9 +241,9 @@ def _fp8(settings: Fp8Settings, *, block: tuple[int, int] = (ALL, ALL),
          weight: tuple[int, int] | None = None) -> Recipe:
     x = Cast(format=settings.forward_format, block=block, scale=settings.scale)
     g = replace(x, format=settings.gradient_format)
-    made = _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
+    recipe = _cast_recipe(settings, x, replace(x, block=weight or block), g, dtype="fp8")
     fast = settings.fast_accumulation if isinstance(settings, AccumulationSettings) else ()
-    return replace(made, fast_accumulation=fast)
+    return replace(recipe, fast_accumulation=fast)
 
 
 def _nvfp4(settings: CastSettings, *, scale: str = "e4m3") -> Recipe:
@@ -326,8 +326,8 @@ ENDS = re.compile(r"(?P<end>first|last)(:(?P<count>[1-9]\d*)(/(?P<of>[1-9]\d*))?
 
 
 def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
-    """Which of `blocks`, in their order: `first` and `last` are one, `last:4` are four, `last:8/62`
-    are that share of them, rounded, and may be none. None: the pattern is another."""
+    """Returns some of `blocks`, in their order: `first` and `last` are one, `last:4` are four,
+    `last:8/62` are that share of them, rounded, and may be none. None: the pattern is another."""
     if (match := ENDS.fullmatch(pattern)) is None:
         return None
     count = int(match["count"] or 1)
@@ -337,9 +337,9 @@ def at_end(pattern: str, blocks: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
-    """Those of `names`, Linears in the order of the model, that `layers` says stay: by `at_end` of
-    the numbered blocks, or by patterns: `head`, `blocks.0.*`. Raises ConfigError for one that
-    matches nothing."""
+    """Returns those of `names`, Linears in the order of the model, that `layers` says stay: by
+    `at_end` of the numbered blocks, or by patterns: `head`, `blocks.0.*`. Raises ConfigError for
+    one that matches nothing."""
     names = list(names)
     numbered = {name: match[0] for name in names if (match := re.match(r".*?\.\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))

@@ -86,12 +86,12 @@ class Prefetched(DataPolicy):
         self.next: tuple[int, Future | None] = (-1, None)
 
     def batch(self, step: int) -> Batch:
-        expected, made = self.next
-        if made is None or step != expected:
-            made = self.thread.submit(self._make, step)
+        expected, future = self.next
+        if future is None or step != expected:
+            future = self.thread.submit(self._make, step)
         if expected != step + 1:
             self.next = step + 1, self.thread.submit(self._make, step + 1)
-        names, arrived = made.result()
+        names, arrived = future.result()
         return Batch.of(dict(zip(names, arrived())))
 
     def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:

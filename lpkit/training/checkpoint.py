@@ -84,8 +84,8 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
 
 def folders(root: Path) -> list[Path]:
     """Complete-looking checkpoints, newest first."""
-    found = (p for p in root.glob("step-*") if p.is_dir() and not p.is_symlink())
-    return sorted(found, reverse=True)
+    paths = (p for p in root.glob("step-*") if p.is_dir() and not p.is_symlink())
+    return sorted(paths, reverse=True)
 
 
 def verify(folder: Path, run: str = "") -> dict[str, Any]:

@@ -148,12 +148,12 @@ def export(run: Run | Place, out: Folder) -> Path:
     kind = family(m)
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
-    found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                              only=checkpoint.WEIGHTS, quarantine=False)
-    if found is None:
+    if saved is None:
         raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
     names = {name.removeprefix("model/"): t
-             for name, t in checkpoint.evaluated_weights(found.tensors).items()}
+             for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
     ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias"))}
     own_folder(out.parent)
     with whole_folder(out) as folder:

@@ -59,8 +59,8 @@ class Kernels(Transform):
         for name in named.keys() - at_hand.keys() - {"", self.besides}:
             raise ConfigError(f"system.kernels={self.asked}: no layer of this model calls {name}; "
                               f"its kernels: {', '.join(at_hand)}")
-        found = self.ranks.by_first(partial(self._raced, at_hand, on_cpu=on_cpu))
-        for name, choice in found.items():
+        choices = self.ranks.by_first(partial(self._raced, at_hand, on_cpu=on_cpu))
+        for name, choice in choices.items():
             self.choices[OF_KERNEL + name] = Choice(**choice)
             call = version(_offered(name), choice["used"], at_hand[name][1])
             for module, attribute, of in _sites(model):
@@ -69,7 +69,7 @@ class Kernels(Transform):
         return model
 
     def _raced(self, at_hand: Mapping[str, tuple[list, list]], on_cpu: bool) -> dict[str, dict]:
-        found = {}
+        choices = {}
         for name, (few, many) in at_hand.items():
             asked, offered = self.before.get(name, asked_of(self.asked, name)), _offered(name)
             if on_cpu and asked == "auto":
@@ -78,8 +78,8 @@ class Kernels(Transform):
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
                             offered=offered, in_block=self.in_block and name != LOSS).choice
             said = "" if known else f"it has no version {asked}; "
-            found[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
-        return found
+            choices[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
+        return choices
 
     def _at_hand(self, model: nn.Module) -> dict[str, tuple[list[tuple], list[tuple]]]:
         """Collects what each kernel is given in a training forward and backward, by its name: of a

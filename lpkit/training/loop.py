@@ -98,9 +98,9 @@ def _follow(training: Training, run: Run, observers: Observers, account: RunAcco
     hardware.reset_peak(training.device)
     reached = 0
     try:
-        found, _ = _restore(training, run)
-        reached = found.step if found else 0
-        for record in _steps(training, run, found, Control()):
+        saved, _ = _restore(training, run)
+        reached = saved.step if saved else 0
+        for record in _steps(training, run, saved, Control()):
             observers(record)
             _refuse_nan(record, run, training)
             reached = record.step
@@ -117,24 +117,24 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
     """Go back to the newest good checkpoint, and record this start. Returns that, `from_step`, and
     `damaged`: a sentence for each file or line that is passed over."""
     problems = run.damage
-    found, damaged = _restore(training, run)
-    start, before = found.step if found else 0, run.environments
+    saved, damaged = _restore(training, run)
+    start, before = saved.step if saved else 0, run.environments
     damaged += problems
     if before and not start:
         print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     begun = {"from_step": start, "damaged": damaged}
-    now = here | begun | {"lines": found.lines if found else {}}
+    now = here | begun | {"lines": saved.lines if saved else {}}
     # a kill before the next summary leaves files of which this one says nothing
     running = {"status": "running", records.RUN: run.mark}
     records.write(run.path / runs.SUMMARY, running)
     write_atomically(run.path / runs.CONFIG, runs.sealed_yaml(training.config, run.mark))
     records.write(run.path / runs.ENVIRONMENT, {records.RUN: run.mark, "starts": [*before, now]})
     for path in {run.path / runs.METRICS, *run.path.glob("*.jsonl")}:
-        again = path.name == runs.METRICS and found and RECORD in found.state
+        again = path.name == runs.METRICS and saved and RECORD in saved.state
         records.rewind(path, start - bool(again))
     records.write(run.path / runs.SUMMARY, running | {"vouches": run.vouches(ended=False)})
-    return found, begun
+    return saved, begun
 
 
 def _conclude(run: Run, summary: dict[str, Any], reached: int | None, config: Config) -> None:
@@ -256,7 +256,7 @@ def _evaluated(record: StepRecord, training: Training, control: Control
 # A frame that an error keeps is cleared, but not what a function closes over.
 @contextmanager
 def _heeding(training: Training, control: Control, phase: str) -> Iterator[None]:
-    """All ranks hear before each part whether to give up."""
+    """Lets all ranks hear before each part whether to give up."""
     if phase in ("forward", "evaluation") and training.ranks.told(control.asked()) == STOP:
         raise GivenUp
     yield
@@ -296,12 +296,12 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
 def _restore(training: Training, run: Run) -> tuple[Checkpoint | None, list[str]]:
     """Load the newest good checkpoint, if there is one. A sentence for each damaged one."""
     checkpoint.sweep(run.checkpoints)
-    found, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+    saved, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                             blank=training.blank)
-    if found is not None:
-        training.load_state_dict(found.tensors | found.state["optimizer"], source=found.path)
-        found = replace(found, tensors={})      # a run is long, and they are loaded
-    return found, damaged
+    if saved is not None:
+        training.load_state_dict(saved.tensors | saved.state["optimizer"], source=saved.path)
+        saved = replace(saved, tensors={})      # a run is long, and they are loaded
+    return saved, damaged
 
 
 def _last_checkpoint(run: Run) -> str | None:

@@ -69,13 +69,13 @@ def trained(run: Run, device: str = "cpu") -> Training:
     Raises ConfigError for a run without a checkpoint.
     """
     with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
-        found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+        saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                                  only=checkpoint.WEIGHTS, quarantine=False)
-    if found is None:
+    if saved is None:
         said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
         raise ConfigError(said)
     for problem in problems:
-        print(f"lpkit: the weights are those of step {found.step}: {problem}", file=sys.stderr)
+        print(f"lpkit: the weights are those of step {saved.step}: {problem}", file=sys.stderr)
     for problem in run.damage:
         print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
@@ -88,7 +88,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
         config = config.replace({"precision.backend": "auto"})  # the one asked for may not run here
     training = Training.build(config, before=run.environment, data=RandomTokens(config, device))
     training.start.refuse_other(run)
-    training.load_model(found.tensors, source=found.path)
+    training.load_model(saved.tensors, source=saved.path)
     # else a layer casts for a backward pass too, which wants whole blocks of tokens
     training.model.eval().requires_grad_(False)
     return training
@@ -144,7 +144,7 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
-    """One token from logits (V,)."""
+    """Draws one token from logits (V,)."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits.float() / temperature

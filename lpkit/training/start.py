@@ -82,15 +82,15 @@ def read(config: Config, tokenizer: str = "") -> Start:
     if tokenizer and run.identity["tokenizer"] != tokenizer:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; train on text with that run's tokenizer")
-    found, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                              only="model/", quarantine=False)
-    if found is None:
+    if saved is None:
         raise ConfigError("; ".join([f"start.run={asked.run} has no checkpoint to begin from",
                                      *problems]))
-    tensors = {name.removeprefix("model/"): t for name, t in sorted(found.tensors.items())}
+    tensors = {name.removeprefix("model/"): t for name, t in sorted(saved.tensors.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
     places = dict(one.partition(":")[::2] for one in asked.map)
-    return Start(where=str(found.path), sha256=digest.hexdigest(), tensors=tensors, places=places)
+    return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places)

@@ -391,7 +391,7 @@ class Training:
     @torch.no_grad()
     def _load(self, ours: Mapping[str, Tensor], state: Mapping[str, Any], source: object,
               beside: Collection[str] = ()) -> None:
-        """All of `ours`, and nothing is left over. `beside`: names that others load."""
+        """Loads all of `ours`, and nothing is left over. `beside`: names that others load."""
         way_out = "resume with the settings that it was saved with"
         missing = [name for name in ours if name not in state]
         if missing:

@@ -63,7 +63,7 @@ def _name(row: Row) -> str:
 
 
 def _deviation(value: float, row: Row) -> float:
-    """In the unit of `DIFFERENCES`; infinite beside nothing."""
+    """Returns the difference in the unit of `DIFFERENCES`; infinite beside nothing."""
     base = row.truth
     if row.unit in DIFFERENCES or value == base:
         return value - base
@@ -80,7 +80,7 @@ def _off(off: float, row: Row) -> str:
 
 
 def _place(off: float) -> float:
-    """On the axis: sign kept, proportional up to about LINEAR, logarithmic beyond."""
+    """Places it on the axis: sign kept, proportional up to about LINEAR, logarithmic beyond."""
     return math.copysign(math.log10(1 + min(abs(off), 1e6) / LINEAR), off)
 
 

@@ -58,8 +58,8 @@ def library() -> Library:
 
 
 class Shown(widgets.Widget):
-    """What a figure shows, in a model of ipywidgets' own: anywidget's forgets for good what it is
-    told where its code takes a busy browser more than two seconds to load."""
+    """A widget of what a figure shows, in a model of ipywidgets' own: anywidget's forgets for good
+    what it is told where its code takes a busy browser more than two seconds to load."""
 
     spec = traitlets.Dict().tag(sync=True)
 
@@ -174,11 +174,11 @@ def thin(trace: Mapping[str, Any]) -> Mapping[str, Any]:
         return trace
     values = np.asarray(y, dtype=float)
     low, high = (np.where(np.isnan(values), gap, values) for gap in (np.inf, -np.inf))
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     edges = np.linspace(1, count - 1, MAX_POINTS // 2).astype(int)
     for start, end in itertools.pairwise(edges):
-        kept |= {start + low[start:end].argmin(), start + high[start:end].argmax()}
-    index = sorted(kept)
+        indices |= {start + low[start:end].argmin(), start + high[start:end].argmax()}
+    index = sorted(indices)
 
     def pick(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -150,7 +150,7 @@ def _places(points: Points) -> Places:
 
 def _predicted(places: Places, totals: Sequence[int],
                formula: Memory) -> Iterator[tuple[int, float, str]]:
-    """Where each moment is, its bytes, and words."""
+    """Yields the place of each moment, its bytes, and words."""
     blocks = sorted({part for _, part in places if part.startswith("blocks.")},
                     key=lambda part: int(part.split(".")[1]))
     parts = {walk.HEAD: OUTSIDE, walk.LAST: blocks[-1:], walk.FIRST: blocks[:1]}

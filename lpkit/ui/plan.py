@@ -21,7 +21,7 @@ KIND_OF = {     # what is not here: communication where the name has a colon, el
 
 
 def opened_memory(held: Memory) -> str:
-    """As `opened`, of what a device holds."""
+    """Returns HTML as `opened_rows` does, of what a device holds."""
     sizes, rows = held.at(held.peak_moment), []
     for row in held.rows:
         moments = ", ".join(row.at) if len(row.at) < len(MOMENTS) else "every moment"
@@ -33,7 +33,7 @@ def opened_memory(held: Memory) -> str:
 
 
 def opened_time(step: StepTime) -> str:
-    """As `opened`, of a step's seconds."""
+    """Returns HTML as `opened_rows` does, of a step's seconds."""
     rows = []
     for row in step.rows:
         hidden = f"and {duration(row.hidden_seconds)} hidden behind other rows"

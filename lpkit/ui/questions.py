@@ -55,7 +55,7 @@ class Question(widgets.VBox):
 
     @property
     def answer(self) -> Any:
-        """What was locked in while nobody knew better, or None."""
+        """The value that was locked in while nobody knew better, or None."""
         return self.value if self.locked and not self.late else None
 
     @property

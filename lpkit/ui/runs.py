@@ -65,7 +65,7 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
 
 
 def progress(records: Sequence[StepRecord], planned_steps: int) -> str:
-    """Where a run is, in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about 14 s
+    """Says where a run is, in words: 'step 20 of 300 · loss 3.121 · 12.3k tokens/s · about 14 s
     left'."""
     if not records:
         return f"starting: {planned_steps} steps planned"
@@ -143,7 +143,7 @@ class LiveRun(Stored, widgets.VBox):
 
     @property
     def _reached_all(self) -> bool:
-        """Whether what has ended has done all that was planned."""
+        """True if what has ended has done all that was planned."""
         records = self.handle.records
         return bool(records) and records[-1].step >= self.handle.planned_steps
 

@@ -37,7 +37,7 @@ DECIBELS = (0.0, 60.0)      # of every map in colour: from nothing left to bf16 
 
 
 def _format(name: str) -> str:
-    """What a run's name begins with: "bf16 weights, stochastic", "float32 master"."""
+    """Returns the format in a run's name: "bf16 weights, stochastic", "float32 master"."""
     return re.split("[ ,:]", name)[0].replace("float", "fp")
 
 

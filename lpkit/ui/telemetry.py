@@ -41,13 +41,13 @@ METRICS = {     # title; field of a sample's quality or of the sample; its value
 
 
 def quality_of(sample: Any, recipe: str) -> Any:
-    """What the run's own cast did to it, or what another recipe's would have; None where NaN or Inf
-    were met."""
+    """Returns what the run's own cast did to it, or what another recipe's would have; None where
+    NaN or Inf were met."""
     return sample.own if recipe == AS_RUN else sample.others.get(recipe)
 
 
 def _overflows(quality: Any) -> bool:
-    """Whether the cast left an infinity, so that its noise has no logarithm: FP16 without a scale.
+    """True if the cast left an infinity, so that its noise has no logarithm: FP16 without a scale.
     A cast without noise has none either, and saturates nowhere."""
     return quality is not None and quality.sqnr_db is None and quality.saturated > 0
 

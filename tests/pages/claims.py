@@ -20,10 +20,11 @@ from statistics import median
 from typing import Any, Literal
 
 from lessons.l09_predict_before_you_rent import Candidate, triangle
-from lpkit.commands.claims import HEADS, line, opened
+from lpkit.commands.claims import HEADS, QUANTITIES, line, opened
 from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
-from lpkit.predict.activations import kept
+from lpkit.predict.activations import OUTSIDE, kept
+from lpkit.predict.decoding import cache_bytes
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
@@ -45,7 +46,11 @@ keeps a share of it: its own change over the promised one; of a cost, the promis
 **Confirmed**: every number, the kit's and measured ones, keeps {ENOUGH:.0%} or more. **Refuted**:
 none keeps {NOTHING:.0%}. **Smaller**: between the two. **Not yet tested**: there is no number yet,
 or nothing that it could be held against. What the kit says elsewhere shows how far a sentence
-travels, and decides nothing."""
+travels, and decides nothing.
+
+A sentence about all cases is refuted by one case that is otherwise. A sentence that gives a
+quantity is held to it both ways: the smaller number over the larger one is its share. Where a
+sentence is about the loss, a formula alone decides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,7 @@ class Claim(Checked):
     says: Text
     source: Text
     conditions: Text
-    unit: Literal["times", "less", "more", "cases"]
+    unit: Literal["times", "less", "more", "cases", "time", "bytes", "FLOPs"]
     claimed: float | None = None
     verdict: Literal["confirmed", "smaller", "refuted", "not yet tested"]
     why: Text
@@ -81,10 +86,14 @@ class Claim(Checked):
         values = [*self.numbers.kit.values(), *self.numbers.measured.values()]
         if self.claimed is None or not values:
             return UNTESTED
+        if self.unit == "cases" and self.claimed == 1:
+            return CONFIRMED if min(values) == 1 else REFUTED
         none = 1 if self.unit == "times" else 0     # the value of no change
         shares = [(value - none) / (self.claimed - none) for value in values]
         if self.unit == "more":
             shares = [1 / share if share > 0 else math.inf for share in shares]
+        elif self.unit in QUANTITIES:
+            shares = [min(share, 1 / share) for share in shares]
         if min(shares) >= ENOUGH:
             return CONFIRMED
         return SMALLER if max(shares) >= NOTHING else REFUTED
@@ -168,11 +177,11 @@ def _usable(machine: str) -> float:
     return USABLE_MEMORY_SHARE * find(machine).memory_bytes
 
 
-def _deepest(machine: str, devices: int = 1, **memory_settings: Any) -> int:
+def _deepest(machine: str, devices: int = 1, zero: int = 3, **memory_settings: Any) -> int:
     """Parameters of the deepest model of llama-8b's width that fits, a sequence a device."""
     base = _of("llama-8b", devices).replace({f"memory.{key}": value for key, value in {
         "recompute": "block", **memory_settings}.items()} | {"optimizer.clip": 0})
-    layout = Layout(shard=devices)
+    layout = Layout(shard=devices, zero=zero)
     layers = _most(lambda n: _peak(base.replace({"model.layers": n}), machine, layout=layout)
                    <= _usable(machine))
     return parameter_count(base.replace({"model.layers": layers}).model)
@@ -235,17 +244,20 @@ def mixed_precision_speed() -> Numbers:
 
 
 def fsdp_doubles() -> Numbers:
-    alone = _deepest("h200")
-    return Numbers(kit={f"{n} devices": _deepest("h200", n) / alone for n in (2, 8, 64)})
+    def deeper(zero: int) -> dict[str, float]:
+        return {f"{n} devices{', weights and gradients too' * (zero == 3)}":
+                _deepest("h200", n, zero) / _deepest("h200") for n in (2, 8, 64)}
+
+    return Numbers(kit=deeper(1), elsewhere=deeper(3))
 
 
 def communication() -> Numbers:
-    found = {}
-    for devices in (8, 64, 512):
-        step, waited, said = _messages(_of("llama-8b", devices), Layout(shard=devices))
-        before, after = said / (step - waited + said), waited / step
-        found[f"llama-8b on {devices} H100s, {before:.0%} to {after:.0%}"] = 1 - after / before
-    return Numbers(elsewhere=found)
+    def less(bits: int) -> float:
+        sent = 0.32 * 4 / bits
+        return 1 - sent / (1 - 0.32 + sent) / 0.32
+
+    return Numbers(elsewhere={f"4 bits of {bits} in all messages, nothing else": less(bits)
+                              for bits in (16, 32)})
 
 
 def _attention(name: str, context: int) -> float:
@@ -324,22 +336,30 @@ def lion_faster() -> Numbers:
     def quicker(config: Config, machine: str) -> float:
         return _seconds(config, machine) / _seconds(config, machine, optimizer="lion")
 
-    return Numbers(
-        kit={name: quicker(preset("gpt2-124m"), name) for name in ("a100-80", "h100")},
-        elsewhere={f"h100, {n} sequence{'s' * (n > 1)} an update": quicker(
-            _of("gpt2-124m", n), "h100") for n in (1, 8)})
+    return Numbers(kit={f"{name}, {n} sequence{'s' * (n > 1)} an update":
+                        quicker(_of("gpt2-124m", n).replace({"grad_accum_steps": pieces}), name)
+                        for name in ("a100-80", "h100")
+                        for n, pieces in ((1, 1), (8, 1), (512, 32))})
+
+
+def _blocks_flops(layers: int, width: int, tokens: int) -> int:
+    model = ModelConfig(layers=layers, width=width, heads=width // 64, context=tokens)
+    return sum(one.flops for one in products(model, batch=1) if one.name != "head")
 
 
 def masked_tokens() -> Numbers:
-    def blocks(layers: int, width: int, tokens: int) -> int:
-        model = ModelConfig(layers=layers, width=width, heads=width // 64, context=tokens)
-        return sum(one.flops for one in products(model, batch=1) if one.name != "head")
-
+    blocks = _blocks_flops
     decoder = blocks(8, 512, 196)
     return Numbers(
         kit={"75% masked": (blocks(24, 1024, 196) + decoder) / (blocks(24, 1024, 49) + decoder)},
         elsewhere={"BERT-base, 15% of 512 tokens masked, and no decoder":
                    blocks(12, 768, 512) / blocks(12, 768, round(0.85 * 512))})
+
+
+def masked_images() -> Numbers:
+    return Numbers(elsewhere={
+        f"image encoder ViT-L alone, {1 - tokens / 196:.0%} masked":
+            _blocks_flops(24, 1024, 196) / _blocks_flops(24, 1024, tokens) for tokens in (98, 49)})
 
 
 def combined() -> Numbers:
@@ -437,6 +457,22 @@ def _eight_bits(name: str, recipe: str, devices: int) -> float:
                                                                  layout=layout)
 
 
+def selective_memory() -> Numbers:
+    """Korthikanti et al. 2022, section 4: without sequence parallelism each tensor rank keeps whole
+    what norms and the Linears after them read; with it, and without scores, all is divided."""
+    found = {}
+    for run in runs("korthikanti"):
+        sizes = dict(compute_bytes=2, residual_bytes=2, kind="gpu", attention="plain")
+        model, ranks = run.config.model, run.layout.tensor
+        block = operations(MicroBatch(model=model, **sizes)).block
+        every = sum(op.saved_bytes for op in block)
+        whole = sum(op.saved_bytes for op in block if op.in_stream or op.cut == "column")
+        less = kept(model, batch=1, recompute="core-attention", **sizes).operations
+        after = sum(less[name] for name in less.keys() - OUTSIDE) / model.L
+        found[run.model] = (whole + (every - whole) / ranks) / (after / ranks)
+    return Numbers(kit=found)
+
+
 def fp8_doubles() -> Numbers:
     return Numbers(
         kit={f"{name} on {n} H100{'s' * (n > 1)}": _eight_bits(name, "fp8-tensorwise", n)
@@ -495,6 +531,145 @@ def update_in_backward() -> Numbers:
                    elsewhere={"the same with AdamW": 1 - _peak(lean) / whole})
 
 
+def attention_complexity() -> Numbers:
+    def more(times: int) -> float:
+        few, many = (sum(one.flops for one in products(_of("gpt2-124m", 1, context=T).model,
+                                                       batch=1) if one.pairs)
+                     for T in (2048, 2048 * times))
+        return many / few - 1
+
+    return Numbers(kit={"16,384 tokens over 2,048": more(8)})
+
+
+def lower_precision() -> Numbers:
+    path = resource("data/measured") / "recipe-losses-amd-epyc.json"
+    losses = {name: median(values)
+              for name, values in json.loads(path.read_text())["losses"].items()}
+    base = losses.pop("bf16")
+    return Numbers(elsewhere={f"loss in {name} over bf16": loss / base - 1
+                              for name, loss in losses.items()})
+
+
+def more_devices() -> Numbers:
+    """Dollars of an update go with devices times seconds. Each number of devices recomputes what is
+    cheapest of all that fits."""
+    base = _of("llama-8b", 64, context=12_288).replace({"grad_accum_steps": 64})
+
+    def device_seconds(devices: int) -> float:
+        layout = Layout(shard=devices)
+        configs = (base.replace({"memory.recompute": name})
+                   for name in ("none", "selective", "block"))
+        return devices * min(_seconds(config, layout=layout) for config in configs
+                             if _peak(config, "h100", layout=layout) <= _usable("h100"))
+
+    spent = {n: device_seconds(n) for n in (4, 8, 16, 32, 64)}
+    pairs = list(itertools.combinations(spent, 2))
+    return Numbers(
+        kit={"pairs of 4 to 64 H100s": sum(spent[n] > spent[m] for m, n in pairs) / len(pairs)},
+        elsewhere={f"{n} for {m} of them": float(spent[n] > spent[m])
+                   for m, n in ((4, 8), (8, 64))})
+
+
+def bytes_of_70b() -> Numbers:
+    parameters = parameter_count(preset("llama-70b").model)
+    states = sum(row.bytes for row in model_states(parameters))
+    return Numbers(kit={"weights in 16 bits": 2 * parameters},
+                   elsewhere={"weights in float32": 4 * parameters,
+                              "trained by AdamW, 16-bit weights with float32 masters": states})
+
+
+def two_flops() -> Numbers:
+    def each(name: str, **model: Any) -> float:
+        m = _of(name, 1, **model).model
+        return forward_flops(m, attention="causal") / m.T / parameter_count(m)
+
+    return Numbers(kit={name: each(name) for name in SIZES},
+                   elsewhere={"llama-8b, 131,072 tokens": each("llama-8b", context=131_072)})
+
+
+def shared_heads() -> Numbers:
+    def less(name: str, kv_heads: int) -> float:
+        all_heads = _of(name, 1, kv_heads=preset(name).model.heads).model
+        return 1 - (parameter_count(_of(name, 1, kv_heads=kv_heads).model)
+                    / parameter_count(all_heads))
+
+    return Numbers(kit={name: less(name, 1) for name in SIZES},
+                   elsewhere={f"{name}, 8 of them": less(name, 8)
+                              for name in ("llama-8b", "llama-70b")})
+
+
+def norms_and_softmax() -> Numbers:
+    def share(name: str, devices: int, attention: str = "auto") -> float:
+        step = step_time(_of(name, 8, attention=attention), "h100", Layout(shard=devices))
+        return sum(step[row].seconds for row in ("norms, activations, loss", "attention")
+                   ) / step.step_seconds
+
+    shapes = (("gpt2-124m", 1), ("gpt2-1.5b", 1), ("llama-8b", 8))
+    return Numbers(kit={name: share(name, n) for name, n in shapes},
+                   elsewhere={f"{name}, plain attention": share(name, n, "plain")
+                              for name, n in shapes})
+
+
+def cache_less() -> Numbers:
+    full = _of("llama-8b", 1)
+    heads = _of("llama-8b", 1, kv_heads=32).model
+    same = cache_bytes(full.model, 8192)
+    window = full.replace({"model.attention": {"name": "window", "size": 4096}}).model
+    return Numbers(elsewhere={
+        "in 8 bits": 1 - cache_bytes(full.model, 8192, format="int8") / same,
+        "in 4 bits": 1 - cache_bytes(full.model, 8192, format="int4") / same,
+        "8 heads of 32": 1 - same / cache_bytes(heads, 8192),
+        "window of half the context": 1 - cache_bytes(window, 8192) / same})
+
+
+def windows() -> Numbers:
+    config = _of("llama-8b", 1)
+    full, window = config.model, config.replace(
+        {"model.attention": {"name": "window", "size": 2048}}).model
+    pairs = [model.attention.rule(8192).pairs(8192) for model in (full, window)]
+    return Numbers(kit={
+        "cache, the last token of 8,192": 1 - cache_bytes(window, 8192) / cache_bytes(full, 8192),
+        "pairs of queries and keys, training": 1 - pairs[1] / pairs[0]})
+
+
+def fused_add_norm() -> Numbers:
+    """Unfused, the sum is written, and read by the norm; under autocast the norm writes float32,
+    and a cast reads that."""
+    def moved(compute: int, residual: int) -> float:
+        s = MicroBatch(model=preset("llama-8b").model, compute_bytes=compute,
+                       residual_bytes=residual, kind="gpu")
+        ops = {op.name: op.moved_bytes for op in operations(s).block}
+        return (ops["add1"] + ops["norm2"]) / (s.tokens * s.model.D)
+
+    return Numbers(
+        kit={"float32": 4 / moved(4, 4), "16 bits": 2 / moved(2, 2),
+             "bf16 autocast": 4 / moved(2, 4)},
+        elsewhere={"bf16 autocast, its cast fused too": (4 + 2 * 4) / moved(2, 4)})
+
+
+def fused_scores() -> Numbers:
+    return Numbers(elsewhere={
+        f"seconds of a step of {name}, flash over plain": 1 - _seconds(_of(name, 16), "a100-80")
+        / _seconds(_of(name, 16, attention="plain"), "a100-80")
+        for name in ("gpt2-124m", "gpt2-1.5b")})
+
+
+def activations_8_bits() -> Numbers:
+    """DeiT-B's shape: 12 blocks of 768, 196 patches and a token, 1,000 classes."""
+    def peak(place: str, attention: str) -> float:
+        config = _of("gpt2-124m", 128, "fp32", attention, context=197, vocab=1024)
+        return _peak(config.replace({"memory.activation_offload": place}))
+
+    def less(attention: str) -> float:
+        return 1 - peak("int8", attention) / peak("device", attention)
+
+    table = (("DeiT-Ti", 4171, 1858), ("DeiT-S", 8459, 3840), ("DeiT-B", 17691, 8616))
+    return Numbers(kit={"plain attention": less("plain")},
+                   measured={f"{name}, its table": 1 - after / before
+                             for name, before, after in table},
+                   elsewhere={"a flash kernel": less("auto")})
+
+
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     "mixed-precision-memory": mixed_precision_memory,
     "mixed-precision-batch": mixed_precision_batch,
@@ -512,5 +687,12 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "recompute-time": recompute_time, "recompute-20-percent": recompute_time,
     "selective-29-percent": selective, "fp8-2x": fp8_doubles, "fp8-1-34x": fp8_rowwise,
     "adam-8bit": adam_8bit, "activations-12x": activations, "chunked-loss-60": chunked_loss,
-    "update-in-backward-10-8": update_in_backward,
+    "update-in-backward-10-8": update_in_backward, "selective-5x": selective_memory,
+    "flash-attention-complexity": attention_complexity,
+    "lower-precision-accuracy": lower_precision, "more-gpus-expense": more_devices,
+    "70b-140-gb": bytes_of_70b, "2-flops-a-parameter": two_flops,
+    "shared-heads-15": shared_heads, "norms-softmax-96": norms_and_softmax,
+    "kv-cache-40": cache_less, "windows-75": windows, "fused-add-norm-50": fused_add_norm,
+    "fused-scores-30": fused_scores, "activations-8-bits": activations_8_bits,
+    "flip-3-7x": masked_images,
 }
