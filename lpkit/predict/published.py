@@ -35,8 +35,10 @@ T = TypeVar("T")
 FOLDER = resource("data/published")
 SHOWN = ("narayanan", "korthikanti", "llama-3", "torchtitan-a100", "torchtitan-h200")
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
-STYLES = {"gpt": {}, "llama": {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu",
-                               "bias": False, "tied": False}}
+LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
+STYLES = {"gpt": {}, "llama": {**LLAMA, "tied": False}, "llama-tied": LLAMA,
+          # its squared ReLU reads and writes what a GELU does
+          "nemotron": {"position": "rope", "bias": False, "tied": False}}
 SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does not state them
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
 RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
