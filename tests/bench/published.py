@@ -175,12 +175,12 @@ said as well as they are: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. What was 
 
 {later_table}
 
-RMSNorm by PyTorch is several kernels, and the formula takes the eager stack's norms for one, as
-LLM Foundry's and Megatron's are; without sequence parallelism each tensor rank repeats them. So a
-Llama without a fused norm is slower than is said. The Ultra-Scale Playbook published each layout
+RMSNorm by PyTorch runs as several kernels, and the formula counts one, as LLM Foundry and Megatron
+have it: the likely cause, which each tensor rank repeats without sequence parallelism. So expect a
+Llama without a fused norm to be slower than is said. The Ultra-Scale Playbook published each layout
 that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
-and equal layouts differ by up to 4.7 times. Do not rely on a prediction of tensor ranks that span
-nodes (`lpkit plan` suggests none), nor of a pipeline of nanotron's.
+and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor ranks
+that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines.
 
 {table}
 
