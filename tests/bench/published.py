@@ -179,8 +179,8 @@ RMSNorm by PyTorch runs as several kernels, and the formula counts one, as LLM F
 have it: the likely cause, which each tensor rank repeats without sequence parallelism. So expect a
 Llama without a fused norm to be slower than is said. The Ultra-Scale Playbook published each layout
 that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
-and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor ranks
-that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines.
+and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor
+ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines.
 
 {table}
 
