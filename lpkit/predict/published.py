@@ -297,11 +297,12 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _flat_mfu(one: dict[str, Any], said: list[dict[str, Any]]) -> float:
-    """The median of those that may be fitted, of its generation and bits, or else of its bits."""
-    alike = [other for other in said
-             if not other["held_out"] and other["precision"] == one["precision"]]
+    """The median of those that may be fitted: of its generation and bits, or else of its bits, or
+    else of all."""
+    fitted = [other for other in said if not other["held_out"]]
+    alike = [other for other in fitted if other["precision"] == one["precision"]]
     same = [other for other in alike if other["generation"] == one["generation"]]
-    return statistics.median(other["published_mfu"] for other in same or alike or said)
+    return statistics.median(other["published_mfu"] for other in same or alike or fitted)
 
 
 def _bits(precision: str) -> int:

@@ -248,11 +248,11 @@ def _section(record: dict[str, Any]) -> str:
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
     return TEXT.format(
-        runs=len(taken) + len(left_out), taken=len(taken),
+        runs=f"{len(taken) + len(left_out):,}", taken=f"{len(taken):,}",
         sources=len({source.url for source in sources()}),
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
         held_error=held[5], held_flat=held[8], inside=held[9], foreign=f"{1 - foreign:.0%}",
-        later=unseen[3], later_ratio=unseen[4], later_error=unseen[5], later_inside=unseen[9],
+        later=f"{int(unseen[3]):,}", later_ratio=unseen[4], later_error=unseen[5], later_inside=unseen[9],
         later_sources=len(fit.LATER), later_table=markdown_table(*_headed(record["later"])),
         ultrascale=len(book), hopeless=sum(_mfu(run) < 10 for run in book),
         sixteen=f"{sixteen:.0%}", peaks=markdown_table(*_headed(record["peaks"])),
