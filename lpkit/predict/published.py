@@ -35,8 +35,10 @@ T = TypeVar("T")
 FOLDER = resource("data/published")
 SHOWN = ("narayanan", "korthikanti", "llama-3", "torchtitan-a100", "torchtitan-h200")
 SHAPE = ("layers", "width", "heads", "kv_heads", "mlp_width", "vocab", "context")
-STYLES = {"gpt": {}, "llama": {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu",
-                               "bias": False, "tied": False}}
+LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
+STYLES = {"gpt": {}, "llama": {**LLAMA, "tied": False}, "llama-tied": LLAMA,
+          # its squared ReLU reads and writes what a GELU does
+          "nemotron": {"position": "rope", "bias": False, "tied": False}}
 SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does not state them
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
 RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
@@ -295,11 +297,12 @@ def table() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _flat_mfu(one: dict[str, Any], said: list[dict[str, Any]]) -> float:
-    """The median of those that may be fitted, of its generation and bits, or else of its bits."""
-    alike = [other for other in said
-             if not other["held_out"] and other["precision"] == one["precision"]]
+    """The median of those that may be fitted: of its generation and bits, or else of its bits, or
+    else of all."""
+    fitted = [other for other in said if not other["held_out"]]
+    alike = [other for other in fitted if other["precision"] == one["precision"]]
     same = [other for other in alike if other["generation"] == one["generation"]]
-    return statistics.median(other["published_mfu"] for other in same or alike or said)
+    return statistics.median(other["published_mfu"] for other in same or alike or fitted)
 
 
 def _bits(precision: str) -> int:

@@ -492,7 +492,8 @@ def unseen_figure(taken: Sequence[Mapping[str, Any]]) -> dict:
     return figure(
         data, f"{len(errors)} runs that nothing was fitted to: {statistics.median(errors):.0%} off "
         f"at the median", height=150 + 42 * len(names),
-        xaxis=axis("said over published speed", type="log", tickvals=[0.5, 0.7, 1, 1.4, 2, 3]),
+        xaxis=axis("said over published speed", type="log",
+                   tickvals=[0.5, 0.7, 1, 1.4, 2, 3, 10, 30, 100]),
         yaxis={"tickvals": list(range(len(names))), "ticktext": names, "ticks": "",
                "showgrid": False, "zeroline": False, "range": [len(names) - 0.4, -0.6]},
         shapes=[rule(x=1, colour=INK, layer="below")])

@@ -4,22 +4,27 @@ For each run that `lpkit.predict.time` takes: its speed over the published one, 
 inside the range that is printed. Beside it a flat MFU, which knows nothing but the machine's peak,
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
-apart; nothing is fitted to them but the ranges. `lpkit bench published --out data/measured` records
+apart; nothing is fitted to them but the ranges. Runs that were read later (`fit.LATER`) are held
+out of the ranges, too. `lpkit bench published --out data/measured` records
 all of it, and `python -m tests.bench.published` makes docs/plan.md from the record.
 """
 
+import csv
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.files import resource
 from lpkit.predict import evidence
 from lpkit.predict import published as ledger
 from lpkit.predict.compare import percent
+from lpkit.predict.ledger import memory
 from lpkit.predict.plan import plan
 from lpkit.predict.prediction import predict
 from lpkit.predict.published import (
@@ -45,7 +50,7 @@ NAME, DEVICE = "published", "formulas"
 RECORD = resource("data/measured") / f"{NAME}-{DEVICE}.json"
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
 SECTION, NEXT = "## Published runs, beside the formula\n", "\n## Loss\n"
-SPLITS = {"held out": True, "may be fitted": False}
+HELD, LATER, FITTED = SPLITS = ("held out", "read later", "may be fitted")
 GROUPS = ("machine", "precision", "layout", "stack", "kernels", "source")
 HEADS = ("", "by", "", "runs", "said over published", "median error", "quartiles", "worst",
          "flat MFU's", "inside the range")
@@ -53,6 +58,22 @@ HEADS = ("", "by", "", "runs", "said over published", "median error", "quartiles
 CLAIMS = {"A100 and H100, 16 bits": (("a100", "h100"), "16 bits", 0.15),
           "8 bits": ("", "8 bits", 0.2), "B200 and GB200": (("b200", "gb200"), "", 0.25),
           "MI300X": ("mi300x", "", 0.25), "all": ("", "", None)}
+# of the runs that were read later, what tells their errors apart
+LATER_HEADS = ("read later", "runs", "said over published", "median error", "quartiles", "worst",
+               "flat MFU's", "inside the range")
+LATER_GROUPS: dict[str, Callable[[Run], bool]] = {
+    "DGX Cloud, H100, 16 bits": lambda run: run.source.name == "dgxc" and run.precision != "fp8",
+    "DGX Cloud, H100, 8 bits": lambda run: run.source.name == "dgxc" and run.precision == "fp8",
+    "Hagemann et al., A100, RMSNorm in one kernel":
+        lambda run: run.source.name.startswith("hagemann") and "RMS kernel" in run.note,
+    "Hagemann et al., A100, RMSNorm by PyTorch":
+        lambda run: run.source.name.startswith("hagemann") and "RMS kernel" not in run.note,
+    "Ultra-Scale, H100, tensor in a node or none, no pipeline":
+        lambda run: run.source.name == "ultrascale" and run.tensor <= 8 and run.pipeline == 1,
+    "Ultra-Scale, H100, tensor in a node or none, pipeline":
+        lambda run: run.source.name == "ultrascale" and run.tensor <= 8 and run.pipeline > 1,
+    "Ultra-Scale, H100, tensor over nodes":
+        lambda run: run.source.name == "ultrascale" and run.tensor > 8}
 RECORDED = ("source", "at", "unit", "published", "formula", "error", "inside")
 CALIBRATED, PRINTED, CHOSEN = 0.08, 0.1, 0.08
 LEAST_LAYOUTS = 3       # of a model on so many devices, or there is nothing to choose
@@ -65,25 +86,25 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     taken, left_out = table()
     facts = {"table": [{key: one[key] for key in RECORDED} for one in taken],
              "not_taken": left_out, "breakdown": [HEADS, *breakdown(taken)],
-             "peaks": peaks.table()}
+             "later": [LATER_HEADS, *later(taken)], "peaks": peaks.table(),
+             "choices": choices(), "ranks": ranks(), "fits": sorted(Counter(fits()).items())}
     results = []
-    for split, held_out in SPLITS.items():
+    for split in SPLITS:
         for claim, (machines, precision, target) in CLAIMS.items():
-            off = [abs(one["error"]) for one in taken if one["held_out"] == held_out
-                   and one["machine"].startswith(machines) and precision in one["precision"]]
+            off = [abs(one["error"]) for one in _of(split, taken)
+                   if one["machine"].startswith(machines) and precision in one["precision"]]
+            if not off:
+                continue
             results.append(paired(
                 NAME, ours=off, peer=[1.0] * len(off), peer_name="the published speed",
                 case=f"{split}, {claim}, {len(off)} runs, median", better="lower", packages=(),
-                unit="relative error", target=target if held_out else None, device=DEVICE,
+                unit="relative error", target=target if split == HELD else None, device=DEVICE,
                 facts=facts))
-    after = after_one_step(taken)
-    held = [one for one in taken if one["held_out"]]
-    outside = [1.0 - one["inside"] for one in held]
+    after, held = after_one_step(taken), _of(HELD, taken)
+    outside, unseen = ([1.0 - one["inside"] for one in some] for some in (held, _of(LATER, taken)))
     foreign = fit.outside(fit.taken(True), evidence.fitted()["numbers"])
     both = {told: [as_printed(run, told) for run in fit.taken(True)] for told in (True, False)}
-    sets = choices()
-    near = [float(lost > CHOSEN) for held_out, lost, _ in sets if held_out]
-    facts |= {"choices": sets, "ranks": ranks()}
+    near = [float(lost > CHOSEN) for held_out, lost, _ in facts["choices"] if held_out]
     for told, words in ((True, "with the run's stack"), (False, "with the stack that is the default")):
         off, missed = zip(*both[told])
         for case, some, target, centre in (
@@ -94,13 +115,18 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                 NAME, ours=some, peer=[1.0] * len(some), case=case, target=target if told else None,
                 peer_name=f"{centre} of the published speed", better="lower", packages=(),
                 unit="relative error", device=DEVICE, facts=facts))
+    verdicts = [pair for pair, count in facts["fits"] for _ in range(count)]
+    wrong = [float(fitted != said) for fitted, said in verdicts]
     for case, off, target, centre in (
+            (f"held out, fits or not, {len(verdicts)} trials, share said wrong", [statistics.fmean(wrong)], 0.07, "share"),
             (f"held out, the layout said to be the fastest of those published is slower than the best "
              f"by more than {CHOSEN:.0%}, {len(near)} sets, share", [statistics.fmean(near)], 0.2, "share"),
             (f"held out, after one calibrating run, {len(after)} runs, median", after, CALIBRATED,
              "median"),
             (f"held out, outside the printed range, {len(outside)} runs, share",
              [statistics.fmean(outside)], 0.1, "share"),
+            (f"read later, outside the printed range, {len(unseen)} runs, share",
+             [statistics.fmean(unseen)], 0.1, "share"),
             (f"held out, outside the range of other sources, {len(foreign)} runs, share",
              [statistics.fmean(foreign)], 0.1, "share")):
         results.append(paired(NAME, ours=off, peer=[1.0] * len(off), case=case, target=target,
@@ -130,6 +156,22 @@ def as_printed(run: Run, told: bool) -> tuple[float, bool]:
     return abs(ratio - 1), not made.spread.low <= ratio <= made.spread.high
 
 
+def fits() -> list[tuple[bool, bool]]:
+    """Of each trial of data/published/fits.csv, whether it fitted, and whether `lpkit plan` would have
+    offered it."""
+    by_name, found = {source.name: source for source in sources()}, []
+    with (ledger.FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
+        for cells in csv.DictReader(file):
+            fitted = cells.pop("fits") == "yes"
+            told = {name: cell for name, cell in cells.items() if cell}
+            run = Run(**told | {"source": by_name[told["source"]]}, published="1", unit="seconds")
+            with suppress(ConfigError):     # a layout that plan does not have
+                held = memory(stated(run), run.source.on(run.machine), layout=run.layout, precision=run.precision,
+                              recompute=RECOMPUTE.get(run.recompute, run.recompute))
+                found.append((fitted, held.missing_bytes <= 0))
+    return found
+
+
 def choices() -> list[tuple[bool, float, str]]:
     """Of each model on as many devices in LEAST_LAYOUTS published ways or more: whether its source is
     held out, how much slower the one that the formula has first is than the fastest, and which it is."""
@@ -155,13 +197,13 @@ def ranks() -> list[list[Any]]:
             best = min(some, key=lambda run: run.published_seconds)
             options = plan(stated(best).replace({"grad_accum_steps": 1}), 1e12, best.machine, devices=devices,
                            precisions=[PRECISIONS.get(precision, precision)]).options
-            places = [i for i, one in enumerate(options, 1) if _split(one.layout) == _split(best.layout)]
+            places = [i for i, one in enumerate(options, 1) if _axes(one.layout) == _axes(best.layout)]
             found.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}", str(best.layout),
                           places[0] if places else "none", len(options)])
     return found
 
 
-def _split(layout: Layout) -> tuple[int, ...]:
+def _axes(layout: Layout) -> tuple[int, ...]:
     return layout.tensor, layout.pipeline, layout.context
 
 
@@ -169,14 +211,32 @@ def after_one_step(taken: list[dict[str, Any]]) -> list[float]:
     """Errors of held-out runs, when each is calibrated by the one before it on its page, on the
     same machine and in the same precision: the most alike that is published."""
     after = fit.after_one(((one["source"], one["machine"], one["precision"]), one["error"] + 1)
-                          for one in taken if one["held_out"])
+                          for one in _of(HELD, taken))
     return [abs(ratio - 1) for ratio in after if ratio is not None]
 
 
 def breakdown(taken: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each split and group, as HEADS."""
-    return [[split, by, group, *_line(some)] for split, held_out in SPLITS.items()
-            for by, group, some in _groups([one for one in taken if one["held_out"] == held_out])]
+    return [[split, by, group, *_line(some)] for split in SPLITS
+            for by, group, some in _groups(_of(split, taken))]
+
+
+def later(taken: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each of LATER_GROUPS, as LATER_HEADS."""
+    by_place = {(run.source.name, run.at): run for run in runs(*fit.LATER)}
+    some = [(one, by_place[one["source"], one["at"]]) for one in _of(LATER, taken)]
+    return [[group, *_line([one for one, run in some if has(run)])]
+            for group, has in LATER_GROUPS.items()]
+
+
+def _of(split: str, taken: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for one in taken if split == _split(one)]
+
+
+def _split(one: dict[str, Any]) -> str:
+    if one["source"] in fit.LATER:
+        return LATER
+    return HELD if one["held_out"] else FITTED
 
 
 def _groups(taken: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
@@ -207,12 +267,27 @@ measured by this project. The formula takes {taken} of them. What a step keeps o
 fitted to {fitted} of them (`python -m tests.bench.fit`); on the {held} that are held out, whole
 sources that nothing is fitted to, it is off by {held_error} at the median and says {held_ratio}
 times the published speed. A flat MFU, fitted to the same runs (the median of their generation and
-bits), is off by {held_flat} on them. A stranger makes this table anew with `lpkit bench published`.
+bits), is off by {held_flat} on them. Another {later} were read after all that: see below. A
+stranger makes this table anew with `lpkit bench published`.
 
 **The range** that is printed with every time, cost and energy is what nine of ten held-out runs
 of a kind had: {inside} of all are inside. That is their own range. Where it is made without the
 source of the run that it is held against, {foreign} are inside; most of the others are `rocm-te`'s
 and Megatron-Bridge's on GB300. So take it as a range for a stack like one of these.
+
+**Read later** are {later} runs of {later_sources} sources that neither the fit nor the ranges know,
+so they test both. The formula is off by {later_error} at the median and says {later_ratio} times
+the published speed; {later_inside} are inside the printed range. A stack like those of the fit is
+said as well as they are: NVIDIA's NeMo in 16 bits on 8 to 2,048 H100. What was not known:
+
+{later_table}
+
+RMSNorm by PyTorch runs as several kernels, and the formula counts one, as LLM Foundry and Megatron
+have it: the likely cause, which each tensor rank repeats without sequence parallelism. So expect a
+Llama without a fused norm to be slower than is said. The Ultra-Scale Playbook published each layout
+that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
+and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor
+ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines.
 
 {table}
 
@@ -223,9 +298,12 @@ default it prices another program than the one that ran: off by {default}, and {
 
 **Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or more, the one that the formula has first
 is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, most of which may be fitted, have these
-places in `lpkit plan`; none is not feasible there, or not searched.
+places in `lpkit plan` ("none": it is not feasible there, or not searched).
 
 {ranks}
+
+**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. It offers
+{right} of those that ended, and {offered} of those that did not fit; all in all {verdicts} of its verdicts are right.
 
 "Said over published" is the median of predicted over published speed. Errors are of speed, without
 a sign but for the worst. **Where not to rely on it**: small models on few devices by Transformer
@@ -281,32 +359,50 @@ def page() -> str:
 
 def _section(record: dict[str, Any]) -> str:
     taken, left_out, (heads, *lines) = (record[key] for key in ("table", "not_taken", "breakdown"))
-    peak_heads, *peak_lines = record["peaks"]
-    held = next(line for line in lines if line[:3] == ["held out", "", "all"])
+    held, unseen = (next(line for line in lines if line[:3] == [split, "", "all"])
+                    for split in (HELD, LATER))
+    book = runs("ultrascale")
     sixteen, calibrated_error, foreign = (
         next(case["ratio"] for case in record["cases"] if words in case["case"])
         for words in ("held out, A100 and H100", "after one calibrating run", "other sources"))
     printed_off, printed_out, default_off, default_out = (
         case["ratio"] for case in record["cases"] if "as printed" in case["case"])
+    verdicts = {tuple(pair): count for pair, count in record["fits"]}
+    ended = verdicts[True, True] + verdicts.get((True, False), 0)
     why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
     return TEXT.format(
-        runs=len(taken) + len(left_out), taken=len(taken),
+        runs=f"{len(taken) + len(left_out):,}", taken=f"{len(taken):,}",
         sources=len({source.url for source in sources()}),
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
         held_error=held[5], held_flat=held[8], inside=held[9], foreign=f"{1 - foreign:.0%}",
         printed=f"{printed_off:.0%}", printed_inside=f"{1 - printed_out:.0%}", default=f"{default_off:.0%}",
         default_inside=f"{1 - default_out:.0%}", sets=sum(one[0] for one in record["choices"]), chosen=CHOSEN,
         near=sum(one[0] and one[1] <= CHOSEN for one in record["choices"]),
+        trials=sum(verdicts.values()), ended=ended, oom=sum(verdicts.values()) - ended, right=verdicts[True, True],
+        offered=verdicts[False, True], verdicts=f"{(verdicts[True, True] + verdicts[False, False]) / sum(verdicts.values()):.0%}",
         ranks=markdown_table(("model", "on", "fastest published", "place", "of"), record["ranks"]),
-        sixteen=f"{sixteen:.0%}", peaks=markdown_table(peak_heads, peak_lines),
+        later=f"{int(unseen[3]):,}", later_ratio=unseen[4], later_error=unseen[5],
+        later_inside=unseen[9], later_sources=len(fit.LATER),
+        later_table=markdown_table(*_headed(record["later"])),
+        ultrascale=len(book), hopeless=sum(_mfu(run) < 10 for run in book),
+        sixteen=f"{sixteen:.0%}", peaks=markdown_table(*_headed(record["peaks"])),
         calibrated=f"{calibrated_error:.0%}", table=markdown_table(heads, lines),
         reasons=markdown_table(("runs", "source", "reason"),
                                [(count, name, said) for (said, name), count in why.most_common()]),
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
         before=" and ".join(percent(plain[row.name]) for row in others))
+
+
+def _headed(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    return table[0], table[1:]
+
+
+def _mfu(run: Run) -> float:
+    """In percent, as the Ultra-Scale Playbook prints it."""
+    return float(run.note.removeprefix("MFU ").partition("%")[0])
 
 
 if __name__ == "__main__":
