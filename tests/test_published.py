@@ -258,14 +258,14 @@ def test_the_fitted_numbers_are_an_optimum():
 
 
 def test_ranges_are_those_of_the_ledger_and_nothing_held_out_is_fitted(monkeypatch):
-    known, held = evidence.fitted(), fit.taken(True)
+    known, held = evidence.fitted(), fit.ranged()
     assert {key: known[key] for key in ("kinds", "calibrated")} == fit.kinds(held, known["numbers"])
     # else a ranking would be a table of answers: of a held-out run nothing but the ranges may know
     assert known.keys() == {"command", "runs", "numbers", "kinds", "calibrated", "most_devices"}
     slower = [replace(run, published=run.published * (3 if run.source.held_out else 1)) for run in RUNS]
     open_runs = fit.taken(False)
     monkeypatch.setattr(fit, "runs", lambda: slower)
-    assert fit.taken(False) == open_runs and fit.kinds(fit.taken(True), known["numbers"])["kinds"] != known["kinds"]
+    assert fit.taken(False) == open_runs and fit.kinds(fit.ranged(), known["numbers"])["kinds"] != known["kinds"]
 
 
 @pytest.mark.parametrize("words, said", [
