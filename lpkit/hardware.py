@@ -266,6 +266,12 @@ def low_formats(device: torch.device) -> tuple[str, ...]:
                  if torch.cuda.get_device_capability(device) >= least)
 
 
+def multiplies_tiles() -> bool:
+    """True if PyTorch may multiply tiles of bf16 here (AMX): ATen's limit may keep it from them."""
+    path = torch.backends.cpu.get_cpu_capability()
+    return torch.cpu._is_amx_tile_supported() and path not in ("DEFAULT", "AVX2")
+
+
 @functools.cache
 def peak_flops(dtype: str, device: str, threads: int, *,
                fast: bool = True) -> tuple[float, tuple[int, int, int]]:

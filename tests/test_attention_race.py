@@ -168,11 +168,12 @@ def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, co
 def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch):
     """With AMX PyTorch's kernel was 1.45 times as fast as blocks at 1,024 tokens; without, blocks are faster."""
     config = Config().replace({"system.device": "cpu", "precision.recipe": "bf16", "steps": 1})
-    for tiles, used in ((True, "sdpa"), (False, "blocked")):
+    for tiles, path, used in ((True, "AVX512", "sdpa"), (False, "AVX512", "blocked"), (True, "AVX2", "blocked")):
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda path=path: path)
         assert build.decide(config).choices["attention"].used == used
         there = Machine(name="here", title="here", kind="cpu", memory_bytes=2**36, bytes_per_second=1e10,
-                        flops={"fp32": 1e11, "bf16": 8e11 if tiles else 1.9e11}, source="")
+                        flops={"fp32": 1e11, "bf16": 8e11 if used == "sdpa" else 1.9e11}, source="")
         assert predict(config, there).assumptions["attention"] == used
 
 

@@ -98,7 +98,7 @@ def _decide(config: Config, device: str) -> Decisions:
     attention = config.system.attention
     used, why = choose_attention(attention, device=device, model=config.model,
                                  low_precision=decisions.recipe.compute == "bfloat16",
-                                 tiles=torch.cpu._is_amx_tile_supported())
+                                 tiles=hardware.multiplies_tiles())
     chosen["attention"] = Choice(asked=attention, used=used, why=why)
     if device == "cuda" and config.precision.backend == "auto":
         chosen["backend"] = Choice(asked="auto",

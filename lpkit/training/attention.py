@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.hardware import multiplies_tiles
 from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
@@ -52,7 +53,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
     ConfigError for what cannot be."""
     model, on_gpu = config.model, device.type != "cpu"
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
-                                 model=model, tiles=torch.cpu._is_amx_tile_supported())
+                                 model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
                       dtype=compute or "float32",
                       interpreter=interpreted(asked),
