@@ -265,8 +265,7 @@ def refuse_ungatherable(config: "Config", recipe: Recipe) -> None:
 
 
 def refuse_untrainable(config: "Config") -> None:
-    """Raises ConfigError where this can be predicted, and is not trained. The way out sets all that
-    stands in the way."""
+    """Raises ConfigError for what is predicted and not trained; its way out sets all that must be."""
     layout, stack = config.parallel, config.system.stack
     if stack != "auto":
         raise ConfigError(f"system.stack={stack} is for predictions; leave it out to train")
