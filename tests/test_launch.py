@@ -264,6 +264,7 @@ def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp
     """A launch of a tiny model had 23 of them when its first signal came, and was killed."""
     monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN", f"{HERE}:{function}")
     handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)       # a shell's & makes its children deaf
 
     def press():
         until(lambda: when(tmp_path / "run"))
@@ -275,6 +276,8 @@ def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp
         stopped_by = handle.result().summary["stopped_by"]
     except KeyboardInterrupt:
         stopped_by = None
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert stopped_by == ("SIGINT" if kept else None) and handle.done
 
 

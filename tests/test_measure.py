@@ -222,7 +222,8 @@ def test_a_step_beside_the_ceilings():
     assert found.machine.flops.keys() == {found.precision.used}
 
 
-def test_a_step_is_measured_with_its_choices():
+def test_a_step_is_measured_with_its_choices(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2, "precision.recipe": "bf16"})
     bench = measure.Bench(config, "cpu")
     assert bench.precision.used == "bf16" and bench.attention.used == "blocked" and min(bench.update()) > 0
