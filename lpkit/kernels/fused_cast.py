@@ -558,7 +558,7 @@ def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
         pairs = [part for values in made[::2] for part in (values, scale.view(1, 1))]
         return *pairs, top, found[1]
     if SCALES[cast.scale].levels == 2:
-        made.append(kernel.numbers(found)[1])
+        return *made, kernel.numbers(found)[1], found[1]
     return *made, found[1]
 
 
