@@ -91,9 +91,15 @@ def test_amdahl():
     assert cost.speedup == pytest.approx(1 / (1 - cost.share + cost.share / cost.linear_speedup))
 
 
+def test_the_efficiency_that_is_said_is_that_of_the_stack():
+    """It was the default's, beside seconds of another."""
+    said = advise(gpt(12, 768).replace({"system.stack": "megatron"}), "h200", recipes=["fp8-tensorwise"])
+    assert "Megatron-Core" in said.efficiency.source and "torch.compile" not in said.efficiency.source
+
+
 def test_wider_is_better_and_never_backwards():
     """Same tokens, same depth."""
-    reached = evidence.efficiency(CATALOGUE["h200"])       # without the cap of published runs
+    reached = evidence.efficiency(CATALOGUE["h200"])
     speedups = [step_cost(gpt(12, width), TENSORWISE, CATALOGUE["h200"], reached).speedup for width in (256, 512, 768, 1536, 3072, 6144)]
     assert speedups == sorted(speedups) and speedups[0] < 1 < MIN_WORTHWHILE_SPEEDUP < speedups[-1] < 2
 

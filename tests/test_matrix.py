@@ -49,7 +49,7 @@ def test_on_a_cpu_rules_and_probes_agree(cells):
     for ruled in rules.by_rule("cpu"):
         run = by_pair(cells)[ruled.recipe, ruled.backend]
         assert (run.detail or "no,").partition(",")[0] == ruled.status or "not installed" in run.why or (
-            "scale_a.numel() == 1" in run.why), (ruled, run)
+            torch.__version__.startswith("2.11") and "scale_a.numel() == 1" in run.why), (ruled, run)
 
 
 @pytest.mark.parametrize("machine, recipe, backend, want", [

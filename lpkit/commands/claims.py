@@ -72,7 +72,7 @@ def line(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def narrow(row: tuple[str, ...]) -> str:
-    """What `line` gives, on two lines; on one where there are no numbers."""
+    """Writes what `line` gives on two lines; on one where there are no numbers."""
     told = [f"{what} {one}" for what, one in zip(HEADS[1:4], row[1:4], strict=True) if one]
     return f"{row[0]}  {row[-1]}" + ("\n    " + "; ".join(told) if told else "")
 

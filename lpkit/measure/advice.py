@@ -129,10 +129,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     if base is None:
         base = max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
     on.peak_flops(pick(dict.fromkeys(BASES, base), base, "base"))   # raises where there is none
-    # with another folder of records than the kit's: what it says, and no cap
-    known = evidence.efficiency(on, folder=measured)
-    given = None if measured == MEASURED else known
-    plain = _predicted(config, on, base, given)
+    known = evidence.efficiency(on, evidence.stack_of(config), folder=measured)
+    plain = _predicted(config, on, base, known)
     recorded = recorded_steps(on, base, measured)
     asked, plans = config.precision.recipe, []
     casting = [name for name, row in RECIPES.items() if row.products]
@@ -141,7 +139,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         if not row.products:
             raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
                               f"choose from {', '.join(casting)}")
-        step, held = _predicted(config, on, name, given)
+        step, held = _predicted(config, on, name, known)
         cost = compared(plain[0], step, config, as_run(config, name, on)[0])
         speedup, source = recorded.get(case_name(name, config), (None, "formula"))
         plans.append(Plan(
@@ -165,7 +163,7 @@ def _backend(config: Config, step: StepTime) -> str:
 
 
 def _predicted(config: Config, on: Machine, precision: str,
-               efficiency: Efficiency | None) -> tuple[StepTime, Memory]:
+               efficiency: Efficiency) -> tuple[StepTime, Memory]:
     return (step_time(config, on, precision=precision, efficiency=efficiency),
             memory(config, on, precision=precision))
 

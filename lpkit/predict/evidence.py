@@ -125,11 +125,11 @@ def generation_of(machine: Machine) -> str | None:
 
 def stack_of(config: Config) -> str:
     """Returns the row of STACKS that `system.stack` names; with auto, lpkit's own."""
-    asked, compiles = config.system.stack, config.system.compile is not False
-    if asked != "auto":
-        pick({"auto": None, **STACKS}, asked, "system.stack")
-        return asked
-    return "compiled" if compiles else "eager"
+    asked = config.system.stack
+    if asked == "auto":
+        return "eager" if config.system.compile is False else DEFAULT
+    pick({"auto": None, **STACKS}, asked, "system.stack")
+    return asked
 
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
@@ -295,8 +295,8 @@ def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAUL
 
 def range_of(kinds: Mapping[str, Mapping[str, float]], kind: str, stack: str
              ) -> tuple[str, Mapping[str, float]]:
-    """Returns which kind is known, and its `low` and `high`: of the stack, else of all stacks; where nothing
-    of the kind was published, "", and as wide as anything was."""
+    """Returns which kind is known, and its `low` and `high`: of the stack, else of all stacks; where
+    nothing of the kind was published, "", and as wide as anything was."""
     for name in (f"{kind}, {stack}", kind):
         if name in kinds:
             return name, kinds[name]

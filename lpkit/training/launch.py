@@ -98,7 +98,7 @@ class Launched(Background):
 
     def result(self) -> Run:
         """Wait for the end. A first Ctrl-C (SIGTERM, SIGHUP) stops, and a second kills. Ranks that
-        have not written a step and do not hear it, because they are still imported, say, have
+        have not written a step and do not hear it, because they are still importing, say, have
         nothing to keep: a first one kills them."""
         try:
             try:

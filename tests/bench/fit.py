@@ -35,24 +35,22 @@ Numbers = dict[str, float]
 
 
 def taken(held_out: bool) -> list[Run]:
-    """Returns those that the formula takes, but for LATER."""
-    some = (run for run in runs() if run.source.held_out == held_out
-            and run.source.name not in LATER)
+    """Returns those that the formula takes."""
+    some = (run for run in runs() if run.source.held_out == held_out)
     return [run for run, _ in published.taken(some, functools.partial(step, numbers=BEGIN))]
 
 
 def ranged() -> list[Run]:
-    """Returns all that are held out, for the ranges; of a model on as many devices none that is slower than
-    SLOWEST times the fastest."""
-    fastest: dict[tuple, float] = defaultdict(lambda: math.inf)
-    some = [(run, _same(run)) for run, _ in published.taken(
-        (run for run in runs() if run.source.held_out), functools.partial(step, numbers=BEGIN))]
-    for run, same in some:
-        fastest[same] = min(fastest[same], run.published_seconds)
-    return [run for run, same in some if run.published_seconds <= SLOWEST * fastest[same]]
+    """Returns all that are held out, for the ranges; of a model on as many devices none that is
+    slower than SLOWEST times the fastest."""
+    some, fastest = taken(True), defaultdict(lambda: math.inf)
+    for run in some:
+        fastest[same(run)] = min(fastest[same(run)], run.published_seconds)
+    return [run for run in some if run.published_seconds <= SLOWEST * fastest[same(run)]]
 
 
-def _same(run: Run) -> tuple:
+def same(run: Run) -> tuple:
+    """Returns what runs have in common that differ in how they were run alone."""
     return (run.source.url, run.model, run.context, run.devices, run.machine, run.precision,
             run.global_batch)
 

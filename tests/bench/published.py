@@ -4,16 +4,15 @@ For each run that `lpkit.predict.time` takes: its speed over the published one, 
 inside the range that is printed. Beside it a flat MFU, which knows nothing but the machine's peak,
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
-apart; nothing is fitted to them but the ranges. Runs that were read later (`fit.LATER`) are held
-out of the ranges, too. `lpkit bench published --out data/measured` records
-all of it, and `python -m tests.bench.published` makes docs/plan.md from the record.
+apart, and those of them that were read after the fit (`fit.LATER`) once more; nothing is fitted to
+them but the ranges. `lpkit bench published --out data/measured` records all of it, and `python -m tests.bench.published` makes docs/plan.md from the record.
 """
 
 import csv
 import json
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,22 +105,18 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     for one, outside_others in zip(ranged, fit.outside(ranged, evidence.fitted()["numbers"]), strict=True):
         missed[one.source.name].append(outside_others)
     foreign = [statistics.fmean(each) for each in missed.values()]
-    both = {told: [as_printed(run, told) for run in ranged] for told in (True, False)}
     near = [float(lost > CHOSEN) for held_out, lost, _ in facts["choices"] if held_out]
+    cases: list[tuple[str, Sequence[float], float | None, str]] = []
     for told, words in ((True, "with the run's stack"), (False, "with the stack that is the default")):
-        off, missed = zip(*both[told])
-        for case, some, target, centre in (
-                (f"held out, as printed {words}, {len(off)} runs, median", off, PRINTED, "median"),
-                (f"held out, as printed {words}, outside the printed range, {len(off)} runs, share",
-                 [statistics.fmean(missed)], 0.1, "share")):
-            results.append(paired(
-                NAME, ours=some, peer=[1.0] * len(some), case=case, target=target if told else None,
-                peer_name=f"{centre} of the published speed", better="lower", packages=(),
-                unit="relative error", device=DEVICE, facts=facts))
-    verdicts = [pair for pair, count in facts["fits"] for _ in range(count)]
-    wrong = [float(fitted != said) for fitted, said in verdicts]
+        off, beyond = zip(*(as_printed(run, told) for run in ranged))
+        cases += [(f"held out, as printed {words}, {len(off)} runs, median", off, PRINTED if told else None, "median"),
+                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, share",
+                   [statistics.fmean(beyond)], 0.1 if told else None, "share")]
+    trials = sum(count for _, count in facts["fits"])
+    wrong = sum(count for (fitted, said), count in facts["fits"] if fitted != said) / trials
     for case, off, target, centre in (
-            (f"held out, fits or not, {len(verdicts)} trials, share said wrong", [statistics.fmean(wrong)], 0.07, "share"),
+            *cases,
+            (f"held out, fits or not, {trials} trials, share said wrong", [wrong], 0.07, "share"),
             (f"held out, the layout said to be the fastest of those published is slower than the best "
              f"by more than {CHOSEN:.0%}, {len(near)} sets, share", [statistics.fmean(near)], 0.2, "share"),
             (f"held out, after one calibrating run, {len(after)} runs, median", after, CALIBRATED,
@@ -139,12 +134,12 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def stated(run: Run) -> Config:
-    """The config that a reader of the page would write down."""
+    """Returns the config that a reader of the page would write down."""
     return run.config.replace({"system.stack": run.stack_row, "precision.backend": "auto"})
 
 
 def printed(run: Run, told: bool = True) -> StepTime:
-    """The step as `lpkit predict` prints it, on a machine whose links are those of the page; with the
+    """Returns the step as `lpkit predict` prints it, on a machine whose links are those of the page; with the
     stack that the page names, or the default."""
     config = stated(run) if told else stated(run).replace({"system.stack": "auto"})
     return predict(config, run.source.on(run.machine), layout=run.layout,
@@ -153,15 +148,15 @@ def printed(run: Run, told: bool = True) -> StepTime:
 
 
 def as_printed(run: Run, told: bool) -> tuple[float, bool]:
-    """How far off what is printed is, and whether the run is outside the range beside it."""
+    """Returns how far off what is printed is, and whether the run is outside the range beside it."""
     made = printed(run, told)
     ratio = run.published_seconds / made.step_seconds
     return abs(ratio - 1), not made.spread.low <= ratio <= made.spread.high
 
 
 def fits() -> list[tuple[bool, bool]]:
-    """Of each trial of data/published/fits.csv, whether it fitted, and whether `lpkit plan` would have
-    offered it."""
+    """Returns of each trial of data/published/fits.csv whether it fitted, and whether `lpkit plan` would
+    have offered it."""
     by_name, found = {source.name: source for source in sources()}, []
     with (ledger.FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
@@ -180,8 +175,7 @@ def choices() -> list[tuple[bool, float, str]]:
     held out, how much slower the one that the formula has first is than the fastest, and which it is."""
     sets: dict[tuple, list[tuple[float, float, str]]] = defaultdict(list)
     for run, said in ledger.taken(runs(), seconds):
-        same = (run.source.url, run.model, run.context, run.devices, run.machine, run.precision, run.global_batch,
-                run.attention, run.kernels, run.stack)
+        same = *fit.same(run), run.attention, run.kernels, run.stack
         sets[run.source.held_out, same].append((said, run.published_seconds, f"{run.layout} {run.micro_batch} {run.recompute}"))
     return [(held_out, min(some)[1] / min(one[1] for one in some) - 1, f"{same[1]} on {same[3]} x {same[4]}, {len(some)} runs")
             for (held_out, same), some in sets.items() if len({one[2] for one in some}) >= LEAST_LAYOUTS]
