@@ -1,19 +1,9 @@
-"""The file of a claim: everything that could be chosen after the fact, said before the first run.
-
-    base: cpu-3m                        a preset or a config file
-    settings: {model.layers: 2}         over it, for all arms
-    arms: {adamw: {optimizer: adamw}, lion: {optimizer: lion}}      the first is the one to beat
-    differ: [optimizer]                 the only settings that arms may differ in
-    target: val_loss
-    effect: 0.02                        the smallest gain of interest, a share of the target
-    budget: {steps: 60}                 or {flops: 1e12}: each arm its own steps
-    seeds: 12                           of each arm, at most
-    tuning: {optimizer.lr: [3e-4, 1e-3], optimizer.weight_decay: [0, 0.1]}
-"""
+"""The file of a claim: all that could be chosen after the fact, said before the first run.
+docs/claim.md has every key."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,25 +17,23 @@ from lpkit.presets import resolve
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
 TARGETS = {"val_loss": "nats per token of the validation text, as `Training.evaluate` has it"}
-NEEDED = {"arms": "two or more by name, each a mapping of settings",
-          "differ": "the settings that arms may differ in", "target": ", ".join(TARGETS),
+NEEDED = {"arms": "two or more names, each with a mapping of settings",
+          "differ": "the settings that arms may differ in", "target": "val_loss",
           "effect": "the smallest gain of interest, such as 0.01",
-          "budget": "{steps: 300} or {flops: 1e13}", "seeds": "of each arm, at most",
-          "tuning": "values of each tuned setting, the same for all arms"}
+          "budget": "{steps: 300} or {flops: 1e13}", "seeds": "how many an arm may have",
+          "tuning": "a list of values for each tuned setting, which every arm tries"}
 TUNED = ("optimizer.lr", "optimizer.weight_decay")      # at least
 DECIDED = {"seed": "seeds", "steps": "budget"}          # settings, and the key that decides them
-SAME_TEXT = ("data.source", "data.tokenizer", "data.val_fraction", "model.context", "model.vocab")
 MOST_RUNS = 2000
-TUNING_SEED, AGAIN_SEED = 1_000_000, 2_000_000          # the comparison has those from 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Checked):
     """A claim as its file says it. Raises ConfigError for one that cannot be settled."""
 
-    base: Text = "cpu-3m"
-    settings: Mapping = field(default_factory=dict)
-    arms: Mapping
+    base: Text = "cpu-3m"               # a preset or a config file
+    settings: Mapping = field(default_factory=dict)     # over it, of all arms
+    arms: Mapping                       # the first is the one to beat
     differ: tuple[str, ...]
     target: Text
     effect: InnerShare
@@ -54,122 +42,105 @@ class Claim(Checked):
     tuning: Mapping
     tuning_seeds: Count = 1
     pilot: Annotated[int, between(referee.LEAST, 100)] = 5      # runs of the first arm, for sigma
-    sigma: Positive | None = None       # a share of the target, known from before: no pilot
+    sigma: Positive | None = None       # a share of the target, from earlier runs: no pilot
     looks: Annotated[int, between(1, 5)] = 2
 
     def __post_init__(self):
         super().__post_init__()
         pick(TARGETS, self.target, "target")
-        self._check_arms()
-        self._check_tuning()
+        self._check_shape()
+        first, *others = self.arms
+        ours = flat(self.config(first))
+        for key in self.differ:
+            if not any(_below(one, [key]) for arm in self.arms for one in flat(self.config(arm))):
+                pick(ours, key, "setting")
+        for other in others:
+            self._check_pair(first, other, ours, flat(self.config(other)))
+        for arm in self.arms:
+            self.grid(arm)              # it may lack a setting, or refuse a value
         if self.sigma is not None:
             self.seeds_to_see(self.sigma)
 
-    def _check_arms(self) -> None:
+    def _check_shape(self) -> None:
         if len(self.arms) < 2:
-            raise ConfigError(f"arms needs two or more, got {', '.join(self.arms) or 'none'}; to "
-                              f"hold an arm against itself, use --null")
+            raise ConfigError(f"arms must be {NEEDED['arms']}, got {', '.join(self.arms)}; --null "
+                              f"holds an arm against itself")
         for name, given in {"settings": self.settings, **self.arms}.items():
             if not isinstance(given, Mapping):
-                raise ConfigError(f"{shown(name)} must be a mapping of settings, got "
-                                  f"{shown(given)}")
-            if wrong := [key for key in given if key in DECIDED]:
-                raise ConfigError(f"{shown(name)} sets {wrong[0]}, which {DECIDED[wrong[0]]} of "
-                                  f"the claim decides; leave it out there")
-        configs = {name: flat(self.config(name)) for name in self.arms}
-        first, *others = configs
-        for key in self.differ:
-            if not any(_below(one, [key]) for one in configs[first]):
-                pick(configs[first], key, "setting (in differ)")
-        for name in others:
-            ours, theirs = configs[first], configs[name]
-            other = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-            if not other:
-                raise ConfigError(f"{first} and {name} have the same settings; let them differ in "
-                                  f"{', '.join(self.differ)}, or hold an arm against itself with "
-                                  f"--null")
-            for key in other:
-                if not _below(key, [*self.differ, *self.tuning, *self._budgeted]):
-                    raise ConfigError(f"{first} and {name} differ in {key} ({shown(ours.get(key))} "
-                                      f"and {shown(theirs.get(key))}), which was not declared; "
-                                      f"make it the same, or add it to differ")
-                if key in SAME_TEXT:
-                    raise ConfigError(f"{first} and {name} differ in {key}, so their {self.target} "
-                                      f"is of other text; make it the same")
-            if len({_evaluated(self.config(arm)) for arm in (first, name)}) > 1:
-                raise ConfigError(f"{first} and {name} evaluate on other amounts of text; set "
-                                  f"eval_batches so that eval_batches * global_batch / "
-                                  f"grad_accum_steps is the same")
-
-    def _check_tuning(self) -> None:
-        for key in TUNED:
-            if key not in self.tuning:
-                raise ConfigError(f"tuning lacks {key}; give the values that every arm tries, or "
-                                  f"the arm that came tuned wins")
-        for key, values in self.tuning.items():
+                raise ConfigError(f"{name} must be a mapping of settings, got {shown(given)}")
+            for key in DECIDED.keys() & given.keys():
+                raise ConfigError(f"{name} sets {key}, which the claim's {DECIDED[key]} decides; "
+                                  f"leave it out")
+        for key in {*TUNED, *self.tuning}:
+            values = self.tuning.get(key)
             if not isinstance(values, list) or not values or key in DECIDED:
-                raise ConfigError(f"tuning.{key} must be a list of values of a setting that is "
-                                  f"tuned, got {shown(values)}")
+                raise ConfigError(f"tuning.{key} must be a list of values, got {shown(values)}; an "
+                                  f"arm that is tuned better than another wins by that alone")
         runs = len(self.arms) * (self.points * self.tuning_seeds + self.seeds)
         if runs > MOST_RUNS:
-            raise ConfigError(f"the claim asks for up to {runs:,} runs, and {MOST_RUNS:,} are the "
-                              f"most; give fewer values, seeds or arms")
-        for arm in self.arms:
-            list(self.grid(arm))        # an arm may lack a setting, or refuse a value
+            raise ConfigError(f"the claim may take {runs:,} runs, and {MOST_RUNS:,} are the most; "
+                              f"give fewer values, seeds or arms")
+
+    def _check_pair(self, first: str, other: str, ours: Mapping, theirs: Mapping) -> None:
+        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        if not differing:
+            raise ConfigError(f"{first} and {other} have the same settings; let them differ, or "
+                              f"hold an arm against itself with --null")
+        may = [*self.differ, *self.tuning, *(["steps"] if "flops" in self.budget else [])]
+        for key in differing:
+            if not _below(key, may):
+                raise ConfigError(f"{first} and {other} differ in {key} ({shown(ours.get(key))} "
+                                  f"and {shown(theirs.get(key))}), which was not declared; make "
+                                  f"it the same, or add it to differ")
+        if _text(self.config(first)) != _text(self.config(other)):
+            raise ConfigError(f"{first} and {other} are evaluated on other text; make data.source, "
+                              f"data.tokenizer, data.val_fraction, model.context and eval_batches "
+                              f"* global_batch / grad_accum_steps the same")
 
     @property
     def points(self) -> int:
         return math.prod(map(len, self.tuning.values()))
 
     @property
-    def _budgeted(self) -> tuple[str, ...]:
-        return ("steps",) if "flops" in self.budget else ()
-
-    @property
     def comparisons(self) -> int:
         return len(self.arms) - 1
 
-    def config(self, arm: str, changes: Mapping[str, Any] | None = None) -> Config:
-        """An arm with its budget, of seed 0. Threads change the order of sums: by default, one."""
-        config = resolve(self.base).replace(dict(self.settings)).replace(
-            self.arms[arm] | dict(changes or {}))
-        if config.system.threads is None:
-            config = config.replace({"system.threads": 1})
-        kind, amount = next(iter(self.budget.items()), ("", None))
-        if kind not in ("steps", "flops") or len(self.budget) > 1:
-            raise ConfigError(f"budget must be {NEEDED['budget']}, got {shown(dict(self.budget))}")
-        if kind == "flops":
-            if config.sizes.name != "constant":
-                raise ConfigError(f"a budget of flops needs updates of one size, and sizes is "
-                                  f"{config.sizes.name}; give steps")
-            each = training_flops_per_token(config.model) * config.tokens_per_step
-            positive("budget.flops", total := convert(amount, float, "budget.flops"))
-            amount = int(total / each)
-            if amount < 1:
-                raise ConfigError(f"budget.flops={shown(self.budget['flops'])} is less than a step of "
-                                  f"{arm}, which has {each:.2e}; give more")
-        return config.replace({"steps": amount, "seed": 0})
+    def config(self, arm: str, point: Mapping[str, Any] | None = None) -> Config:
+        """An arm with its budget, with seed 0; on one thread, since more add up in other orders."""
+        config = resolve(self.base).replace(self.settings).replace(self.arms[arm] | (point or {}))
+        config = config.replace({"seed": 0, "system.threads": config.system.threads or 1})
+        kind = next(iter(self.budget), "")
+        if len(self.budget) != 1 or kind not in ("steps", "flops"):
+            raise ConfigError(f"budget must be {NEEDED['budget']}, got {shown(self.budget)}")
+        if kind == "steps":
+            return config.replace(self.budget)
+        positive("budget.flops", flops := convert(self.budget[kind], float, "budget.flops"))
+        each = training_flops_per_token(config.model) * config.tokens_per_step
+        if flops < each or config.sizes.name != "constant":
+            raise ConfigError(f"budget.flops={flops:g} must be a step of {arm} or more ({each:.2e} "
+                              f"FLOPs), and sizes constant; or give steps")
+        return config.replace({"steps": int(flops / each)})
 
-    def grid(self, arm: str) -> Iterator[tuple[dict[str, Any], Config]]:
+    def grid(self, arm: str) -> list[tuple[dict[str, Any], Config]]:
         """Every point of the tuning grid, and the arm there."""
-        for values in itertools.product(*self.tuning.values()):
-            point = dict(zip(self.tuning, values))
-            yield point, self.config(arm, point)
+        points = [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
+        return [(point, self.config(arm, point)) for point in points]
 
-    def level(self) -> float:
-        """Of the last look, which is the one that must see the effect."""
-        return referee.levels(self.looks, self.comparisons)[-1]
+    def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
+        """The gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are
+        taken to share nothing, and the last look must do without the others."""
+        level = referee.levels(self.looks, self.comparisons)[-1]
+        return referee.visible(n, math.sqrt(2) * sigma, level, pilot_df)
 
     def seeds_to_see(self, sigma: float, pilot_df: int | None = None) -> int:
-        """Seeds an arm that see the effect. `sigma`: of one arm's target, a share of it; pairs are
-        taken to share nothing. Raises ConfigError where the budget has not as many."""
-        given = (math.sqrt(2) * sigma, self.level(), pilot_df)
-        n = referee.needed(self.effect, *given)
+        """The seeds an arm that see the effect. Raises ConfigError where the budget has fewer."""
+        level = referee.levels(self.looks, self.comparisons)[-1]
+        n = referee.needed(self.effect, math.sqrt(2) * sigma, level, pilot_df)
         if n > self.seeds:
             raise ConfigError(
-                f"{self.seeds} seeds an arm cannot see an effect of {self.effect:.2%} at sigma "
-                f"{sigma:.2%}: they see {referee.visible(self.seeds, *given):.2%} with a power of "
-                f"{referee.POWER:.0%}; give seeds: {n}, or a larger effect")
+                f"{self.seeds} seeds an arm cannot see an effect of {self.effect:.2%} where sigma "
+                f"is {sigma:.2%}: {referee.POWER:.0%} of the time they see "
+                f"{self.sees(self.seeds, sigma, pilot_df):.2%}; give seeds: {n}, or a larger effect")
         return n
 
 
@@ -177,20 +148,20 @@ def _below(key: str, declared: list[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in declared)
 
 
-def _evaluated(config: Config) -> int:
-    """Sequences of an evaluation."""
-    return config.eval_batches * (config.global_batch // config.grad_accum_steps)
+def _text(config: Config) -> tuple:
+    """What decides the text of an evaluation."""
+    piece = config.global_batch // config.grad_accum_steps
+    return (config.data.source, config.data.tokenizer, config.data.val_fraction,
+            config.model.context, config.eval_batches * piece)
 
 
 def read(path: Path) -> Claim:
-    """The claim in a YAML file. Raises ConfigError, in one sentence, before anything runs."""
-    values = read_yaml(path)
-    known = {f.name for f in fields(Claim)}
+    """The claim in a YAML file. Raises ConfigError before anything runs."""
+    values, known = read_yaml(path), {f.name: f for f in fields(Claim)}
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{named(path)} must be a mapping of {', '.join(sorted(known))}, got "
-                          f"{shown(values)}")
+        raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
     for key in values:
-        pick(dict.fromkeys(known), key, "key of a claim")
+        pick(known, key, "key of a claim")
     for key, what in NEEDED.items():
         if values.get(key) is None:
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")

@@ -1,99 +1,83 @@
-"""Runs of a claim, each done once: NAME.json in a folder is the record of one that has ended, whose
+"""Runs of a claim, each done once. NAME.json in a folder is the record of one that has ended, whose
 NAME is a hash of its config, the code, the data and the machine; NAME/ is one that has begun.
 
-A record is written when the run has come to its end, and then the run's folder goes. So a kill at
-any moment loses nothing but the steps since the run's newest checkpoint, and the same command goes
-on. Runs share the cores: workers take names from one pipe, under keepers that end them when this
-process ends, however it does.
+The record is written when the run has come to its end, and then the run's folder goes. A kill loses
+no more than the steps since the newest checkpoint, and the same command goes on. Workers take names
+from one pipe, under keepers that end them when this process ends, however it does.
 """
 
 import functools
 import hashlib
 import json
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
-from lpkit.errors import ConfigError, RunFailedError
+from lpkit.errors import RunFailedError
 from lpkit.files import PACKAGE, remove
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
-           "precision", "techniques", "training")       # what a run's numbers come from
-CODE = (".py", ".c", ".cu", ".h")
+           "precision", "techniques", "training")       # where the numbers of a run come from
 DIGITS = 16
-LINE = DIGITS + 1       # bytes of a name in the pipe, which a read takes whole
 LOOK_SECONDS = 0.1
 
 
 @functools.cache
 def code() -> str:
-    """The SHA-256 of the code, of the libraries' versions and of the machine."""
-    found = hashlib.sha256(json.dumps([platform.python_version(), cpu_name(),
-                                       *sorted(versions(("torch", "triton", "numpy")).items())],
-                                      ).encode())
+    """The SHA-256 of the code, the libraries' versions and the processor."""
+    found = hashlib.sha256(repr([cpu_name(), versions(("torch", "triton", "numpy"))]).encode())
     for room in NUMBERS:
         for path in sorted([PACKAGE / room, *(PACKAGE / room).rglob("*")]):
-            if path.suffix in CODE:
-                found.update(f"{path.relative_to(PACKAGE)}\n".encode() + path.read_bytes())
+            if path.suffix in (".py", ".c", ".cu", ".h"):
+                found.update(path.read_bytes())
     return found.hexdigest()
 
 
 @functools.cache
 def _data(data: DataConfig, vocab: int) -> dict[str, str]:
-    """The hashes of the tokens, which are prepared here before workers want them all at once."""
+    """Hashes of the tokens, which are prepared here before all workers want them at once."""
     from lpkit.datasets.prepared import prepare
 
     return {split: one["sha256"] for split, one in prepare(data, vocab).header["splits"].items()}
 
 
 def name_of(config: Config) -> str:
-    return records.digest({"config": config.to_dict(), "code": code(),
-                           "data": _data(config.data, config.model.vocab)})[:DIGITS]
+    told = [config.to_dict(), code(), _data(config.data, config.model.vocab)]
+    return records.digest(told)[:DIGITS]
 
 
-def finished(configs: list[Config], out: Path, *, at_once: int | None = None,
-             say: Callable[[int, int], None] = lambda done, of: None,
-             children: processes.Children | None = None) -> list[dict[str, Any]]:
-    """The records of `configs`, in order; what is not in the folder `out` yet is run. `say` hears
-    how many of how many are there. Raises RunFailedError for a run that could not go on, OSError;
-    KeyboardInterrupt when `children` were told to end."""
+def finished(configs: list[Config], out: Path, children: processes.Children,
+             at_once: int | None = None, say: Callable[[str], None] = lambda line: None
+             ) -> list[dict[str, Any]]:
+    """The records of `configs`, in order; what the folder `out` lacks is run. Raises RunFailedError
+    for a run that could not go on, OSError; KeyboardInterrupt when `children` were told to end."""
     names = [name_of(config) for config in configs]
-    due = {name: config for name, config in zip(names, configs, strict=True)
-           if not _record(out, name).is_file()}
+    due = {name: config for name, config in zip(names, configs)
+           if not (out / f"{name}.json").is_file()}
     if due:
-        _run(due, out, min(len(due), at_once or workers(configs[0])), children, say)
-    return [records.read(_record(out, name)) for name in names]
+        config = configs[0]
+        alone = gpus() and config.system.device != "cpu"
+        beside = 1 if alone else max(1, cores() // config.system.threads)
+        _run(due, out, children, min(len(due), at_once or beside), say)
+    return [records.read(out / f"{name}.json") for name in names]
 
 
-def workers(config: Config) -> int:
-    """As many as the cores let run side by side; one for GPUs."""
-    if gpus() and config.system.device != "cpu":
-        return 1
-    return max(1, cores() // (config.system.threads or 1))
-
-
-def _record(out: Path, name: str) -> Path:
-    return out / f"{name}.json"
-
-
-def _run(due: Mapping[str, Config], out: Path, at_once: int, children: processes.Children | None,
-         say: Callable[[int, int], None]) -> None:
-    children = children or processes.Children()
+def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_once: int,
+         say: Callable[[str], None]) -> None:
     names, writer = os.pipe()
-    os.write(writer, "".join(f"{name}\n" for name in due).encode())     # protocol.MOST_RUNS fit
+    os.write(writer, "".join(due).encode())     # protocol.MOST_RUNS fit into a pipe
     os.close(writer)
     told = {"out": str(out), "configs": {name: one.to_dict() for name, one in due.items()},
             "imports": sorted({module for one in due.values() for module in one.imports})}
     with ExitStack() as stack:
-        keepers = []
+        keepers, done = [], 0
         for _ in range(at_once):
             folder = processes.new_folder()
             # modules are looked for where this process finds them
@@ -103,52 +87,44 @@ def _run(due: Mapping[str, Config], out: Path, at_once: int, children: processes
                 [sys.executable, "-P", "-c", start], folder, files={"told": told}, log="log",
                 fds=[names])))
         os.close(names)
-        try:
-            while any(keeper.poll() is None for keeper in keepers):
-                say(sum(_record(out, name).is_file() for name in due), len(due))
-                time.sleep(LOOK_SECONDS)
-        except BaseException:       # the block waits for them: end them first
-            children.end()
-            raise
-        said = [keeper.stdout.read() for keeper in keepers]
+        while any(keeper.poll() is None for keeper in keepers) or done < _done(due, out):
+            if done < (done := _done(due, out)):
+                say(f"{done} of {len(due)} runs")
+            time.sleep(LOOK_SECONDS)
+        words = " ".join(" ".join(keeper.stdout.read() for keeper in keepers).split())[-600:]
     if children.over:
         raise KeyboardInterrupt
-    if left := [name for name in due if not _record(out, name).is_file()]:
-        words = " ".join(" ".join(said).split())[-600:]
-        raise RunFailedError(f"{len(left)} of {len(due)} runs did not come to their end, the first "
-                             f"is {left[0]}; give the same command to go on. They said: {words}")
-    say(len(due), len(due))
+    if done < len(due):
+        raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; the same "
+                             f"command goes on. They said: {words}")
+
+
+def _done(due: Iterable[str], out: Path) -> int:
+    return sum((out / f"{name}.json").is_file() for name in due)
 
 
 def work(folder: str, names: int) -> None:
-    """The process of a worker: runs whose names come from a pipe, until it is empty."""
+    """The process of a worker: the runs whose names it finds in the pipe."""
     from lpkit.training.background import train
-
-    told = json.loads(Path(folder, "told").read_text())
-    Config(imports=told["imports"])     # the claim's own process has imported them
-    out = Path(told["out"])
-    while name := os.read(names, LINE).decode().strip():
-        path, config = out / name, Config.from_dict(told["configs"][name])
-        begun = time.perf_counter()
-        try:
-            found = train(config, out=path, resume=path.exists()).summary
-            if found["status"] != "complete":       # asked to stop; a checkpoint was kept
-                raise SystemExit(found["stopped_by"])
-        except RunFailedError as error:
-            found = _diverged(path, error)
-        keep = ("val_loss", "final_loss", "step_seconds", "steps", "tokens", "energy_wh", "error")
-        records.write(_record(out, name), {
-            **{key: found.get(key) for key in keep}, "config": config.to_dict(),
-            "seconds": time.perf_counter() - begun, "code": code()})
-        remove(path)
-
-
-def _diverged(path: Path, error: RunFailedError) -> dict[str, Any]:
-    """A loss that is no number is a result, any other failure is not."""
     from lpkit.training.runs import Run
 
-    lines = Run.open(path).metrics
-    if lines and (lines[-1]["loss"] is None or lines[-1]["grad_norm"] is None):
-        return {"val_loss": None, "error": str(error), "steps": lines[-1]["step"],
-                "step_seconds": lines[-1]["step_seconds"]}
-    raise ConfigError(str(error)) from error
+    told = json.loads(Path(folder, "told").read_text())
+    Config(imports=told["imports"])     # as the process has that started this one
+    while name := os.read(names, DIGITS).decode():
+        path, begun = Path(told["out"], name), time.perf_counter()
+        config = Config.from_dict(told["configs"][name])
+        try:
+            found = train(config, out=path, resume=path.exists()).summary
+            if found["status"] != "complete":       # told to stop, it kept a checkpoint
+                sys.exit(1)
+        except RunFailedError as error:
+            line = ([{}, *Run.open(path).metrics])[-1]
+            if line.get("loss", 0) is not None and line.get("grad_norm", 0) is not None:
+                raise
+            # a loss that is no number is a result
+            found = line | {"val_loss": None, "error": str(error)}
+        keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error")
+        records.write(path.with_suffix(".json"), {
+            **{key: found.get(key) for key in keep}, "name": name, "config": config.to_dict(),
+            "seconds": time.perf_counter() - begun})
+        remove(path)
