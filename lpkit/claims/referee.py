@@ -8,6 +8,8 @@ ALPHA at any number of seeds. Boundaries that use what looks share need a known 
 save 1% of the seeds at two looks, 9% at three.
 """
 
+import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -32,14 +34,19 @@ def t_cdf(t: float, df: int) -> float:
     return 0.5 + (angle / math.pi + half * 2 / math.pi if odd else half)
 
 
+@functools.cache
 def t_quantile(p: float, df: int) -> float:
     """The inverse of `t_cdf` for p from 0.5 to 1, to 1e-12 of its value."""
-    low, high = 0.0, 1.0
-    while t_cdf(high, df) < p:
+    return _least(lambda t: t_cdf(t, df) >= p, 0.0, 1.0, 1e-12)
+
+
+def _least(holds: Callable[[float], bool], low: float, high: float, share: float) -> float:
+    """The least value above `low` that holds, as all above it do, to a share of itself."""
+    while not holds(high):
         low, high = high, 2 * high
-    while high - low > 1e-12 * high:
+    while high - low > share * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if t_cdf(middle, df) < p else (low, middle)
+        low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
 
@@ -47,7 +54,7 @@ def levels(looks: int, comparisons: int = 1) -> list[float]:
     """The error that each look of one comparison may spend: ALPHA / comparisons in all."""
     z = NORMAL.inv_cdf(1 - ALPHA / 2)
     spent = [0.0, *(2 - 2 * NORMAL.cdf(z * math.sqrt(looks / k)) for k in range(1, looks)), ALPHA]
-    return [(now - before) / comparisons for before, now in zip(spent, spent[1:])]
+    return [(now - before) / comparisons for before, now in itertools.pairwise(spent)]
 
 
 def visible(n: int, sd: float, level: float, pilot_df: int | None = None) -> float:
@@ -65,15 +72,9 @@ def visible(n: int, sd: float, level: float, pilot_df: int | None = None) -> flo
 
 
 def needed(effect: float, sd: float, level: float, pilot_df: int | None = None) -> int:
-    """The fewest pairs that see `effect`, by bisection; MOST where none do."""
-    low, high = LEAST - 1, LEAST
-    while high < MOST and visible(high, sd, level, pilot_df) > effect:
-        low, high = high, min(2 * high, MOST)
-    while high - low > 1:
-        middle = (low + high) // 2
-        seen = visible(middle, sd, level, pilot_df) <= effect
-        low, high = (low, middle) if seen else (middle, high)
-    return high
+    """The fewest pairs that see `effect`; MOST where none do."""
+    return math.floor(_least(lambda n: n >= MOST or visible(int(n), sd, level, pilot_df) <= effect,
+                             LEAST - 0.5, LEAST, 1 / (4 * MOST)))
 
 
 @dataclass(frozen=True, kw_only=True)

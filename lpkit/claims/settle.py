@@ -11,7 +11,8 @@ from lpkit.claims.protocol import Claim
 from lpkit.config import Config
 from lpkit.errors import ConfigError, RunFailedError
 
-TUNING_SEED, AGAIN_SEED = 1_000_000, 2_000_000      # the comparison has those from 0
+# The comparison has the seeds from 0. Runs that chose its size or its settings are none of it.
+TUNING_SEED, PILOT_SEED, AGAIN_SEED = 1_000_000, 2_000_000, 3_000_000
 SAME_SECONDS = 1.02     # of two steps; beyond it the slower arm must win at equal seconds, too
 Records = list[dict[str, Any]]
 
@@ -49,18 +50,19 @@ class Settling:
                 "sigma": sigma, "seeds_asked": n, "tuned": tuned, "tuning": tuning,
                 "doubts": [f"the best {key} of {arm} is at the edge of its values; more of them "
                            f"may give another verdict" for arm, point in tuned.items()
-                           for key, value in point.items() if len(claim.tuning[key]) > 1
+                           for key, value in point.items() if len(claim.tuning[key]) > 2
                            and value in (min(claim.tuning[key]), max(claim.tuning[key]))],
                 "runs": len(everything), "seconds": _seconds(everything),
                 "energy_wh": None if None in energy else math.fsum(energy)}
 
     def _plan(self, first: str) -> tuple[float, int]:
         """Sigma of one arm's target, a share of it, and the seeds an arm that see the effect. The
-        pilot compares nothing, so it spends no error; its runs are the first arm's, untuned."""
+        pilot is the first arm as the file has it, untuned: a budget that cannot see is told so
+        before the rest is paid."""
         claim, sigma, df, told = self.claim, self.claim.sigma, None, "as the file says"
         if sigma is None:
-            runs = self.run("pilot", [claim.config(first).replace({"seed": seed})
-                                      for seed in range(claim.pilot)])
+            runs = self.run("pilot", [claim.config(first).replace({"seed": PILOT_SEED + k})
+                                      for k in range(claim.pilot)])
             sigma = statistics.stdev(map(math.log, _losses(runs, first)))
             df, told = claim.pilot - 1, f"by {claim.pilot} runs of {first}"
         self.say(f"sigma is {sigma:.2%} of {claim.target}, {told}; {referee.POWER:.0%} of the time "
@@ -130,7 +132,7 @@ def sentence(claim: Claim, found: Mapping[str, Any], tuning_runs: int) -> str:
     numbers = (f"{claim.target} {abs(gain):.2%} {'lower' if gain > 0 else 'higher'}, 95% interval "
                f"of the gain {low:+.2%} to {high:+.2%}, {p}, {found['seeds']} seeds an arm, arms "
                f"tuned alike in {tuning_runs} runs")
-    unseen = f"gains below {found['could_see']:.2%} could not have been seen"
+    unseen = f"differences below {found['could_see']:.2%} could not have been seen"
     if equal is None:
         out = "" if high < claim.effect else "not "
         return (f"No difference between {found['arm']} and {found['against']} was seen ({numbers}); "

@@ -11,6 +11,7 @@ Nothing but the command line imports this room.
 
 BENCHES = {     # module of this folder and function, and what is beside what
     "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
+    "claims": ("claims:run", "how often the referee of `lpkit claim` errs, on real runs"),
     "course": ("course:run", "every notebook at tier cpu, alone and beside four busy processes"),
     "decode": ("decode:run", "a generated token beside transformers.generate, with the same cache"),
     "evidence": ("evidence:run", "everything that only a GPU can tell, for minutes on one"),

@@ -8,22 +8,112 @@ drawn from as they are, never from a normal distribution.
 """
 
 import json
+import math
+import random
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
 
+from lpkit.claims import referee
 from lpkit.config import Config
 from lpkit.files import resource, write_atomically
 from lpkit.presets import preset
+from tests.bench.harness import Result, paired, provenance
 
 POOL = resource("data/measured") / "claim-pool.json"
 BASE = {"model.layers": 2, "model.width": 192, "model.heads": 4, "model.context": 32,
         "global_batch": 4, "steps": 40, "schedule.warmup_steps": 5, "eval_every": 0,
         "eval_batches": 32, "checkpoint_every": 0, "system.device": "cpu", "system.threads": 1}
-# the pool itself; what adds up in another order alone; a change of the rule
-ARMS = {"adamw": ({}, 320), "adamw in two pieces": ({"grad_accum_steps": 2}, 40),
-        "lion": ({"optimizer": "lion", "optimizer.lr": 3e-4}, 60)}
+# settings over BASE, and seeds: the pool itself; and a change that only adds up in another order
+ARMS = {"adamw": ({}, 320), "adamw in two pieces": ({"grad_accum_steps": 2}, 40)}
+
+
+CLAIMS, PILOT, PLANTED = 10_000, 5, 0.015
+FALSE, MISSED = referee.ALPHA, 1 - referee.POWER        # at most
+
+
+def run(rounds: int = 9) -> list[Result]:
+    """Shares of CLAIMS that go wrong. Nothing is timed, so there are no rounds."""
+    pool = json.loads(POOL.read_text())
+    return [result for looks in (1, 2, 3) for gain in (0.0, PLANTED)
+            for result in [_share(pool, looks, gain)]] + [_rounding(pool)]
+
+
+def _share(pool: dict, looks: int, gain: float) -> Result:
+    rng, losses = random.Random(0), pool["losses"]["adamw"]
+    found = [drawn(rng, losses, gain, looks) for _ in range(CLAIMS)]
+    wrong = [verdict.word != ("better" if gain else "no difference") for verdict, _ in found]
+    return _result(f"{looks} looks, " + (f"a gain of {gain:.1%} is missed" if gain else
+                                         "a change that does nothing is called one"),
+                   wrong, MISSED if gain else FALSE if looks > 1 else None, pool,
+                   seeds_asked=statistics.fmean(n for _, n in found),
+                   seeds_used=statistics.fmean(verdict.seeds for verdict, _ in found))
+
+
+def _rounding(pool: dict) -> Result:
+    """Pairs of one seed that add up in another order; which of the two comes first is drawn."""
+    rng, wrong = random.Random(0), []
+    pairs = list(zip(*(pool["losses"][arm] for arm in ("adamw in two pieces", "adamw"))))
+    for _ in range(CLAIMS):
+        some = [rng.sample(pair, 2) for pair in rng.sample(pairs, 8)]
+        first, other = zip(*some)
+        verdict = referee.judge(lambda n: (first[:n], other[:n]), 8, 2)     # noqa: B023
+        wrong.append(verdict.word != "no difference")
+    return _result("2 looks, 8 pairs of one seed that differ by rounding", wrong, FALSE, pool)
+
+
+def _result(case: str, wrong: list[bool], target: float, pool: dict, **facts: float) -> Result:
+    by_thousand = [sum(wrong[at:at + 1000]) / 1000 for at in range(0, len(wrong), 1000)]
+    return paired("claims", ours=[sum(wrong) / len(wrong)], peer=[1.0], peer_name="all claims",
+                  case=case, better="lower", target=target, unit="of claims",
+                  facts={"claims": len(wrong), "runs": len(pool["losses"]["adamw"]),
+                         "by_thousand": by_thousand, **facts})
+
+
+def drawn(rng: random.Random, losses: list[float], gain: float, looks: int
+          ) -> tuple[referee.Verdict, int]:
+    """A claim as the command settles it, on runs of the pool: a pilot, the seeds that it asks for,
+    and looks at two arms that share no run; the other's loss is lower by `gain`. Returns the
+    verdict, and the seeds that were asked for."""
+    order = rng.sample(losses, len(losses))
+    sigma, level = statistics.stdev(map(math.log, order[:PILOT])), referee.levels(looks)[-1]
+    n = referee.needed(PLANTED, math.sqrt(2) * sigma, level, PILOT - 1)
+    n = min(n, (len(losses) - PILOT) // 2)
+    first, other = order[PILOT:PILOT + n], [loss * (1 - gain) for loss in order[-n:]]
+    return referee.judge(lambda seeds: (first[:seeds], other[:seeds]), n, looks), n
+
+
+def _share(pool: dict, looks: int, gain: float) -> Result:
+    rng, losses = random.Random(0), pool["losses"]["adamw"]
+    found = [drawn(rng, losses, gain, looks) for _ in range(CLAIMS)]
+    wrong = [verdict.word != ("better" if gain else "no difference") for verdict, _ in found]
+    return _result(f"{looks} looks, " + (f"a gain of {gain:.1%} is missed" if gain else
+                                         "a change that does nothing is called one"),
+                   wrong, MISSED if gain else FALSE if looks > 1 else None, pool,
+                   seeds_asked=statistics.fmean(n for _, n in found),
+                   seeds_used=statistics.fmean(verdict.seeds for verdict, _ in found))
+
+
+def _rounding(pool: dict) -> Result:
+    """Pairs of one seed that add up in another order; which of the two comes first is drawn."""
+    rng, wrong = random.Random(0), []
+    pairs = list(zip(*(pool["losses"][arm] for arm in ("adamw in two pieces", "adamw"))))
+    for _ in range(CLAIMS):
+        some = [rng.sample(pair, 2) for pair in rng.sample(pairs, 8)]
+        first, other = zip(*some)
+        verdict = referee.judge(lambda n: (first[:n], other[:n]), 8, 2)     # noqa: B023
+        wrong.append(verdict.word != "no difference")
+    return _result("2 looks, 8 pairs of one seed that differ by rounding", wrong, FALSE, pool)
+
+
+def _result(case: str, wrong: list[bool], target: float, pool: dict, **facts: float) -> Result:
+    by_thousand = [sum(wrong[at:at + 1000]) / 1000 for at in range(0, len(wrong), 1000)]
+    return paired("claims", ours=[sum(wrong) / len(wrong)], peer=[1.0], peer_name="all claims",
+                  case=case, better="lower", target=target, unit="of claims",
+                  facts={"claims": len(wrong), "runs": len(pool["losses"]["adamw"]),
+                         "by_thousand": by_thousand, **facts})
 
 
 def config(arm: str, seed: int) -> Config:
@@ -33,7 +123,6 @@ def config(arm: str, seed: int) -> Config:
 def record(seconds: float) -> None:
     """Adds runs to the pool, arm by arm and seed by seed. A kill loses at most the last ten."""
     from lpkit.training.background import train
-    from tests.bench.harness import provenance
 
     end = time.monotonic() + seconds
     pool = json.loads(POOL.read_text()) if POOL.exists() else {"losses": {}, "step_seconds": {}}
