@@ -57,23 +57,34 @@ def levels(looks: int, comparisons: int = 1) -> list[float]:
     return [(now - before) / comparisons for before, now in itertools.pairwise(spent)]
 
 
-def visible(n: int, sd: float, level: float, pilot_df: int | None = None) -> float:
+def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
     """The gain, a share of the loss, that n pairs find POWER of the time at `level`.
 
-    sd: of a pair's log gain, from pilot_df degrees of freedom; None: from n - 1, those of the pairs
+    sd: of a pair's log gain, known (None) or from a pilot of sd_df degrees of freedom
 
-    An sd from few seeds is as uncertain as their mean. With t quantiles the power holds over
-    repetitions of both (Stein 1945, doi:10.1214/aoms/1177731088). Of an sd that is known for
-    certain it is 79 to 80% from 5 pairs on, 76% at 3.
+    A sample's sigma is taken for normal, with its own mean and variance, as is usual for the
+    noncentral t: of a known sd the power is 80.0 to 80.4%, over pilots 80 to 93% (more where few
+    pairs do).
     """
-    df = min(pilot_df or n, n - 1)
-    least = (t_quantile(1 - level / 2, df) + t_quantile(POWER, df)) * sd / math.sqrt(n)
-    return -math.expm1(-least)
+    z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)
+    own, own_variance = _sample_sigma(n - 1)
+    planned, planned_variance = _sample_sigma(sd_df) if sd_df else (1.0, 0.0)
+    # (shift * planned - critical * own)^2 = z^2 (their variance and the mean's, which is 1)
+    a, b = planned**2 - z**2 * planned_variance, planned * critical * own
+    c = (critical * own) ** 2 - z**2 * (1 + critical**2 * own_variance)
+    shift = (b + math.sqrt(b * b - a * c)) / a
+    return -math.expm1(-shift * sd / math.sqrt(n))
 
 
-def needed(effect: float, sd: float, level: float, pilot_df: int | None = None) -> int:
+def _sample_sigma(df: int) -> tuple[float, float]:
+    """Mean and variance of a sample's sigma over the true one."""
+    mean = math.sqrt(2 / df) * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2))
+    return mean, 1 - mean**2
+
+
+def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> int:
     """The fewest pairs that see `effect`; MOST where none do."""
-    return math.floor(_least(lambda n: n >= MOST or visible(int(n), sd, level, pilot_df) <= effect,
+    return math.floor(_least(lambda n: n >= MOST or visible(int(n), sd, level, sd_df) <= effect,
                              LEAST - 0.5, LEAST, 1 / (4 * MOST)))
 
 

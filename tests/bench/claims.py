@@ -37,8 +37,8 @@ FALSE, MISSED = referee.ALPHA, 1 - referee.POWER        # at most
 def run(rounds: int = 9) -> list[Result]:
     """Shares of CLAIMS that go wrong. Nothing is timed, so there are no rounds."""
     pool = json.loads(POOL.read_text())
-    return [result for looks in (1, 2, 3) for gain in (0.0, PLANTED)
-            for result in [_share(pool, looks, gain)]] + [_rounding(pool)]
+    return [*(_share(pool, looks, gain) for looks in (1, 2, 3) for gain in (0.0, PLANTED)),
+            _rounding(pool)]
 
 
 def _share(pool: dict, looks: int, gain: float) -> Result:
@@ -57,14 +57,14 @@ def _rounding(pool: dict) -> Result:
     rng, wrong = random.Random(0), []
     pairs = list(zip(*(pool["losses"][arm] for arm in ("adamw in two pieces", "adamw"))))
     for _ in range(CLAIMS):
-        some = [rng.sample(pair, 2) for pair in rng.sample(pairs, 8)]
-        first, other = zip(*some)
-        verdict = referee.judge(lambda n: (first[:n], other[:n]), 8, 2)     # noqa: B023
+        arms = list(zip(*(rng.sample(pair, 2) for pair in rng.sample(pairs, 8))))
+        verdict = referee.judge(lambda n, arms=arms: (arms[0][:n], arms[1][:n]), 8, 2)
         wrong.append(verdict.word != "no difference")
     return _result("2 looks, 8 pairs of one seed that differ by rounding", wrong, FALSE, pool)
 
 
-def _result(case: str, wrong: list[bool], target: float, pool: dict, **facts: float) -> Result:
+def _result(case: str, wrong: list[bool], target: float | None, pool: dict, **facts: float
+            ) -> Result:
     by_thousand = [sum(wrong[at:at + 1000]) / 1000 for at in range(0, len(wrong), 1000)]
     return paired("claims", ours=[sum(wrong) / len(wrong)], peer=[1.0], peer_name="all claims",
                   case=case, better="lower", target=target, unit="of claims",
@@ -83,37 +83,6 @@ def drawn(rng: random.Random, losses: list[float], gain: float, looks: int
     n = min(n, (len(losses) - PILOT) // 2)
     first, other = order[PILOT:PILOT + n], [loss * (1 - gain) for loss in order[-n:]]
     return referee.judge(lambda seeds: (first[:seeds], other[:seeds]), n, looks), n
-
-
-def _share(pool: dict, looks: int, gain: float) -> Result:
-    rng, losses = random.Random(0), pool["losses"]["adamw"]
-    found = [drawn(rng, losses, gain, looks) for _ in range(CLAIMS)]
-    wrong = [verdict.word != ("better" if gain else "no difference") for verdict, _ in found]
-    return _result(f"{looks} looks, " + (f"a gain of {gain:.1%} is missed" if gain else
-                                         "a change that does nothing is called one"),
-                   wrong, MISSED if gain else FALSE if looks > 1 else None, pool,
-                   seeds_asked=statistics.fmean(n for _, n in found),
-                   seeds_used=statistics.fmean(verdict.seeds for verdict, _ in found))
-
-
-def _rounding(pool: dict) -> Result:
-    """Pairs of one seed that add up in another order; which of the two comes first is drawn."""
-    rng, wrong = random.Random(0), []
-    pairs = list(zip(*(pool["losses"][arm] for arm in ("adamw in two pieces", "adamw"))))
-    for _ in range(CLAIMS):
-        some = [rng.sample(pair, 2) for pair in rng.sample(pairs, 8)]
-        first, other = zip(*some)
-        verdict = referee.judge(lambda n: (first[:n], other[:n]), 8, 2)     # noqa: B023
-        wrong.append(verdict.word != "no difference")
-    return _result("2 looks, 8 pairs of one seed that differ by rounding", wrong, FALSE, pool)
-
-
-def _result(case: str, wrong: list[bool], target: float, pool: dict, **facts: float) -> Result:
-    by_thousand = [sum(wrong[at:at + 1000]) / 1000 for at in range(0, len(wrong), 1000)]
-    return paired("claims", ours=[sum(wrong) / len(wrong)], peer=[1.0], peer_name="all claims",
-                  case=case, better="lower", target=target, unit="of claims",
-                  facts={"claims": len(wrong), "runs": len(pool["losses"]["adamw"]),
-                         "by_thousand": by_thousand, **facts})
 
 
 def config(arm: str, seed: int) -> Config:

@@ -1,0 +1,315 @@
+"""`lpkit claim`: statistics against independent values, what a file is refused for, and that nothing is lost or done twice."""
+
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lpkit import cli
+from lpkit.claims import protocol, referee, runs, settle
+from lpkit.errors import ConfigError, RunFailedError
+from tests.bench import claims as bench
+
+ROOT = Path(__file__).parents[1]
+TINY = {
+    "settings": {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 16, "global_batch": 4, "eval_batches": 2,
+                 "eval_every": 0, "checkpoint_every": 0, "schedule.warmup_steps": 2, "system.device": "cpu"},
+    "arms": {"adamw": {"optimizer": "adamw"}, "lion": {"optimizer": "lion"}},
+    "differ": ["optimizer"], "target": "val_loss", "effect": 0.2, "budget": {"steps": 4}, "seeds": 4, "pilot": 3,
+    "tuning": {"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]}}
+
+
+def claim(**changes):
+    return protocol.Claim(**TINY | changes)
+
+
+def written(folder, **changes):
+    path = folder / "claim.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (TINY | changes).items() if value is not None}))
+    return path
+
+
+# statistics
+
+def test_students_t_is_the_tables():
+    """NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.6.7.2, upper critical values."""
+    for df, p, t in ((1, .975, 12.706), (2, .975, 4.303), (3, .995, 5.841), (4, .9, 1.533), (5, .95, 2.015), (10, .99, 2.764),
+                     (29, .975, 2.045), (60, .975, 2.000), (100, .999, 3.174)):
+        assert referee.t_quantile(p, df) == pytest.approx(t, abs=6e-4), (df, p)
+
+
+@pytest.mark.parametrize("df", [1, 2, 3, 4, 7, 8, 30, 99])
+def test_students_t_is_the_integral_of_its_density(df):
+    scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+    for t in (-2.5, 0.3, 1.0, 4.0):
+        n = 2000    # Simpson's rule from 0
+        h = t / n
+        f = [scale * (1 + (i * h) ** 2 / df) ** (-(df + 1) / 2) for i in range(n + 1)]
+        area = h / 3 * (f[0] + f[-1] + 4 * sum(f[1:-1:2]) + 2 * sum(f[2:-1:2]))
+        assert referee.t_cdf(t, df) == pytest.approx(0.5 + area, abs=1e-10)
+
+
+def test_levels_spend_no_more_than_alpha():
+    assert referee.levels(1) == [0.05]
+    # O'Brien-Fleming-like spending at half and at thirds of the information: Lan and DeMets 1983; R's gsDesign prints 0.0031 one-sided
+    assert [round(level, 4) for level in referee.levels(2)] == [0.0056, 0.0444]
+    for looks in range(1, 6):
+        for comparisons in (1, 3):
+            assert sum(referee.levels(looks, comparisons)) == pytest.approx(0.05 / comparisons)
+
+
+def test_seeds_of_the_issue():
+    """Sigma 0.48%, pairs that share a seed's noise: by hand, 1% needs (1.96 + 0.84)^2 * 2 * 0.48^2 = 3.6 pairs and a few for t."""
+    assert referee.needed(0.01, math.sqrt(2) * 0.0048, 0.05) == 6
+    assert referee.needed(0.005, math.sqrt(2) * 0.0048, 0.05) == 17
+    assert referee.needed(1e-9, 1.0, 0.05) == referee.MOST
+
+
+@pytest.mark.parametrize("level", [0.05, 0.0336, 0.01])
+@pytest.mark.parametrize("n", [3, 4, 6, 12, 50])
+def test_power_is_what_is_said(n, level):
+    """The tails of the noncentral t by integration over the sample's sigma; critical values by the function that the tables hold."""
+    df, critical = n - 1, referee.t_quantile(1 - level / 2, n - 1)
+    shift = -math.log1p(-referee.visible(n, 0.01, level)) / 0.01 * math.sqrt(n)
+    scale, step, power = math.log(2) + df / 2 * math.log(df / 2) - math.lgamma(df / 2), 0.002, 0.0
+    for i in range(3000):
+        s = (i + 0.5) * step
+        density = math.exp(scale + (df - 1) * math.log(s) - df * s * s / 2)
+        power += step * density * (referee.NORMAL.cdf(shift - critical * s) + referee.NORMAL.cdf(-shift - critical * s))
+    assert 0.799 < power < 0.806
+
+
+@pytest.mark.parametrize("sigma", [0.005, 0.01, 0.03])
+@pytest.mark.parametrize("pilot", [5, 10])
+def test_power_with_a_pilots_sigma(sigma, pilot):
+    """By simulation: pilots, the pairs that they ask for, and their test."""
+    rng, found, tries = random.Random(1), 0, 1500
+    for _ in range(tries):
+        sd = statistics.stdev(rng.gauss(0, sigma) for _ in range(pilot))
+        n = referee.needed(0.015, sd, 0.05, pilot - 1)
+        found += referee.look([1.0] * n, [0.985 * math.exp(rng.gauss(0, sigma)) for _ in range(n)], 0.05).word == "better"
+    assert found / tries > 0.78     # 80%, two standard errors below
+
+
+def test_a_look_by_hand():
+    """Log gains 1, 2 and 3%: mean 2%, sd 1%, t = 2 sqrt(3) with 2 degrees of freedom, whose p is 1 - t / sqrt(t^2 + 2)."""
+    found = referee.look([math.exp(g) for g in (0.01, 0.02, 0.03)], [1.0] * 3, 0.05)
+    t = 2 * math.sqrt(3)
+    assert found.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
+    assert found.gain == pytest.approx(1 - math.exp(-0.02))
+    half = 4.302653 * 0.01 / math.sqrt(3)
+    assert found.interval == pytest.approx((1 - math.exp(-0.02 + half), 1 - math.exp(-0.02 - half)), rel=1e-5)
+    assert found.word == "no difference"
+    assert referee.look([2.0] * 3, [1.0] * 3, 0.05).word == "better" and referee.look([1.0] * 3, [1.0] * 3, 0.05).p == 1
+
+
+def test_an_interval_leaves_zero_out_where_p_is_small_and_only_there():
+    rng = random.Random(0)
+    for _ in range(500):
+        level = rng.choice(referee.levels(3))
+        found = referee.look([math.exp(rng.gauss(0.01, 0.01)) for _ in range(6)], [1.0] * 6, level)
+        assert (found.p <= 0.05) == (found.interval[0] > 0 or found.interval[1] < 0)
+
+
+def test_looks_end_at_a_difference():
+    asked = []
+
+    def losses(n):
+        asked.append(n)
+        return [2.0 + 1e-4 * k for k in range(n)], [1.0 + 1e-4 * k * k for k in range(n)]
+
+    assert referee.judge(losses, 20, 2).seeds == 10 and asked == [10]
+    asked.clear()
+    assert referee.judge(lambda n: (losses(n)[0],) * 2, 20, 2).word == "no difference" and asked == [10, 20]
+
+
+@pytest.mark.slow
+def test_the_referees_errors_on_real_runs():
+    """What docs/claim.md says, with fewer claims."""
+    pool = json.loads(bench.POOL.read_text())
+    assert len(pool["losses"]["adamw"]) >= 300 and len(set(pool["losses"]["adamw"])) >= 300
+    rng = random.Random(5)
+    for gain, word, least in ((0.0, "no difference", 0.94), (bench.PLANTED, "better", 0.80)):
+        words = [bench.drawn(rng, pool["losses"]["adamw"], gain, 2)[0].word for _ in range(2000)]
+        assert words.count(word) / 2000 > least
+
+
+# the file
+
+WRONG = [
+    ({"target": None}, "says no target; give target: val_loss"),
+    ({"target": "val_los"}, "did you mean 'val_loss'?"),
+    ({"budget": None}, "says no budget; give budget: {steps: 300}"),
+    ({"tunning": {}}, "there is no key of a claim 'tunning'; did you mean 'tuning'?"),
+    ({"differ": ["optimiser"]}, "there is no setting 'optimiser'; did you mean 'optimizer'?"),
+    ({"settings": {"model.layer": 2}}, "there is no setting 'model.layer'; did you mean 'model.layers'?"),
+    ({"arms": {"a": {}, "b": {"optimizer": "lion", "model.layers": 2}}}, "a and b differ in model.layers (4 and 2), which was not declared"),
+    ({"arms": {"a": {}, "b": {"schedule.warmup_steps": 3}}, "differ": ["schedule.warmup"]}, "did you mean 'schedule.warmup_steps'?"),
+    ({"arms": {"a": {}, "b": {}}}, "a and b have the same settings"),
+    ({"arms": {"a": {}}}, "arms must be two or more names"),
+    ({"arms": {"a": {}, "b": {"seed": 3}}}, "b sets seed, which the claim's seeds decides"),
+    ({"arms": {"a": {}, "b": 3}}, "b must be a mapping of settings, got 3"),
+    ({"arms": {"a": {}, "b": {"model.context": 8}}, "differ": ["model.context"]}, "evaluated on other text"),
+    ({"arms": {"a": {}, "b": {"global_batch": 8}}, "differ": ["global_batch"]}, "evaluated on other text"),
+    ({"tuning": {"optimizer.lr": [1e-3]}}, "tuning.optimizer.weight_decay must be a list of values, got None"),
+    ({"tuning": {"optimizer.lr": 1e-3, "optimizer.weight_decay": [0.0]}}, "tuning.optimizer.lr must be a list of values, got 0.001"),
+    ({"tuning": {"optimizer.lr": [-1.0], "optimizer.weight_decay": [0.0]}}, "optimizer.lr must be positive"),
+    ({"sigma": 0.1}, "4 seeds an arm cannot see an effect of 20.00% where sigma is 10.00%"),
+    ({"sigma": 0.1}, "give seeds: 6, or a larger effect"),
+    ({"seeds": 2}, "seeds must be from 3 to 1,000, got 2"),
+    ({"effect": 1.5}, "effect must be above 0 and below 1"),
+    ({"budget": {"joules": 3}}, "budget must be {steps: 300} or {flops: 1e13}"),
+    ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
+    ({"budget": {"steps": 0}}, "steps must be positive"),
+    ({"seeds": 900, "tuning_seeds": 100}, "the claim may take 2,200 runs, and 2,000 are the most"),
+]
+
+
+@pytest.mark.parametrize("changes, said", WRONG, ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
+def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, "finished", lambda *args: pytest.fail("a run"))
+    if isinstance(changes.get("arms"), dict) and "a" in changes["arms"]:     # on the preset itself
+        changes = {"settings": {}, **changes}
+    assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "- a", "a: [", "3"])
+def test_no_claim_at_all(text, tmp_path, capsys):
+    (tmp_path / "claim.yaml").write_text(text)
+    assert cli.main(["claim", str(tmp_path / "claim.yaml")]) == 2 and capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["claim", str(tmp_path / "none.yaml")]) == 2
+    assert cli.main(["claim", str(written(tmp_path)), "--processes", "0"]) == 2
+
+
+def test_flops_give_each_arm_its_own_steps():
+    made = claim(arms={"narrow": {}, "wide": {"model.width": 64}}, differ=["model.width"], budget={"flops": 1e9})
+    narrow, wide = made.config("narrow"), made.config("wide")
+    assert narrow.steps > 2 * wide.steps > 2
+    assert claim().config("lion").steps == 4
+
+
+# the verdict, with losses that are made up
+
+def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0):
+    """`losses(config)`; says what was run, too."""
+    asked, said = [], []
+
+    def finished(what, configs):
+        asked.append((what, len(configs)))
+        return [{"name": runs.records.digest(config.to_dict()), "val_loss": losses(config), "seconds": 2.0, "energy_wh": None,
+                 "step_seconds": seconds(config.optimizer.name), "error": "loss=nan"} for config in configs]
+
+    return settle.Settling(claim(**changes or {}), finished, said.append).settle(null), asked, said
+
+
+def noisy(config):
+    better = {"lion": 0.98}.get(config.optimizer.name, 1.0)
+    return 2.0 * better * math.exp(random.Random(f"{config.seed} {config.optimizer.name}").gauss(0, 0.003)) + abs(config.optimizer.lr - 1e-3)
+
+
+SEES = {"effect": 0.02, "seeds": 10, "pilot": 5}
+
+
+def test_a_gain_that_is_there_is_seen():
+    found, asked, said = settled(noisy, SEES)
+    [verdict] = found["verdicts"]
+    assert verdict["verdict"] == "better" and verdict["interval"][0] < 0.02 < verdict["interval"][1] and verdict["p"] < 0.05
+    assert verdict["equal_seconds"] == {"ratio": 1.0, "steps": 4, "survives": True}
+    assert found["tuned"]["lion"] == {"optimizer.lr": 1e-3, "optimizer.weight_decay": 0.0}
+    assert asked[:2] == [("pilot", 5), ("tuning", 4)] and found["tuning"]["runs"] == 4
+    assert found["runs"] == 5 + 4 + 2 * verdict["seeds"] and found["seconds"] == 2 * found["runs"]
+    assert verdict["sentence"].startswith("lion is better than adamw") and verdict["sentence"].count(". ") == 0
+    assert "seeds an arm see" in said[0]
+
+
+def test_a_slower_arm_must_win_at_equal_seconds():
+    def slow(config):
+        return noisy(config) * (1.5 if config.steps < 4 else 1)
+
+    found, asked, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    equal = found["verdicts"][0]["equal_seconds"]
+    assert equal["steps"] == 2 and not equal["survives"] and equal["gain"] < -0.4 and asked[-1][0] == "lion in 2 steps"
+    assert "at equal seconds that is not seen (2 steps" in found["sentence"]
+    assert settled(noisy, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))[0]["verdicts"][0]["equal_seconds"]["survives"]
+
+
+def test_an_arm_against_itself_has_other_seeds():
+    found, asked, _ = settled(noisy, SEES, null=True)
+    [verdict] = found["verdicts"]
+    assert verdict["arm"] == "adamw again" and verdict["verdict"] == "no difference" and verdict["gain"] != 0
+    assert "No difference between adamw again and adamw was seen" in found["sentence"] and asked[1] == ("tuning", 2)
+
+
+def test_a_budget_that_cannot_see_is_told_after_the_pilot():
+    with pytest.raises(ConfigError, match="4 seeds an arm cannot see an effect of 0.10% .* give seeds: "):
+        settled(noisy, {"effect": 0.001})
+    found, asked, _ = settled(noisy, SEES | {"sigma": 0.003})
+    assert asked[0][0] == "tuning", "a recorded sigma needs no pilot"
+
+
+def test_an_arm_that_diverges():
+    found, _, _ = settled(lambda config: None if config.optimizer.lr == 1e-2 else noisy(config), SEES)
+    assert found["tuned"]["adamw"]["optimizer.lr"] == 1e-3
+    with pytest.raises(ConfigError, match="lion diverged at every point of tuning"):
+        settled(lambda config: None if config.optimizer.name == "lion" else noisy(config), SEES)
+    with pytest.raises(RunFailedError, match="lion diverged in . of . runs"):
+        settled(lambda config: None if config.optimizer.name == "lion" and config.seed == 1 else noisy(config), SEES)
+
+
+def test_three_arms_share_the_error():
+    arms = {**TINY["arms"], "again": {"optimizer": "adamw", "optimizer.beta2": 0.99}}
+    found, _, _ = settled(noisy, SEES | {"arms": arms})
+    assert [one["arm"] for one in found["verdicts"]] == ["lion", "again"]
+    assert claim(arms=arms).comparisons == 2
+
+
+# runs
+
+def test_a_name_changes_with_what_changes_numbers():
+    one = claim().config("adamw")
+    names = {runs.name_of(config) for config in (one, one.replace({"seed": 1}), one.replace({"data.val_fraction": 0.2}), claim().config("lion"))}
+    assert len(names) == 4 and runs.name_of(claim().config("adamw")) in names
+
+
+def started(path, out):
+    return subprocess.Popen([sys.executable, "-m", "lpkit", "claim", str(path), "--out", str(out), "--processes", "1", "--json"],
+                            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
+    path, out = written(tmp_path), tmp_path / "out"
+    process = started(path, out)
+    while len(list(out.glob("*.json"))) < 4:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    deadline = time.monotonic() + 10
+    while subprocess.run(["pgrep", "-f", str(out)], stdout=subprocess.DEVNULL).returncode == 0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    before = {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")}
+    done = started(path, out)
+    said, err = done.communicate()
+    assert done.returncode == 0, err
+    found = json.loads(said)
+    after = {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")}
+    assert before.items() <= after.items(), "a run was done twice"
+    assert len(after) == found["runs"] and not [one for one in out.iterdir() if one.is_dir()]
+    assert found["verdicts"][0]["verdict"] in ("better", "worse", "no difference") and found["sentence"].endswith(".")
+    again = started(path, out)
+    assert json.loads(again.communicate()[0]) == found and {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")} == after
