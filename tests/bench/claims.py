@@ -26,8 +26,10 @@ POOL = resource("data/measured") / "claim-pool.json"
 BASE = {"model.layers": 2, "model.width": 192, "model.heads": 4, "model.context": 32,
         "global_batch": 4, "steps": 40, "schedule.warmup_steps": 5, "eval_every": 0,
         "eval_batches": 32, "checkpoint_every": 0, "system.device": "cpu", "system.threads": 1}
-# settings over BASE, and seeds: the pool itself; and a change that only adds up in another order
-ARMS = {"adamw": ({}, 320), "adamw in two pieces": ({"grad_accum_steps": 2}, 40)}
+# settings over BASE, and seeds: the pool itself; and a change that only adds up in another order,
+# evaluated on the same text
+ARMS = {"adamw": ({}, 320),
+        "adamw in two pieces": ({"grad_accum_steps": 2, "eval_batches": 64}, 40)} 
 
 
 CLAIMS, PILOT, PLANTED = 10_000, 5, 0.015
