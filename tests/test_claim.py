@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -296,12 +297,11 @@ def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
     while len(list(out.glob("*.json"))) < 4:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     process.communicate()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    deadline = time.monotonic() + 10
-    while subprocess.run(["pgrep", "-f", str(out)], stdout=subprocess.DEVNULL).returncode == 0 and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=10)[1], "nothing outlives the command"
     before = {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")}
     done = started(path, out)
     said, err = done.communicate()

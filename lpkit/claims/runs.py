@@ -66,6 +66,8 @@ def finished(configs: list[Config], out: Path, children: processes.Children,
         alone = gpus() and config.system.device != "cpu"
         beside = 1 if alone else max(1, cores() // config.system.threads)
         _run(due, out, children, min(len(due), at_once or beside), say)
+    for name in names:
+        remove(out / name)      # of a worker that was killed after its record
     return [records.read(out / f"{name}.json") for name in names]
 
 
@@ -95,8 +97,8 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
     if children.over:
         raise KeyboardInterrupt
     if done < len(due):
-        raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; the same "
-                             f"command goes on. They said: {words}")
+        raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; the "
+                             f"same command goes on. They said: {words}")
 
 
 def _done(due: Iterable[str], out: Path) -> int:
