@@ -254,9 +254,9 @@ def test_an_arm_against_itself_has_other_seeds():
 
 
 def test_a_budget_that_cannot_see_is_told_after_the_pilot():
-    with pytest.raises(ConfigError, match="4 seeds an arm cannot see an effect of 0.10% .* give seeds: "):
+    with pytest.raises(ConfigError, match=r"4 seeds an arm cannot see an effect of 0.10% .* give seeds: "):
         settled(noisy, {"effect": 0.001})
-    found, asked, _ = settled(noisy, SEES | {"sigma": 0.003})
+    _, asked, _ = settled(noisy, SEES | {"sigma": 0.003})
     assert asked[0][0] == "tuning", "a recorded sigma needs no pilot"
 
 
@@ -265,7 +265,7 @@ def test_an_arm_that_diverges():
     assert found["tuned"]["adamw"]["optimizer.lr"] == 1e-3
     with pytest.raises(ConfigError, match="lion diverged at every point of tuning"):
         settled(lambda config: None if config.optimizer.name == "lion" else noisy(config), SEES)
-    with pytest.raises(RunFailedError, match="lion diverged in . of . runs"):
+    with pytest.raises(RunFailedError, match=r"lion diverged in . of . runs"):
         settled(lambda config: None if config.optimizer.name == "lion" and config.seed == 1 else noisy(config), SEES)
 
 

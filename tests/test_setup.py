@@ -207,6 +207,11 @@ def test_every_command_of_an_installed_wheel_runs(installed):
     assert lpkit("plan --model llama-8b --tokens 1e9 --devices 8")["plans"]
     assert lpkit("advise gpt2-124m")["claims"]
     assert len(lpkit("claims")["claims"]) > 10
+    tiny = {"arms": {"adamw": {}, "lion": {"optimizer": "lion"}}, "differ": ["optimizer"], "target": "val_loss", "effect": 0.5, "budget": {"steps": 2},
+            "seeds": 3, "sigma": 0.01, "tuning": {"optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0]},
+            "settings": {"global_batch": 4, "eval_batches": 1, "model.layers": 1, "model.context": 16}}
+    Path(installed.folder, "tiny.yaml").write_text(json.dumps(tiny))       # which is YAML
+    assert lpkit("claim tiny.yaml")["verdicts"]
     assert lpkit("doctor")["probes"]
     assert lpkit("train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run")["status"] == "complete"
     assert lpkit("warm cpu-3m global_batch=4")["chosen"]
