@@ -16,7 +16,6 @@ from lpkit.predict.flops import training_flops_per_token
 from lpkit.presets import resolve
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
-TARGETS = {"val_loss": "nats per token of the validation text, as `Training.evaluate` has it"}
 NEEDED = {"arms": "two or more names, each with a mapping of settings",
           "differ": "the settings that arms may differ in", "target": "val_loss",
           "effect": "the smallest gain of interest, such as 0.01",
@@ -35,7 +34,7 @@ class Claim(Checked):
     settings: Mapping = field(default_factory=dict)     # over it, of all arms
     arms: Mapping                       # the first is the one to beat
     differ: tuple[str, ...]
-    target: Text
+    target: Text                        # val_loss, as `Training.evaluate` has it
     effect: InnerShare
     budget: Mapping
     seeds: Annotated[int, between(referee.LEAST, 1000)]
@@ -47,7 +46,7 @@ class Claim(Checked):
 
     def __post_init__(self):
         super().__post_init__()
-        pick(TARGETS, self.target, "target")
+        pick({"val_loss": None}, self.target, "target")
         self._check_shape()
         first, *others = self.arms
         ours = flat(self.config(first))
@@ -102,8 +101,9 @@ class Claim(Checked):
         return math.prod(map(len, self.tuning.values()))
 
     @property
-    def comparisons(self) -> int:
-        return len(self.arms) - 1
+    def level(self) -> float:
+        """Of the last look, which must see the effect without the others."""
+        return referee.levels(self.looks, len(self.arms) - 1)[-1]
 
     def config(self, arm: str, point: Mapping[str, Any] | None = None) -> Config:
         """An arm with its budget, with seed 0; on one thread, since more add up in other orders."""
@@ -128,14 +128,12 @@ class Claim(Checked):
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
         """The gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are
-        taken to share nothing, and the last look must do without the others."""
-        level = referee.levels(self.looks, self.comparisons)[-1]
-        return referee.visible(n, math.sqrt(2) * sigma, level, pilot_df)
+        taken to share nothing."""
+        return referee.visible(n, math.sqrt(2) * sigma, self.level, pilot_df)
 
     def seeds_to_see(self, sigma: float, pilot_df: int | None = None) -> int:
         """The seeds an arm that see the effect. Raises ConfigError where the budget has fewer."""
-        level = referee.levels(self.looks, self.comparisons)[-1]
-        n = referee.needed(self.effect, math.sqrt(2) * sigma, level, pilot_df)
+        n = referee.needed(self.effect, math.sqrt(2) * sigma, self.level, pilot_df)
         if n > self.seeds:
             raise ConfigError(
                 f"{self.seeds} seeds an arm cannot see an effect of {self.effect:.2%} where sigma "

@@ -67,19 +67,17 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
     pairs do).
     """
     z, critical = NORMAL.inv_cdf(POWER), t_quantile(1 - level / 2, n - 1)
-    own, own_variance = _sample_sigma(n - 1)
-    planned, planned_variance = _sample_sigma(sd_df) if sd_df else (1.0, 0.0)
-    # (shift * planned - critical * own)^2 = z^2 (their variance and the mean's, which is 1)
-    a, b = planned**2 - z**2 * planned_variance, planned * critical * own
-    c = (critical * own) ** 2 - z**2 * (1 + critical**2 * own_variance)
+    own, planned = _mean_sigma(n - 1), _mean_sigma(sd_df) if sd_df else 1.0
+    # (shift * planned - critical * own)^2 = z^2 (their variances, and the mean's, which is 1)
+    a, b = planned**2 - z**2 * (1 - planned**2), planned * critical * own
+    c = (critical * own) ** 2 - z**2 * (1 + critical**2 * (1 - own**2))
     shift = (b + math.sqrt(b * b - a * c)) / a
     return -math.expm1(-shift * sd / math.sqrt(n))
 
 
-def _sample_sigma(df: int) -> tuple[float, float]:
-    """Mean and variance of a sample's sigma over the true one."""
-    mean = math.sqrt(2 / df) * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2))
-    return mean, 1 - mean**2
+def _mean_sigma(df: int) -> float:
+    """The mean of a sample's sigma over the true one; the mean of its square is 1."""
+    return math.sqrt(2 / df) * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2))
 
 
 def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> int:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,9 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
     os.close(writer)
     told = {"out": str(out), "configs": {name: one.to_dict() for name, one in due.items()},
             "imports": sorted({module for one in due.values() for module in one.imports})}
+    done, there = 0, lambda: sum((out / f"{name}.json").is_file() for name in due)
     with ExitStack() as stack:
-        keepers, done = [], 0
+        keepers = []
         for _ in range(at_once):
             folder = processes.new_folder()
             # modules are looked for where this process finds them
@@ -89,8 +90,8 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
                 [sys.executable, "-P", "-c", start], folder, files={"told": told}, log="log",
                 fds=[names])))
         os.close(names)
-        while any(keeper.poll() is None for keeper in keepers) or done < _done(due, out):
-            if done < (done := _done(due, out)):
+        while any(keeper.poll() is None for keeper in keepers) or done < there():
+            if done < (done := there()):
                 say(f"{done} of {len(due)} runs")
             time.sleep(LOOK_SECONDS)
         words = " ".join(" ".join(keeper.stdout.read() for keeper in keepers).split())[-600:]
@@ -99,10 +100,6 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
     if done < len(due):
         raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; the "
                              f"same command goes on. They said: {words}")
-
-
-def _done(due: Iterable[str], out: Path) -> int:
-    return sum((out / f"{name}.json").is_file() for name in due)
 
 
 def work(folder: str, names: int) -> None:

@@ -78,7 +78,8 @@ class Settling:
         seeds = range(TUNING_SEED, TUNING_SEED + self.claim.tuning_seeds)
         runs = self.run("tuning", [config.replace({"seed": seed}) for grid in grids.values()
                                    for _, config in grid for seed in seeds])
-        left, tuned = iter([_loss(one) for one in runs]), {}
+        losses = [math.inf if one["val_loss"] is None else one["val_loss"] for one in runs]
+        left, tuned = iter(losses), {}
         for arm, grid in grids.items():
             means = [statistics.fmean(next(left) for _ in seeds) for _ in grid]
             if (least := min(means)) == math.inf:
@@ -100,7 +101,7 @@ class Settling:
             seen.update({a: runs[:seeds], b: runs[seeds:]})
             return _losses(seen[a], a), _losses(seen[b], b)
 
-        verdict = referee.judge(losses, n, claim.looks, claim.comparisons)
+        verdict = referee.judge(losses, n, claim.looks, len(claim.arms) - 1)
         seconds = {arm: statistics.median(one["step_seconds"] for one in runs)
                    for arm, runs in seen.items()}
         found = {"arm": b, "against": a, "verdict": verdict.word, **asdict(verdict),
@@ -121,7 +122,7 @@ class Settling:
         runs = self.run(f"{better} in {fewer} steps",
                         self._seeds(better, len(others), steps=fewer))
         verdict = referee.look(others, _losses(runs, better),
-                               referee.ALPHA / self.claim.comparisons)
+                               referee.ALPHA / (len(self.claim.arms) - 1))
         return {"ratio": ratio, "steps": fewer, "survives": verdict.word == "better",
                 **asdict(verdict)}
 
@@ -147,10 +148,6 @@ def sentence(claim: Claim, found: Mapping[str, Any], tuning_runs: int) -> str:
 
 def _seconds(runs: Records) -> float:
     return math.fsum(one["seconds"] for one in runs)
-
-
-def _loss(one: Mapping[str, Any]) -> float:
-    return math.inf if one["val_loss"] is None else one["val_loss"]
 
 
 def _losses(runs: Records, arm: str) -> list[float]:

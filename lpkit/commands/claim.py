@@ -9,11 +9,12 @@ A claim that was stopped goes on by the same command, and no run is done twice.
 
 import argparse
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, named
 from lpkit.predict.units import duration
 
 
@@ -43,7 +44,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                              lambda line: tell(f"{what}: {line}"))
 
     def work() -> dict[str, Any]:
-        with locked(args.out / ".lock", wait=False):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(locked(args.out / ".lock", wait=False))
+            except BlockingIOError:
+                raise ConfigError(f"another claim is running in {named(args.out)}; wait for it, or "
+                                  f"choose another --out") from None
             return Settling(claim, finished, tell).settle(args.null)
 
     result, heard = processes.hear(work, children.end)
