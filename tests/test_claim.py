@@ -171,7 +171,6 @@ WRONG = [
     ({"budget": {"joules": 3}}, "budget must be {steps: 300} or {flops: 1e13}"),
     ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
-    ({"seeds": 900, "tuning_seeds": 100}, "the claim may take 2,200 runs, and 2,000 are the most"),
 ]
 
 

@@ -2,14 +2,13 @@
 NAME is a hash of its config, the code, the data and the machine; NAME/ is one that has begun.
 
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
-no more than the steps since the newest checkpoint, and the same command goes on. Workers take names
-from one pipe, under keepers that end them when this process ends, however it does.
+no more than the steps since the newest checkpoint, and the same command goes on. Workers have every
+so-manieth run each, under keepers that end them when this process ends, however it does.
 """
 
 import functools
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,6 @@ from lpkit.machine_facts import cores, cpu_name, gpus, versions
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
-DIGITS = 16
 LOOK_SECONDS = 0.1
 
 
@@ -50,7 +48,7 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 def name_of(config: Config) -> str:
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab)]
-    return records.digest(told)[:DIGITS]
+    return records.digest(told)[:records.MARK_DIGITS]
 
 
 def finished(configs: list[Config], out: Path, children: processes.Children,
@@ -73,23 +71,17 @@ def finished(configs: list[Config], out: Path, children: processes.Children,
 
 def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_once: int,
          say: Callable[[str], None]) -> None:
-    names, writer = os.pipe()
-    os.write(writer, "".join(due).encode())     # protocol.MOST_RUNS fit into a pipe
-    os.close(writer)
-    told = {"out": str(out), "configs": {name: one.to_dict() for name, one in due.items()},
-            "imports": sorted({module for one in due.values() for module in one.imports})}
+    told = [(str(out / name), one.imports, one.to_dict()) for name, one in due.items()]
+    # modules are looked for where this process finds them
+    start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
     done, there = 0, lambda: sum((out / f"{name}.json").is_file() for name in due)
     with ExitStack() as stack:
         keepers = []
-        for _ in range(at_once):
+        for first in range(at_once):
             folder = processes.new_folder()
-            # modules are looked for where this process finds them
-            start = (f"import sys; sys.path[:] = {sys.path!r}; "
-                     f"from lpkit.claims.runs import work; work({str(folder)!r}, {names})")
             keepers.append(stack.enter_context(children.start(
-                [sys.executable, "-P", "-c", start], folder, files={"told": told}, log="log",
-                fds=[names])))
-        os.close(names)
+                [sys.executable, "-P", "-c", f"{start}{str(folder)!r})"], folder, log="log",
+                files={"told": json.dumps(told[first::at_once])})))
         while any(keeper.poll() is None for keeper in keepers) or done < there():
             if done < (done := there()):
                 say(f"{done} of {len(due)} runs")
@@ -102,16 +94,15 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
                              f"same command goes on. They said: {words}")
 
 
-def work(folder: str, names: int) -> None:
-    """The process of a worker: the runs whose names it finds in the pipe."""
+def work(folder: str) -> None:
+    """The process of a worker: its runs, one after the other."""
     from lpkit.training.background import train
     from lpkit.training.runs import Run
 
-    told = json.loads(Path(folder, "told").read_text())
-    Config(imports=told["imports"])     # as the process has that started this one
-    while name := os.read(names, DIGITS).decode():
-        path, begun = Path(told["out"], name), time.perf_counter()
-        config = Config.from_dict(told["configs"][name])
+    for where, imports, values in json.loads(Path(folder, "told").read_text()):
+        path, begun = Path(where), time.perf_counter()
+        Config(imports=imports)     # as the process has that started this one
+        config = Config.from_dict(values)
         try:
             found = train(config, out=path, resume=path.exists()).summary
             if found["status"] != "complete":       # told to stop, it kept a checkpoint
@@ -124,6 +115,6 @@ def work(folder: str, names: int) -> None:
             found = line | {"val_loss": None, "error": str(error)}
         keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error")
         records.write(path.with_suffix(".json"), {
-            **{key: found.get(key) for key in keep}, "name": name, "config": config.to_dict(),
+            **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
             "seconds": time.perf_counter() - begun})
         remove(path)

@@ -87,7 +87,7 @@ class Settling:
                                   f"of optimizer.lr")
             tuned[arm], config = grid[means.index(least)]
             self.arms[arm] = config, 0
-        return tuned, {"points": self.claim.points, "runs": len(runs), "seconds": _seconds(runs)}
+        return tuned, {"points": len(grid), "runs": len(runs), "seconds": _seconds(runs)}
 
     def _seeds(self, arm: str, n: int, **changes: Any) -> list[Config]:
         config, first = self.arms[arm]
