@@ -72,7 +72,10 @@ def test_seeds_of_the_issue():
     """Sigma 0.48%, pairs that share a seed's noise: by hand, 1% needs (1.96 + 0.84)^2 * 2 * 0.48^2 = 3.6 pairs and a few for t."""
     assert referee.needed(0.01, math.sqrt(2) * 0.0048, 0.05) == 6
     assert referee.needed(0.005, math.sqrt(2) * 0.0048, 0.05) == 17
-    assert referee.needed(1e-9, 1.0, 0.05) == referee.MOST
+    assert referee.needed(1e-9, 1.0, 0.05) == referee.MOST and referee.needed(0.5, 1e-3, 0.05) == referee.LEAST
+    for effect in (0.003, 0.01, 0.02):      # no fewer do
+        n = referee.needed(effect, 0.01, 0.05, 4)
+        assert referee.visible(n, 0.01, 0.05, 4) <= effect < referee.visible(n - 1, 0.01, 0.05, 4)
 
 
 @pytest.mark.parametrize("level", [0.05, 0.0336, 0.01])
@@ -232,6 +235,16 @@ def test_a_gain_that_is_there_is_seen():
     assert found["runs"] == 5 + 4 + 2 * verdict["seeds"] and found["seconds"] == 2 * found["runs"]
     assert verdict["sentence"].startswith("lion is better than adamw") and verdict["sentence"].count(". ") == 0
     assert "seeds an arm see" in said[0]
+
+
+def test_the_edge_of_the_grid_is_a_doubt():
+    """YAML reads 1e-4 as text and 1.0e-4 as a number."""
+    rates = {"optimizer.lr": ["1e-4", 3e-4, "1e-3"], "optimizer.weight_decay": [0, "0.1"]}
+    found, _, _ = settled(noisy, SEES | {"tuning": rates})
+    assert found["tuned"]["lion"]["optimizer.lr"] == 1e-3
+    assert found["doubts"] == [f"the best optimizer.lr of {arm} is at the edge of its values; more of them may give another verdict"
+                               for arm in ("adamw", "lion")]
+    assert not settled(noisy, SEES | {"tuning": rates | {"optimizer.lr": [3e-4, "1e-3", 3e-3]}})[0]["doubts"]
 
 
 def test_a_slower_arm_must_win_at_equal_seconds():

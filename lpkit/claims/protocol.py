@@ -113,9 +113,10 @@ class Claim(Checked):
         return config.replace({"steps": int(flops / each)})
 
     def grid(self, arm: str) -> list[tuple[dict[str, Any], Config]]:
-        """Every point of the tuning grid, and the arm there."""
-        points = [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
-        return [(point, self.config(arm, point)) for point in points]
+        """Every point of the tuning grid, as the config has it, and the arm there."""
+        configs = [self.config(arm, dict(zip(self.tuning, one)))
+                   for one in itertools.product(*self.tuning.values())]
+        return [({key: flat(one)[key] for key in self.tuning}, one) for one in configs]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
         """The gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are

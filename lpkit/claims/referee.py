@@ -82,8 +82,10 @@ def _mean_sigma(df: int) -> float:
 
 def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> int:
     """The fewest pairs that see `effect`; MOST where none do."""
-    return math.floor(_least(lambda n: n >= MOST or visible(int(n), sd, level, sd_df) <= effect,
-                             LEAST - 0.5, LEAST, 1 / (4 * MOST)))
+    def seen(n: float) -> bool:
+        return n > MOST - 1 or visible(math.ceil(n), sd, level, sd_df) <= effect
+
+    return math.ceil(_least(seen, LEAST - 1, LEAST, 1 / (4 * MOST)))
 
 
 @dataclass(frozen=True, kw_only=True)

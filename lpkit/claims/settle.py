@@ -26,6 +26,7 @@ class Settling:
         self.claim, self._finished, self.say = claim, finished, say
         self.ledger: dict[str, dict[str, Any]] = {}         # all runs by name
         self.arms: dict[str, tuple[Config, int]] = {}       # tuned; and the first seed
+        self.doubts: list[str] = []
 
     def run(self, what: str, configs: list[Config]) -> Records:
         found = self._finished(what, configs)
@@ -48,10 +49,7 @@ class Settling:
         return {"sentence": " ".join(one["sentence"] for one in verdicts), "verdicts": verdicts,
                 "target": claim.target, "effect": claim.effect, "budget": dict(claim.budget),
                 "sigma": sigma, "seeds_asked": n, "tuned": tuned, "tuning": tuning,
-                "doubts": [f"the best {key} of {arm} is at the edge of its values; more of them "
-                           f"may give another verdict" for arm, point in tuned.items()
-                           for key, value in point.items() if len(claim.tuning[key]) > 2
-                           and value in (min(claim.tuning[key]), max(claim.tuning[key]))],
+                "doubts": self.doubts,
                 "runs": len(everything), "seconds": _seconds(everything),
                 "energy_wh": None if None in energy else math.fsum(energy)}
 
@@ -87,6 +85,11 @@ class Settling:
                                   f"of optimizer.lr")
             tuned[arm], config = grid[means.index(least)]
             self.arms[arm] = config, 0
+            for key, value in tuned[arm].items():
+                tried = {point[key] for point, _ in grid if isinstance(point[key], (int, float))}
+                if len(tried) > 2 and value in (min(tried), max(tried)):
+                    self.doubts.append(f"the best {key} of {arm} is at the edge of its values; "
+                                       f"more of them may give another verdict")
         return tuned, {"points": len(grid), "runs": len(runs), "seconds": _seconds(runs)}
 
     def _seeds(self, arm: str, n: int, **changes: Any) -> list[Config]:
