@@ -255,6 +255,10 @@ def test_a_slower_arm_must_win_at_equal_seconds():
     equal = found["verdicts"][0]["equal_seconds"]
     assert equal["steps"] == 2 and not equal["survives"] and equal["gain"] < -0.4 and asked[-1][0] == "lion in 2 steps"
     assert "at equal seconds that is not seen (2 steps" in found["sentence"]
+    wide = {"arms": {"narrow": {"model.width": 16}, "wide": {"optimizer": "lion"}}, "differ": ["model.width", "optimizer"], "budget": {"flops": 1e9}}
+    equal = settled(noisy, SEES | wide, seconds=lambda name: {"lion": 2.5}.get(name, 1.0))[0]["verdicts"][0]["equal_seconds"]
+    wide, narrow = (claim(**wide).config(arm).steps for arm in ("wide", "narrow"))
+    assert narrow > 1.5 * wide and equal["ratio"] == 2.5 * wide / narrow, "of equal FLOPs each has its own steps"
     assert settled(noisy, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))[0]["verdicts"][0]["equal_seconds"]["survives"]
 
 

@@ -111,13 +111,14 @@ class Settling:
                  "step_seconds": seconds, "equal_seconds": None}
         if verdict.word != "no difference":     # asked of what was seen alone, and once: no error
             better, other = (b, a) if verdict.gain > 0 else (a, b)
+            took = {arm: seconds[arm] * self.arms[arm][0].steps for arm in (a, b)}
             found["equal_seconds"] = self._at_equal_seconds(
-                better, _losses(seen[other], other), seconds[better] / seconds[other])
+                better, _losses(seen[other], other), took[better] / took[other])
         return found | {"sentence": sentence(claim, found, tuning_runs)}
 
     def _at_equal_seconds(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
         """Whether the better arm stays so in the seconds of the other's steps, with a schedule that
-        ends there. `ratio`: of the seconds of their steps."""
+        ends there. `ratio`: of the seconds that they took."""
         steps = self.arms[better][0].steps
         if ratio <= SAME_SECONDS:
             return {"ratio": ratio, "steps": steps, "survives": True}
