@@ -26,13 +26,13 @@ GROUPS = {"one node, rings: A100, MI300X, gathers and scatters": lambda row: row
 
 def switched(row):
     """NVLS: of NCCL's all-reduce on NVLink 4 and after."""
-    return row["collective"] == "all-reduce" and row["machine"] in ("h100", "h200", "b200") and not row["note"]
+    return row["collective"] == "all-reduce" and row["machine"] in ("h100", "h200", "b200") and "NVLS off" not in row["note"]
 
 
 def said(row):
     """Over the published bus bandwidth."""
     machine, ranks = find(row["machine"]), int(row["gpus"])
-    machine = replace(machine, devices_per_node=ranks // int(row["nodes"]))
+    machine = replace(machine, devices_per_node=ranks // int(row["nodes"]), link=machine.link * ("NVLS off" not in row["note"]))
     if row["network_gigabits"]:
         machine = replace(machine, network_bytes_per_second=float(row["network_gigabits"]) * 1e9 / 8)
     ring, nbytes = link(machine, Layout(data=ranks), "data"), int(row["bytes"])

@@ -29,7 +29,7 @@ class Efficiency:
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
     links: float = 0.8                  # of a link inside a node, by a large collective
-    network: float = 0.8                # of a network between nodes, by a large collective
+    network: float = 0.9                # of a network between nodes, by a large collective
     pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
     overlap: float = 1.0                # of a message that could hide behind work, what does
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
