@@ -50,7 +50,8 @@ def by_size():
 
 def test_every_point_says_where_it_is_from():
     for row in CURVES:
-        assert re.fullmatch(r"https://github\.com/.*/blob/[0-9a-f]{40}/.*", row["source"]) and row["at"].startswith("line "), row
+        assert re.fullmatch(r"https://github\.com/.*/(blob/[0-9a-f]{40}/.*|issues/\d+)", row["source"]), row
+        assert row["at"].startswith(("line ", "figure", "title")), row
         assert 0 < float(row["bus_gigabytes"]) < 1.1 * find(row["machine"]).link_bytes_per_second / 2e9
     assert len(CURVES) > 100 and len({row["source"] for row in CURVES}) == 8
 

@@ -96,21 +96,33 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
+    norm_passes: float = 1.0
+    sequence_parallel: bool = True
 
 
+# 128 bytes a number instead of 10, forward and backward: tests/test_time.py counts PyTorch's own
+COMPOSITE = 12.8
 STACKS = {
     "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
                    layer_seconds=None),
+    "eager-composite-norm": Stack(words="PyTorch without a compiler, norms written out",
+                                  attention=None, fused=None, overlap=None, layer_seconds=None,
+                                  norm_passes=COMPOSITE),
     "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
     # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
     "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
                       overlap=None, split_overlap=None, weight_copies=0.0),
+    "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
+                           fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
+    "megatron-2021-composite-norm": Stack(
+        words="Megatron-LM before sequence parallelism, norms written out", attention=None,
+        fused=None, overlap=None, layer_seconds=None, sequence_parallel=False,
+        norm_passes=COMPOSITE),
     # a node's ranks do not pull together
     "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
                             fused=None, overlap=None, layer_seconds=None, pooled=0.0),
 }
-DEFAULT = "compiled"
-TIED = {"deepspeed-2021": "eager", "compiled": "eager"}     # whose fitted numbers a stack has
+DEFAULT, FITTED = "compiled", ("eager", "megatron")     # the others have eager's fitted numbers
 
 
 @functools.cache
@@ -157,7 +169,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
 
     def of(field: str) -> float:
         value = getattr(how, field)
-        return numbers[f"{TIED.get(stack, stack)} {field}"] if value is None else value
+        tied = stack if stack in FITTED else FITTED[0]
+        return numbers[f"{tied} {field}"] if value is None else value
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
@@ -166,7 +179,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         fused=of("fused"), overlap=of("overlap"),
         split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
-        weight_copies=how.weight_copies,
+        weight_copies=how.weight_copies, norm_passes=how.norm_passes,
+        sequence_parallel=how.sequence_parallel,
         source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
         f"{how.words} was taken: fitted to published runs, data/published/fit.json")
 

@@ -35,6 +35,8 @@ class Efficiency:
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
     layer_seconds: float = 0.0          # between the kernels of a layer, forward and backward
+    norm_passes: float = 1.0            # of a norm's bytes in one kernel, where it has several
+    sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 

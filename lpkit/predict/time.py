@@ -280,9 +280,12 @@ class _Rank:
         self.attention = "; ".join(_attention_words(s.attention, op) for op in attentions)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
         layer, outside = flops.moved_bytes(ops)
+        stream = sum([op.moved_bytes for op in ops.block if op.in_stream])
+        more = (efficiency.norm_passes - 1) * sum([op.moved_bytes for op in ops.block
+                                                   if op.part == "norms"])
+        layer += more + (not efficiency.sequence_parallel) * (layout.tensor - 1) * (stream + more)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
-        self.gaps = efficiency.layer_seconds
         casts = 0.0
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
@@ -322,7 +325,7 @@ class _Rank:
         middle = chunk * v
         ends = middle - 1 if fewer else middle
         layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
-                 + self.repeated_tensor + 3 * self.context_once + self.gaps)
+                 + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
         last = ends * layer + (sum(self.head) + pointwise_head + 2 * self.tensor_once)
         has_head = stages == 1 or last >= middle * layer
@@ -346,8 +349,9 @@ class _Rank:
             f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
             "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
-        row("between kernels", f"{count}, {self.gaps * 1e6:.0f} us each", rate.source,
-            forward=times * self.gaps / 3, backward=times * self.gaps * 2 / 3)
+        gaps = times * rate.layer_seconds
+        row("between kernels", f"{count}, {rate.layer_seconds * 1e6:.0f} us each", rate.source,
+            forward=gaps / 3, backward=gaps * 2 / 3)
         row("weight copies",
             "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts * self.trained)
