@@ -48,9 +48,9 @@ RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selectiv
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
           "Transformer Engine": "megatron", "Primus": "megatron",
           "DeepSpeed ZeRO-3": "deepspeed-2021",
-          "Aleph Alpha, norms written out": "eager-composite-norm"}
+          "Aleph Alpha, norms written out": "eager-unfused"}
 BEFORE = {"eager": "megatron-2021",         # Korthikanti et al. 2022
-          "eager-composite-norm": "megatron-2021-composite-norm"}
+          "eager-unfused": "megatron-2021-unfused"}
 COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),

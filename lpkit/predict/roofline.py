@@ -29,13 +29,13 @@ class Efficiency:
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
     links: float = 0.8                  # of a link inside a node, by a large collective
-    network: float = 0.9                # of a network between nodes, by a large collective
+    network: float = 0.85               # of a network between nodes, by a large collective
     pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
     overlap: float = 1.0                # of a message that could hide behind work, what does
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
     layer_seconds: float = 0.0          # between the kernels of a layer, forward and backward
-    norm_passes: float = 1.0            # of a norm's bytes in one kernel, where it has several
+    norm_bytes: float = 0.0             # a number, forward, more than a norm in one kernel moves
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above

@@ -281,8 +281,8 @@ class _Rank:
         # pointwise work, and the casts of autocast: each weight once, each gradient back
         layer, outside = flops.moved_bytes(ops)
         stream = sum([op.moved_bytes for op in ops.block if op.in_stream])
-        more = (efficiency.norm_passes - 1) * sum([op.moved_bytes for op in ops.block
-                                                   if op.part == "norms"])
+        norms = sum([op.part == "norms" for op in ops.block])
+        more = efficiency.norm_bytes * norms * s.tokens * m.D
         layer += more + (not efficiency.sequence_parallel) * (layout.tensor - 1) * (stream + more)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
