@@ -166,7 +166,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = kept * (row.eight or row.sixteen)
+    low = min(1.0, kept * numbers["8 bits keep"] * (row.eight or row.sixteen))
 
     def of(field: str) -> float:
         value = getattr(how, field)
