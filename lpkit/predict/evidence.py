@@ -30,7 +30,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.predict.casts import TENSORWISE, cast_passes
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.predict.roofline import ASSUMED, FOUR_BITS, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -81,7 +81,7 @@ OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
 KEPT_BY_OTHERS = "h100"
-SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
+SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
-                           **dict.fromkeys(EIGHT, low)},
+                           **dict.fromkeys(EIGHT, low), "fp4": kept * FOUR_BITS},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         fused=of("fused"), overlap=of("overlap"),
@@ -244,7 +244,7 @@ def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficienc
         if case["peer"] != "bf16":
             continue
         M, K, _, N = map(int, re.split("x| @ ", case["case"]))      # "MxK @ KxN"
-        results = 2 * (M * N + M * K + N * K) / bandwidth
+        results = 2 * (M * N + M * K + N * K) / bandwidth + 3 * assumed.start_seconds
         # the bench's weight is bf16 already, and torchao's passes are those of `cast_passes`
         casts = sum(each.bytes for each in cast_passes(TENSORWISE, M=M, N=N, K=K)) / bandwidth
         for dtype, seconds in (("bf16", case["peer_median"] - results),

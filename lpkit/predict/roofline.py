@@ -28,6 +28,7 @@ class Efficiency:
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
+    start_seconds: float = 0.0          # of a product, before its pipelines are full and after
     links: float = 0.8                  # of a link inside a node, by a large collective
     network: float = 0.85               # of a network between nodes, by a large collective
     pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
@@ -41,13 +42,19 @@ class Efficiency:
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
 
+# Of a product on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves foretell
+# its held-out rows no better (docs/advise.md): libraries choose tiles that fill the machine.
+START_SECONDS = 5.8e-6
+FOUR_BITS = 0.52        # of the peak: fitted to the open NVFP4 products of the same file
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78,
-              "fp8": 0.68, "int8": 0.68, "fp4": 0.6},
-    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, fused=0.5,
+              "fp8": 0.68, "int8": 0.68, "fp4": FOUR_BITS},
+    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, start_seconds=START_SECONDS,
+    fused=0.5,
     source="assumed: 16-bit products, bandwidth and kernels as torchao's roofline has them for "
            "H100 (0.78, 0.92, 2 us); 8-bit products 0.68, which gives torchao's published 1.39x at "
-           "(4096, 8192, 16384); 4-bit ones, attention, fusion and links are round guesses")
+           "(4096, 8192, 16384); 4-bit ones and the start of a product are fitted to published "
+           "products; attention, fusion and links are round guesses")
 REACHED = Efficiency(
     products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0),
     attention=0.5, bandwidth=1.0, casts=0.25, kernel_seconds=5e-6, fused=1.0,
@@ -88,4 +95,5 @@ def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Effici
     result = M * N * result_bytes / bandwidth
     if efficiency.overlapped:
         return max(arithmetic, operands + result)
-    return max(max(arithmetic, operands) + result, efficiency.kernel_seconds)
+    return max(max(arithmetic, operands) + result + efficiency.start_seconds,
+               efficiency.kernel_seconds)
