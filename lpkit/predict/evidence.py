@@ -166,7 +166,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = min(1.0, kept * numbers["8 bits keep"] * (row.eight or row.sixteen))
+    low = kept * numbers["8 bits or fewer keep"]
 
     def of(field: str) -> float:
         value = getattr(how, field)
@@ -175,7 +175,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
-                           **dict.fromkeys(EIGHT, low), "fp4": kept * FOUR_BITS},
+                           **dict.fromkeys(EIGHT, low * (row.eight or row.sixteen)),
+                           "fp4": low * FOUR_BITS},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         fused=of("fused"), overlap=of("overlap"),
