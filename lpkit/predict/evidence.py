@@ -86,7 +86,14 @@ SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The way in which a step is programmed. What is None is fitted."""
+    """The way in which a step is programmed. What is None is fitted.
+
+    sequence_parallel   tensor ranks have a part of each sequence between the matrices
+    norm_passes         bytes that RMSNorm moves, over those of one kernel; more than 1: it is
+                        several operations in float32, which save two tensors of its size
+    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
+                        and the inputs of Linears, for backward
+    """
 
     words: str
     attention: float | None         # of the generation's
@@ -96,6 +103,9 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
+    sequence_parallel: bool = True
+    norm_passes: float = 1.0
+    keeps_gathered: bool = False
 
 
 STACKS = {
@@ -105,12 +115,29 @@ STACKS = {
     # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
     "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
                       overlap=None, split_overlap=None, weight_copies=0.0),
+    "megatron-2021": Stack(words="Megatron-LM before Korthikanti et al. 2022", attention=None,
+                           fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
     # a node's ranks do not pull together
     "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
                             fused=None, overlap=None, layer_seconds=None, pooled=0.0),
 }
+# Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
+# tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
+# results until they are written again (parallel_module.py line 628, train.py line 117); norms
+# gather what the Linears after them save (rms_norm.py line 102). Passes: a float32 copy, its
+# square, their mean, their product, times the gain, back to 16 bits: 40 bytes a number, where a
+# kernel reads and writes 4.
+_SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
+STACKS |= {
+    "scaling": replace(_SCALING, words="Aleph Alpha's scaling, RMSNorm in PyTorch",
+                       norm_passes=10.0),
+    "scaling-kernel": replace(_SCALING, words="the same, RMSNorm in a kernel"),
+    "scaling-sequence": replace(_SCALING, words="the same, with sequence parallelism",
+                                sequence_parallel=True),
+}
 DEFAULT = "compiled"
-TIED = {"deepspeed-2021": "eager", "compiled": "eager"}     # whose fitted numbers a stack has
+# whose fitted numbers a stack has
+TIED = dict.fromkeys(set(STACKS) - {"eager", "megatron"}, "eager")
 
 
 @functools.cache
