@@ -6,6 +6,7 @@
 `walk` follows a micro-batch over a Device, `ledger` adds what lives beside it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,10 @@ class Device:
         self.m = m = s.model
         self.embeds, self.heads = embeds, heads
         self.layers = -(-m.L // layout.pipeline)
+        if step.stack.stages_by_work and layout.pipeline > 1:
+            share = (m.L + ops.head.weights / ops.linear_weights) / layout.pipeline
+            before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
+            self.layers = before if embeds else max(1, m.L - before)
         # The first stage begins that many micro-batches before the first comes back (one forward,
         # one backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C).
         chunks, stages = layout.interleave, layout.pipeline

@@ -93,6 +93,8 @@ class Stack:
                         several operations in float32, which save two tensors of its size
     keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
                         and the inputs of Linears, for backward
+    stages_by_work      a stage ends with the block that exceeds its share of the products, the
+                        head's among them; else stages have as many blocks
     """
 
     words: str
@@ -106,6 +108,7 @@ class Stack:
     sequence_parallel: bool = True
     norm_passes: float = 1.0
     keeps_gathered: bool = False
+    stages_by_work: bool = False
 
 
 STACKS = {
@@ -134,6 +137,8 @@ STACKS |= {
     "scaling-kernel": replace(_SCALING, words="the same, RMSNorm in a kernel"),
     "scaling-sequence": replace(_SCALING, words="the same, with sequence parallelism",
                                 sequence_parallel=True),
+    # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
+    "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
 }
 DEFAULT = "compiled"
 # whose fitted numbers a stack has

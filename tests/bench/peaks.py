@@ -17,10 +17,11 @@ from lpkit.techniques.operation import MicroBatch
 
 GIB = 2**30
 TORCHTITAN = ("torchtitan", "torchtitan + torchao")
-# Of February 2022: no sequence parallelism; ZeRO 1 makes float32 gradients of its shard when it
-# updates (DeepSpeed, runtime/zero/stage_1_and_2.py, `single_grad_partition`), and its allocator has
-# no expandable segments.
+# Of February 2022: ZeRO 1 makes float32 gradients of its shard when it updates (DeepSpeed,
+# runtime/zero/stage_1_and_2.py, `single_grad_partition`), and its allocator has no expandable
+# segments. Its page reads nvidia-smi, which counts CUDA's kernels, too: 1,271 MiB (lines 86, 962).
 MEGATRON = ("Megatron-DeepSpeed",)
+KERNELS_BYTES = 1271 * 2**20
 # Float8Linear keeps its operands in 16 bits and casts them once more in backward: torchao,
 # torchao/float8/float8_linear.py line 45, `ctx.save_for_backward(input_hp, weight_hp_t)`.
 KEPT_IN_16_BITS = TORCHTITAN
@@ -28,6 +29,15 @@ KEPT_IN_16_BITS = TORCHTITAN
 # torchtitan/components/loss.py line 29 at e7c0cae, 2c8b594 and 6fc499f; commented out from
 # e8977b0 (2024-12-18) to bbb1b61 (2025-04-02).
 LOSS_COMPILED = {("torchtitan-h200", "h200"), ("torchao", "mi300x"), ("torchao", "b200")}
+
+
+def stack_of(run: Run) -> str:
+    """Returns the row of `evidence.STACKS` whose memory the run's stack has."""
+    if run.stack == "Aleph Alpha":
+        if run.source.sequence_parallel:
+            return "scaling-sequence"
+        return "scaling-kernel" if "RMS kernel" in run.note else "scaling"
+    return {"Megatron-DeepSpeed": "megatron-2021", "nanotron": "nanotron"}.get(run.stack, "auto")
 
 
 def held(run: Run) -> Memory:
@@ -38,9 +48,8 @@ def held(run: Run) -> Memory:
     if run.stack in KEPT_IN_16_BITS:
         precision = "bf16"
     config = run.config
-    found = memory(config, run.machine, layout=run.layout, precision=precision,
-                   recompute=RECOMPUTE.get(run.recompute, run.recompute),
-                   sequence_parallel=run.stack not in MEGATRON)
+    found = memory(config.replace({"system.stack": stack_of(run)}), run.machine, layout=run.layout,
+                   precision=precision, recompute=RECOMPUTE.get(run.recompute, run.recompute))
     s = MicroBatch(model=config.model, batch=run.micro_batch or 1, kind="gpu", compute_bytes=2)
     cut = run.layout.tensor * run.layout.context
     if run.recompute == "selective-op":
@@ -94,7 +103,9 @@ def memory_row(run: Run) -> Row:
     if run.memory is None:
         raise ConfigError("not stated: the peak of memory")
     found = held(run)
-    said = found.fragmented_bytes if run.stack in MEGATRON else found.reserved_bytes
+    said = found.reserved_bytes
+    if run.stack in MEGATRON:
+        said = found.fragmented_bytes + KERNELS_BYTES
     return Row(name=run.name, unit="bytes", measured=run.memory * GIB,
                formula=said,
                where=f"{run.source.title}, {run.at}, {kind(run)}, {run.machine}, {run.precision}")

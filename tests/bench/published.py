@@ -164,8 +164,8 @@ def fits() -> list[tuple[bool, bool]]:
             told = {name: cell for name, cell in cells.items() if cell}
             run = Run(**told | {"source": by_name[told["source"]]}, published="1", unit="seconds")
             with suppress(ConfigError):     # a layout that plan does not have
-                held = memory(stated(run), run.source.on(run.machine), layout=run.layout, precision=run.precision,
-                              recompute=RECOMPUTE.get(run.recompute, run.recompute))
+                held = memory(stated(run).replace({"system.stack": peaks.stack_of(run)}), run.source.on(run.machine),
+                              layout=run.layout, precision=run.precision, recompute=RECOMPUTE.get(run.recompute, run.recompute))
                 found.append((fitted, held.missing_bytes <= 0))
     return found
 
