@@ -137,7 +137,7 @@ def test_it_is_asked_of_what_a_run_uses_here():
     assert asked.system.attention == used["attention"] != "auto"
 
 
-REFUSED = r"takes .* at its peak \(.*\), by a formula that is 2% too high at most, and cpu has .* left of .*; the largest of it: " \
+REFUSED = r"takes .* at its peak \(.*\), by a formula that was 1\.5% too high at worst in measured steps, and cpu has .* left of .*; the largest of it: " \
           r".*; it would fit with --set .*=.* \(.*B\)"
 
 

@@ -163,6 +163,8 @@ def test_what_fitted_and_what_did_not():
         if fitted == "yes":
             ended.add(replace(run, published=1.0))
     assert ended == {replace(run, published=1.0) for run in RUNS if run.source.name.startswith("hagemann")}
+    verdicts = Counter(bench.fits())
+    assert (verdicts[True, True] + verdicts[False, False]) / verdicts.total() > 0.93
 
 
 def test_a_run_is_priced_as_step_time_prices_it():

@@ -134,9 +134,9 @@ _SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
 STACKS |= {
     "scaling": replace(_SCALING, words="Aleph Alpha's scaling, RMSNorm in PyTorch",
                        norm_passes=10.0),
-    "scaling-kernel": replace(_SCALING, words="the same, RMSNorm in a kernel"),
-    "scaling-sequence": replace(_SCALING, words="the same, with sequence parallelism",
-                                sequence_parallel=True),
+    "scaling-kernel": replace(_SCALING, words="Aleph Alpha's scaling, RMSNorm in a kernel"),
+    "scaling-sequence": replace(_SCALING, sequence_parallel=True,
+                                words="Aleph Alpha's scaling with sequence parallelism"),
     # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
     "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
 }

@@ -5,6 +5,8 @@ said here, each with its source; nothing is fitted. Bytes are allocated ones: pa
 mean GiB (torchao's script reads torchtitan's GiB; BigScience's cards of 79.3 GiB hold "77GB").
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
@@ -116,17 +118,31 @@ def peaks(*names: str) -> Comparison:
     return Comparison(tuple(row for _, row in taken(runs(*names), memory_row)))
 
 
+def unsaid() -> Iterator[tuple[Run, Row]]:
+    """Yields the runs of the Ultra-Scale Playbook. It does not say whether its bytes are allocated or
+    reserved; beside them are those that are allocated."""
+    for run in runs("ultrascale"):
+        if said := re.search(r"GPU memory ([\d.]+) GB", run.note):
+            yield run, Row(name=run.name, unit="bytes", measured=float(said[1]) * GIB,
+                           formula=held(run).peak_bytes, where=run.at)
+
+
 def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
     """Runs, median of their signed errors and of their sizes, by `kind`."""
+    return _medians(taken(runs(*names), memory_row))
+
+
+def _medians(found: Iterator[tuple[Run, Row]]) -> dict[str, tuple[int, float, float]]:
     errors: dict[str, list[float]] = {}
-    for run, row in taken(runs(*names), memory_row):
+    for run, row in found:
         errors.setdefault(kind(run), []).append(row.error)
-    return {name: (len(found), median(found), median(map(abs, found)))
-            for name, found in sorted(errors.items())}
+    return {name: (len(off), median(off), median(map(abs, off)))
+            for name, off in sorted(errors.items())}
 
 
-def table() -> list[list[str]]:
-    """`by_layout` of all sources, in words, its heads first."""
+def table(said: bool = True) -> list[list[str]]:
+    """`by_layout` of all sources, or of `unsaid`, in words, its heads first."""
     return [["layout", "runs", "median error", "median size of it"],
             *([name, str(count), percent(signed), f"{size:.1%}"]
-              for name, (count, signed, size) in by_layout().items())]
+              for name, (count, signed, size) in
+              (by_layout() if said else _medians(unsaid())).items())]

@@ -298,8 +298,9 @@ places in `lpkit plan` ("none": it is not feasible there, or not searched).
 
 {ranks}
 
-**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. It offers
-{right} of those that ended, and {offered} of those that did not fit; all in all {verdicts} of its verdicts are right.
+**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. With `system.stack=scaling`
+(or `scaling-kernel`, `scaling-sequence`), whose rows are from that stack's source, it offers {right} of those that ended, and {offered} of those that
+did not fit; all in all {verdicts} of its verdicts are right.
 
 "Said over published" is the median of predicted over published speed. Errors are of speed, without
 a sign but for the worst. **Where not to rely on it**: small models on few devices by Transformer
