@@ -176,7 +176,7 @@ def test_stages_by_work_are_dealt_as_nanotron_deals_them():
     def dealt(layers: int, head: float, stages: int) -> list[int]:
         blocks, cost, total = [0] * stages, 0.0, layers + head
         stage = 0
-        for number in range(layers):
+        for _number in range(layers):
             blocks[stage] += 1
             cost += 1.0
             stage += cost > total * (stage + 1) / stages

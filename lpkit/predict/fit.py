@@ -129,6 +129,7 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
     What the ledger does not know counts as nothing, and the answer says so: nothing is refused that
     might run.
     """
+    config = config.replace({"system.stack": "auto"})       # it is lpkit that runs
     if config.transforms or config.governors:
         rows = {"weights": _states(config, on)["weights"]}
         return Fit(config=config, on=on, rows=rows, moment="the model alone",
