@@ -127,9 +127,9 @@ STACKS = {
 # Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
 # tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
 # results until they are written again (parallel_module.py line 628, train.py line 117); norms
-# gather what the Linears after them save (rms_norm.py line 102). Passes: a float32 copy, its
-# square, their mean, their product, times the gain, back to 16 bits: 40 bytes a number, where a
-# kernel reads and writes 4.
+# gather what the Linears after them save (rms_norm.py line 102). RMSNorm as PyTorch defines it (its
+# code of 2023 is not published; data/README.md): a float32 copy, its square, their mean, their
+# product, times the gain, back to 16 bits; 40 bytes a number, where a kernel reads and writes 4.
 _SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
 STACKS |= {
     "scaling": replace(_SCALING, words="Aleph Alpha's scaling, RMSNorm in PyTorch",
