@@ -15,8 +15,6 @@ from lpkit.predict import evidence
 from lpkit.predict.plan import plan
 from lpkit.predict.published import (
     FOLDER,
-    PRECISIONS,
-    RECOMPUTE,
     SHOWN,
     Run,
     _flat_mfu,
@@ -30,6 +28,7 @@ from lpkit.predict.published import (
 )
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
+from lpkit.techniques import blocks
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
 from tests.bench import fit
@@ -163,6 +162,27 @@ def test_what_fitted_and_what_did_not():
         if fitted == "yes":
             ended.add(replace(run, published=1.0))
     assert ended == {replace(run, published=1.0) for run in RUNS if run.source.name.startswith("hagemann")}
+    assert right() > 0.93
+
+
+def right() -> float:
+    verdicts = Counter(bench.fits())
+    return (verdicts[True, True] + verdicts[False, False]) / verdicts.total()
+
+
+@pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.4%"), (4, "92.3%")])
+def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
+    """Bytes a number that RMSNorm saves where it is written out, and the verdicts that are right with them."""
+    def rmsnorm(name, s, *, residual):
+        op = blocks.rmsnorm(name, s, residual=residual)
+        return replace(op, saved_bytes=op.saved_bytes * nbytes / 8) if s.norms_written_out else op
+
+    monkeypatch.setitem(blocks.NORMS, "rmsnorm", replace(blocks.NORMS["rmsnorm"], operations=rmsnorm))
+    blocks.operations.cache_clear()
+    try:
+        assert f"{right():.1%}" == share and share in " ".join((FOLDER.parent / "README.md").read_text(encoding="utf-8").split())
+    finally:
+        blocks.operations.cache_clear()
 
 
 def test_a_run_is_priced_as_step_time_prices_it():
@@ -297,7 +317,7 @@ def test_what_is_judged_is_what_the_command_prints(source, tmp_path, capsys):
     on = run.source.on(run.machine)
     (tmp_path / f"{run.machine}.yaml").write_text(json.dumps({key: value for key, value in asdict(on).items() if value is not None and key not in ("name", "details")}))
     assert main(["predict", str(tmp_path / "run.yaml"), "--machine", str(tmp_path / f"{run.machine}.yaml"), "--json", "--precision",
-                 PRECISIONS.get(run.precision, run.precision), "--recompute", RECOMPUTE.get(run.recompute, run.recompute)]) == 0
+                 run.how["precision"], "--recompute", run.how["recompute"]]) == 0
     said, made = json.loads(capsys.readouterr().out), bench.printed(run)
     assert said["step_seconds"] == made.step_seconds and said["assumptions"]["stack"] == run.stack_row
 

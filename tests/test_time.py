@@ -19,7 +19,15 @@ from lpkit.predict.links import Link, link
 from lpkit.predict.precision import step_cost
 from lpkit.predict.published import calibrated, published
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
-from lpkit.predict.time import BACKWARD_MOVES, PHASES, bill, calibrate, rank_products, step_floor, step_time
+from lpkit.predict.time import (
+    BACKWARD_MOVES,
+    PHASES,
+    bill,
+    calibrate,
+    rank_products,
+    step_floor,
+    step_time,
+)
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
@@ -100,7 +108,7 @@ def test_a_stack_says_what_its_norms_move_and_who_repeats_them(tensor):
     config = LLAMA.replace({"global_batch": 8, "grad_accum_steps": 1})
     m, layout = config.model, Layout(tensor=tensor)
     row = {stack: step_time(config, H100, layout, stack=stack, precision="bf16-master")["norms, activations, loss"].phases["forward"]
-           for stack in ("eager", "eager-unfused", "megatron-2021", "megatron-2021-unfused")}
+           for stack in ("eager", "eager-unfused", "megatron-2021", "scaling")}
     eager = evidence.efficiency(H100, "eager")
     rate = eager.fused / tensor / (H100.bytes_per_second * eager.bandwidth)
     numbers = m.L * config.tokens_per_step * m.D
@@ -108,7 +116,7 @@ def test_a_stack_says_what_its_norms_move_and_who_repeats_them(tensor):
     more = 2 * numbers * evidence.UNFUSED
     assert row["eager-unfused"] - row["eager"] == pytest.approx(more * rate)
     assert row["megatron-2021"] - row["eager"] == pytest.approx((tensor - 1) * (norms + additions) * rate)
-    assert row["megatron-2021-unfused"] - row["megatron-2021"] == pytest.approx(tensor * more * rate)
+    assert row["scaling"] - row["megatron-2021"] == pytest.approx(tensor * more * rate)
 
 
 def test_one_device_is_the_sum_that_advise_makes():

@@ -93,9 +93,9 @@ def text(result: dict[str, Any]) -> str:
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
     line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
     if not a["mfu"] and on["name"] != "this":
-        others = "|".join(name for name in STACKS if name != a["stack"])
-        line("", "", f"by {STACKS[a['stack']].words}; others' steps:")
-        line("", "", f"--set system.stack={others}")
+        others = ", ".join(name for name in STACKS if name != a["stack"])
+        line("", "", f"by {STACKS[a['stack']].words}; system.stack takes others' steps:")
+        line("", "", others)
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
          f"{between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")

@@ -86,7 +86,16 @@ SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8")
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The way in which a step is programmed. What is None is fitted."""
+    """The way in which a step is programmed. What is None is fitted.
+
+    sequence_parallel   tensor ranks have a part of each sequence between the matrices
+    norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
+                        is several operations in float32, and an RMSNorm saves two of its size
+    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
+                        and the inputs of Linears, for backward
+    stages_by_work      a stage ends with the block that exceeds its share of the products, the
+                        head's among them; else stages have as many blocks
+    """
 
     words: str
     attention: float | None         # of the generation's
@@ -98,6 +107,8 @@ class Stack:
     weight_copies: float = 1.0
     norm_bytes: float = 0.0
     sequence_parallel: bool = True
+    keeps_gathered: bool = False
+    stages_by_work: bool = False
 
 
 # a norm written out moves 128 bytes a number forward and backward, in one kernel 10 (both counted in
@@ -115,13 +126,24 @@ STACKS = {
                       overlap=None, split_overlap=None, weight_copies=0.0),
     "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
                            fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
-    "megatron-2021-unfused": Stack(
-        words="Megatron-LM before sequence parallelism, norms written out", attention=None,
-        fused=None, overlap=None, layer_seconds=None, sequence_parallel=False,
-        norm_bytes=UNFUSED),
     # a node's ranks do not pull together
     "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
                             fused=None, overlap=None, layer_seconds=None, pooled=0.0),
+}
+# Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
+# tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
+# results until they are written again (parallel_module.py line 628, train.py line 117); norms
+# gather what the Linears after them save (rms_norm.py line 102). RMSNorm is as PyTorch defines it:
+# its code of 2023 is not published (data/README.md).
+_SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
+STACKS |= {
+    "scaling": replace(_SCALING, words="Aleph Alpha's scaling, norms written out",
+                       norm_bytes=UNFUSED),
+    "scaling-kernel": replace(_SCALING, words="Aleph Alpha's scaling, norms in one kernel"),
+    "scaling-sequence": replace(_SCALING, sequence_parallel=True,
+                                words="Aleph Alpha's scaling with sequence parallelism"),
+    # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
+    "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
 }
 DEFAULT, FITTED = "compiled", ("eager", "megatron")     # the others have eager's fitted numbers
 

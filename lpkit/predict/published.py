@@ -48,9 +48,9 @@ RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selectiv
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
           "Transformer Engine": "megatron", "Primus": "megatron",
           "DeepSpeed ZeRO-3": "deepspeed-2021",
-          "Aleph Alpha, norms written out": "eager-unfused"}
-BEFORE = {"eager": "megatron-2021",         # Korthikanti et al. 2022
-          "eager-unfused": "megatron-2021-unfused"}
+          "Aleph Alpha, norms written out": "scaling", "Aleph Alpha": "scaling-sequence",
+          "nanotron": "nanotron"}
+BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}   # without sequence parallelism
 COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
@@ -151,6 +151,12 @@ class Run(Checked):
         return row if self.source.sequence_parallel else BEFORE.get(row, row)
 
     @property
+    def how(self) -> dict[str, str]:
+        """Its precision and recomputation, in lpkit's words."""
+        return {"precision": PRECISIONS.get(self.precision, self.precision),
+                "recompute": RECOMPUTE.get(self.recompute, self.recompute)}
+
+    @property
     def limited(self) -> bool:
         """True if it had less power than the catalogue's machine has."""
         rated = find(self.machine).watts
@@ -222,9 +228,7 @@ def step(run: Run, calibration: Calibration | None = None,
     reached = efficiency or evidence.reached(evidence.generation_of(on), run.stack_row,
                                              numbers or evidence.fitted()["numbers"])
     return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
-                     recompute=RECOMPUTE.get(run.recompute, run.recompute),
-                     precision=PRECISIONS.get(run.precision, run.precision),
-                     efficiency=reached)
+                     efficiency=reached, **run.how)
 
 
 def seconds(run: Run, calibration: Calibration | None = None,

@@ -27,8 +27,6 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.plan import plan
 from lpkit.predict.prediction import predict
 from lpkit.predict.published import (
-    PRECISIONS,
-    RECOMPUTE,
     Run,
     calibrated,
     published,
@@ -142,9 +140,7 @@ def printed(run: Run, told: bool = True) -> StepTime:
     """Returns the step as `lpkit predict` prints it, on a machine whose links are those of the page; with the
     stack that the page names, or the default."""
     config = stated(run) if told else stated(run).replace({"system.stack": "auto"})
-    return predict(config, run.source.on(run.machine), layout=run.layout,
-                   precision=PRECISIONS.get(run.precision, run.precision),
-                   recompute=RECOMPUTE.get(run.recompute, run.recompute)).step
+    return predict(config, run.source.on(run.machine), layout=run.layout, **run.how).step
 
 
 def as_printed(run: Run, told: bool) -> tuple[float, bool]:
@@ -164,8 +160,7 @@ def fits() -> list[tuple[bool, bool]]:
             told = {name: cell for name, cell in cells.items() if cell}
             run = Run(**told | {"source": by_name[told["source"]]}, published="1", unit="seconds")
             with suppress(ConfigError):     # a layout that plan does not have
-                held = memory(stated(run), run.source.on(run.machine), layout=run.layout, precision=run.precision,
-                              recompute=RECOMPUTE.get(run.recompute, run.recompute))
+                held = memory(stated(run), run.source.on(run.machine), layout=run.layout, **run.how)
                 found.append((fitted, held.missing_bytes <= 0))
     return found
 
@@ -193,7 +188,7 @@ def ranks() -> list[list[Any]]:
         for (devices, context, precision), some in groups.items():
             best = min(some, key=lambda run: run.published_seconds)
             options = plan(stated(best).replace({"grad_accum_steps": 1}), 1e12, best.machine, devices=devices,
-                           precisions=[PRECISIONS.get(precision, precision)]).options
+                           precisions=[best.how["precision"]]).options
             places = [i for i, one in enumerate(options, 1) if _axes(one.layout) == _axes(best.layout)]
             found.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}", str(best.layout),
                           places[0] if places else "none", len(options)])
@@ -298,8 +293,9 @@ places in `lpkit plan` ("none": it is not feasible there, or not searched).
 
 {ranks}
 
-**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. It offers
-{right} of those that ended, and {offered} of those that did not fit; all in all {verdicts} of its verdicts are right.
+**Fits or not.** Of {trials} trials of Hagemann et al. that `lpkit plan` has a layout for, {ended} ended and {oom} ran out of memory. With `system.stack=scaling`
+(or `scaling-kernel`, `scaling-sequence`), whose rows are from that stack's source, it offers {right} of those that ended, and {offered} of those that
+did not fit; all in all {verdicts} of its verdicts are right.
 
 "Said over published" is the median of predicted over published speed. Errors are of speed, without
 a sign but for the worst. **Where not to rely on it**: small models on few devices by Transformer
