@@ -10,6 +10,7 @@ them but the ranges. `lpkit bench published --out data/measured` records all of 
 
 import csv
 import json
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -117,6 +118,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
             (f"held out, fits or not, {trials} trials, share said wrong", [wrong], 0.07, "share"),
             (f"held out, the layout said to be the fastest of those published is slower than the best "
              f"by more than {CHOSEN:.0%}, {len(near)} sets, share", [statistics.fmean(near)], 0.2, "share"),
+            ("held out, error with each doubling from 8 to 1,024 devices", [abs(trend(ranged))], 0.05, "slope"),
             (f"held out, after one calibrating run, {len(after)} runs, median", after, CALIBRATED,
              "median"),
             (f"held out, outside the printed range, {len(outside)} runs, share",
@@ -129,6 +131,20 @@ def run(rounds: int = ROUNDS) -> list[Result]:
                               peer_name=f"{centre} of the published speed", better="lower",
                               packages=(), unit="relative error", device=DEVICE, facts=facts))
     return results
+
+
+def trend(some: Sequence[Run], most_devices: int = 1024) -> float:
+    """Returns by how much the error of a model's runs grows with each doubling of its devices, from 8 on: the slope
+    of log(published / formula), models of a page alike."""
+    by_model, points = defaultdict(list), []
+    for run in some:
+        if 8 <= run.devices <= most_devices:
+            by_model[run.source.name, run.model, run.precision, run.machine].append(
+                (math.log2(run.devices), math.log(run.published_seconds / seconds(run))))
+    for group in by_model.values():
+        middle = [statistics.fmean(each) for each in zip(*group)]
+        points += [(doublings - middle[0], off - middle[1]) for doublings, off in group]
+    return sum(x * y for x, y in points) / sum(x * x for x, _ in points)
 
 
 def stated(run: Run) -> Config:
@@ -289,7 +305,8 @@ default it prices another program than the one that ran: off by {default}, and {
 
 **Which layout.** Of {sets} sets of held-out runs, a model on as many devices in three ways or more, the one that the formula has first
 is within {chosen:.0%} of the fastest in {near}. The splits of the fastest runs of some pages, most of which may be fitted, have these
-places in `lpkit plan` ("none": it is not feasible there, or not searched).
+places in `lpkit plan` ("none": it is not feasible there, or not searched). With each doubling of the devices, from 8 to 1,024, the published
+seconds of a model gain {trend} on the formula's.
 
 {ranks}
 
@@ -372,6 +389,7 @@ def _section(record: dict[str, Any]) -> str:
         near=sum(one[0] and one[1] <= CHOSEN for one in record["choices"]),
         trials=sum(verdicts.values()), ended=ended, oom=sum(verdicts.values()) - ended, right=verdicts[True, True],
         offered=verdicts[False, True], verdicts=f"{(verdicts[True, True] + verdicts[False, False]) / sum(verdicts.values()):.0%}",
+        trend=f"{next(case['ratio'] for case in record['cases'] if 'doubling' in case['case']):.0%}",
         ranks=markdown_table(("model", "on", "fastest published", "place", "of"), record["ranks"]),
         ranged=f"{len(fit.ranged()):,}", later=f"{int(unseen[3]):,}", later_ratio=unseen[4], later_error=unseen[5],
         later_inside=unseen[9], later_sources=len(fit.LATER),
