@@ -182,7 +182,7 @@ def with_step(on: Machine) -> Machine:
     if not (row := on.measured):
         return on
     factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor
-    between(0.1, 10)("measured.seconds over the prediction of its config", factor)
+    between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
     return replace(on, measured={**row, "factor": factor})
 
 

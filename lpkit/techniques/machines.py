@@ -212,6 +212,7 @@ RANGES = {"memory_bytes": (1e6, 1e15), "bytes_per_second": (1e6, 1e16), "flops":
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
 NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
 MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,     # of its link
+            "others": float,    # share of the CPUs that other processes took meanwhile
             "products": Mapping[str, Sequence[Sequence[float]]],    # M, N, K, share of flops
             "seconds": float, "config": Mapping}        # of an update
 HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_per_node, "
@@ -264,7 +265,8 @@ def _measured(values: Any, title: Any) -> dict[str, Any]:
     made = {key: convert(values[key], kind, f"measured.{key}") for key, kind in MEASURED.items()}
     for dtype, table in made["products"].items():
         for one in table or ((),):
-            if dtype not in DTYPES or len(one) != 4 or min(one) <= 0 or not one[3] <= 1:
+            if dtype not in DTYPES or len(one) != 4 or not (all(0 < x < 1e9 for x in one)
+                                                            and one[3] <= 1):
                 raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
                                   f"most 1, got {shown(one)}; {again}")
     return made
