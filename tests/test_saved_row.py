@@ -195,14 +195,14 @@ def test_several_devices_are_refused_before_anything_runs(capsys):
 
 
 def test_the_bench_says_how_far_off_each_is(monkeypatch):
-    """The row says 0.2 s of an update that takes 0.4 s, and as much for one that takes as long as is said."""
-    half = SMALL.replace({"global_batch": 2})
-    said = step_time(half, with_step(from_dict(ROW))).step_seconds
+    """One takes twice as long as the row says, another just as long."""
+    half, third = (SMALL.replace({"global_batch": batch}) for batch in (2, 1))
+    said, of_third = (step_time(config, with_step(from_dict(ROW))).step_seconds for config in (half, third))
     monkeypatch.setattr(saved, "row", lambda config, command: ROW)
     monkeypatch.setattr(saved, "Bench", lambda config: SimpleNamespace(seconds=None, precision=SimpleNamespace(used="bf16")))
-    monkeypatch.setattr(saved, "take_turns", lambda runners, rounds, watch: ([[0.4, 9.0, 0.1], [said]], 0.0))
-    results = saved.compare(SMALL, {"the same": SMALL, "half": half}, 3)
-    assert [one.case for one in results] == 2 * ["the same", "half", "median"] and {one.unit for one in results} == {"% off"}
+    monkeypatch.setattr(saved, "take_turns", lambda runners, rounds, watch: ([[0.3, 0.2], [2 * said, 9.0], [of_third]], 0.0))
+    results = saved.compare(SMALL, {"half": half, "third": third}, 3)
+    assert [one.case for one in results] == 2 * ["half", "third", "median"] and {one.unit for one in results} == {"% off"}
     assert [one.ours_median for one in results[:3]] == pytest.approx([50, 0, 25])
-    ceilings = step_time(SMALL, from_dict(BY_HAND), efficiency=REACHED).step_seconds
-    assert results[0].peer_median == pytest.approx(100 * abs(ceilings / 0.4 - 1)) and results[0].peer == "its ceilings alone"
+    ceilings = step_time(half, from_dict(BY_HAND), efficiency=REACHED).step_seconds
+    assert results[0].peer_median == pytest.approx(100 * abs(ceilings / (2 * said) - 1)) and results[0].peer == "its ceilings alone"

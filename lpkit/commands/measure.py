@@ -57,6 +57,8 @@ def text(result: dict[str, Any]) -> str:
     step = (f"{duration(row['seconds'])}; the formula says "
             f"{duration(row['seconds'] / result['factor'])}: all seconds times {result['factor']:.3f}; "
             f"others took {row['others']:.0%} of the CPUs meanwhile")
+    if row["others"] > 0.25:
+        step += ": measure again when they are done"
     rows = [("copies", quantity(result["bytes_per_second"], "B/s")), *products, ("link", link),
             ("update", step), ("saved", result["saved"] or "no; --save mine.yaml does")]
     return f"{result['target']} on {result['title']}\n{text_table(rows, indent='  ')}"

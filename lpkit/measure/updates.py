@@ -202,16 +202,16 @@ def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
 
 
 def row(config: Config, command: str) -> dict[str, Any]:
-    """Measures this machine for `--machine`, at the shapes of `config`. Returns the row, as
-    `machines.from_dict` reads it. Raises ConfigError for a config of several devices, and as a run.
-    """
+    """Measures this machine for `--machine`, at the shapes of `config`: the best of several tries,
+    since others slow some. Returns the row as `machines.from_dict` reads it. Raises ConfigError for
+    a config of several devices, and as a run does."""
     told(config)
     decisions = decide(config)
     refuse_what_cannot_fit(config, decisions)
     device, used = decisions.device, {name: one.used for name, one in decisions.choices.items()}
     training = Training.build(config, data=RandomTokens(config, device), decisions=decisions)
     update = hardware.synchronised(lambda: training.update(0), device)
-    (times,), others = take_turns([update], 7, iter)
+    (times,), others = take_turns([update], 9, iter)
     training = update = None        # and their memory
     on, rates, ranks = hardware.machine(str(device)), _rates(config, device), 1
     best = {dtype: max(on.flops[dtype], *each.values()) for dtype, each in rates.items()}
@@ -230,7 +230,7 @@ def row(config: Config, command: str) -> dict[str, Any]:
               for dtype, each in rates.items()}
     measured = {"device": on.title, "torch": str(torch.__version__), "command": command,
                 "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "ranks": ranks,
-                "others": others, "products": shares, "seconds": statistics.median(times),
+                "others": others, "products": shares, "seconds": min(times),
                 "config": config.to_dict()}
     own = {key: value for key, value in asdict(on).items()
            if value and value != "this" and key not in ("details", "flops")}

@@ -245,12 +245,12 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
     if values.get("price_per_hour") is not None:
         made["price_source"] = "given by its user"
     for key, value in values.items():
-        if key == "measured" and value:
-            made[key] = _measured(value, values.get("title"))
+        if key == "measured":
+            made[key] = _measured(value, values.get("title")) if value else {}
         elif key in WORDS:
             made[key] = printable(convert(value, str, f"{key} of a machine"))[:400]
             not_empty(f"{key} of a machine", made[key])
-        elif key != "flops" and value not in (None, {}):
+        elif key != "flops" and value is not None:
             made[key] = _number(key, value)
     return Machine(**made)
 
