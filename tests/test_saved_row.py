@@ -2,17 +2,21 @@
 
 import json
 import math
+import time
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 import lpkit.measure
 from lpkit import cli
-from lpkit.commands import machine
+from lpkit.commands import machine, measure
 from lpkit.config import Config
+from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.measure import updates
 from lpkit.parallel.processes import Processes
 from lpkit.predict import evidence
 from lpkit.predict.links import link
@@ -20,6 +24,7 @@ from lpkit.predict.plan import plan
 from lpkit.predict.prediction import predict
 from lpkit.predict.roofline import REACHED, product_seconds
 from lpkit.predict.time import calibrate, step_time, with_step
+from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE, from_dict
 from tests.bench import saved
@@ -124,6 +129,46 @@ def test_a_gpu_of_the_catalogue_keeps_its_kind_and_its_links():
     assert (found.fused, found.overlap) == (known.fused, known.overlap)
     layout = Layout(data=8)
     assert link(on, layout, "data", found).bytes_per_second == h200.link_bytes_per_second / 2, "a measured link is all of it"
+
+
+def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypatch):
+    """All that needs a GPU is a stand-in: an H200 that reaches 4 of 4.8 TB/s, hears 380 GB/s, and multiplies faster than its best square."""
+    device, h200 = torch.device("cuda", 0), CATALOGUE["h200"]
+    here = replace(h200, name="this", title="NVIDIA H200", bytes_per_second=4e12, memory_bytes=h200.memory_bytes - 1, price_per_hour=None,
+                   flops={"bf16": 6e14, "fp32": 5e13})
+    used = {name: Choice(asked="auto", used=one, why="") for name, one in (("precision", "bf16"), ("attention", "plain"), ("threads", "8"))}
+    programs = []
+
+    class Ranks:
+        def __init__(self, function, told, world):
+            programs.append((function, told, world))
+
+        def __enter__(self):
+            return SimpleNamespace(wait=lambda: [3.8e11, 3.9e11])
+
+        def __exit__(self, *error):
+            pass
+
+    monkeypatch.setattr(updates, "decide", lambda config: SimpleNamespace(device=device, choices=used))
+    monkeypatch.setattr(updates, "refuse_what_cannot_fit", lambda config, decisions: None)
+    monkeypatch.setattr(updates, "Training", SimpleNamespace(build=lambda *given, **named: SimpleNamespace(update=time.sleep)))
+    monkeypatch.setattr(updates, "take_turns", lambda runners, rounds, watch: ([[0.3, 0.2, 0.4]], 0.1))
+    monkeypatch.setattr(updates, "_rates", lambda config, device: {"bf16": {(64, 64, 64): 7e14, (64, 64, 128): 3.5e14}, "fp32": {(64, 64, 64): 1e13}})
+    monkeypatch.setattr(updates.hardware, "machine", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(updates, "Processes", Ranks)
+    found = updates.row(preset("gpt2-124m"), "lpkit measure gpt2-124m")
+    assert programs == [("lpkit.measure.ranks:run", {"program": "all-gather", "backend": "nccl"}, 2)]
+    on = from_dict(yaml.safe_load(yaml.safe_dump(found)), name="mine")
+    assert (on.name, on.price_per_hour, on.network_bytes_per_second) == ("h200", h200.price_per_hour, h200.network_bytes_per_second)
+    assert (on.link_bytes_per_second, on.devices_per_node, on.bytes_per_second) == (7.6e11, 2, 4e12) and on.memory_bytes == here.memory_bytes
+    assert on.flops == {**h200.flops, "bf16": 7e14, "fp32": 5e13} and on.measured["seconds"] == 0.2
+    assert on.measured["products"] == {"bf16": ((64, 64, 64, 1), (64, 64, 128, 0.5)), "fp32": ((64, 64, 64, 0.2),)}
+    assert Config.from_dict(on.measured["config"]).system.attention == "plain"
+    one = link(on, Layout(data=2), "data", evidence.efficiency(on))
+    assert one.all_gather_seconds(2**27) == pytest.approx(2**26 / 3.8e11, rel=0.05), "what was heard, but for a hop"
+    text = measure.text({"target": "gpt2-124m", "saved": None, "factor": 1.0, **found})
+    assert "760 GB/s, both ways, 2 ranks" in text and "2 products, 0.50 to 1 of 700 TFLOP/s" in text and "10% of the CPUs" in text
 
 
 @pytest.mark.slow
