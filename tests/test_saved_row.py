@@ -193,8 +193,9 @@ def change(**changes):
     (change(seconds=-1), "a measured step takes more than 0"), (change(seconds="soon"), "measured.seconds must be a number"),
     (change(seconds=1e6), "measured.seconds over their prediction (measure a larger config) must be from 0.1 to 10"),
     (change(config={"model": {"width": -1}}), "model.width must be"), (change(config={"mdel": 1}), "mdel"), (change(config=[]), "measured.config must be"),
-    (change(ranks="two"), "measured.ranks must be a whole number"), (change(more=1), "measured has device, torch"),
-    ({**ROW, "measured": {"device": "a box"}}, "measured has device, torch, date, command, ranks, others, products, seconds, config, got"),
+    (change(ranks="two"), "measured.ranks must be a whole number"), (change(more=1), "missing or too much: ['more']"),
+    ({**ROW, "measured": {key: one for key, one in MEASURED.items() if key not in ("seconds", "ranks")}},
+     "measured has device, torch, date, command, ranks, others, products, seconds, config; missing or too much: ['ranks', 'seconds']; write"),
     ({**ROW, "measured": [1]}, "measured has device"), ({"measured": MEASURED}, "the machine lacks memory_bytes"),
 ])
 def test_what_is_no_row_is_one_sentence(values, said, tmp_path, capsys):

@@ -257,8 +257,10 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
 
 def _measured(values: Any, title: Any) -> dict[str, Any]:
     again = "write the file again with `lpkit measure --save`"
-    if not isinstance(values, Mapping) or values.keys() ^ MEASURED.keys():
-        raise ConfigError(f"measured has {', '.join(MEASURED)}, got {shown(values)}; {again}")
+    odd = (values if isinstance(values, Mapping) else {}).keys() ^ MEASURED.keys()
+    if odd:
+        raise ConfigError(f"measured has {', '.join(MEASURED)}; missing or too much: "
+                          f"{shown(sorted(map(str, odd)))}; {again}")
     if values["device"] != title:
         raise ConfigError(f"measured is of another machine, {shown(values['device'])}, than "
                           f"{shown(title)}, the title; {again}")
