@@ -4,6 +4,7 @@ import json
 import math
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -238,6 +239,15 @@ def test_nothing_else_is_overwritten_and_no_half_is_written(tmp_path, monkeypatc
 def test_several_devices_are_refused_before_anything_runs(capsys):
     assert cli.main(["measure", "cpu-3m", "parallel.shard=2"]) == 2
     assert "takes 2 processes, and this is one" in capsys.readouterr().err
+
+
+def test_the_page_says_what_was_recorded():
+    record = json.loads((evidence.MEASURED / "saved-row-amd-epyc.json").read_text())
+    page = " ".join((Path(__file__).parents[1] / "docs" / "plan.md").read_text().split())
+    ceilings, by_hand = (case for case in record["cases"] if case["case"] == "median")
+    assert ceilings["ours_median"] == by_hand["ours_median"] and len(record["cases"]) == 2 * (len(saved.OTHERS) + 1)
+    assert (f"said {ceilings['ours_median']:.0f}% off at the median on a busy AMD EPYC, by the same ceilings alone {ceilings['peer_median']:.0f}%, and by "
+            f"the same file without what was measured {by_hand['peer_median']:.0f}% (") in page
 
 
 def test_the_bench_says_how_far_off_each_is(monkeypatch):
