@@ -92,7 +92,9 @@ def text(result: dict[str, Any]) -> str:
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
     line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
-    if not a["mfu"] and on["name"] != "this":
+    if a["factor"] != 1:
+        line("", "", f"all seconds times {a['factor']:.3f}, by one measured step of this machine")
+    elif not a["mfu"] and on["name"] != "this":
         others = ", ".join(name for name in STACKS if name != a["stack"])
         line("", "", f"by {STACKS[a['stack']].words}; system.stack takes others' steps:")
         line("", "", others)

@@ -8,7 +8,7 @@ Four kinds of numbers, kept apart:
   stack's compiler or fused kernels leave, what hides of its messages, what lies between its
   kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
   `python -m tests.bench.fit`);
-- what a recorded `lpkit bench fp8-linear` of that very machine says of its products, first of all;
+- what `lpkit measure` or a recorded `lpkit bench fp8-linear` of that very machine says, first of all;
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
   range of every answer.
 
@@ -169,7 +169,17 @@ def stack_of(config: Config) -> str:
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
     """Finds a step's efficiency; `folder` has benches. Raises ConfigError for an unknown stack."""
-    made = REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
+    generation, row = generation_of(machine), machine.measured
+    here = machine.name == "this" or (row and not generation)
+    made = REACHED if here else _efficiency(generation, stack)
+    if row:
+        best = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
+        return replace(
+            made, products={**made.products, **best}, shapes=row["products"], bandwidth=1.0,
+            start_seconds=0.0,
+            links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
+            source=f"products, copies and one step as {row['device']} took them on {row['date']}, "
+            f"torch {row['torch']} (`{row['command']}`); the rest: {made.source}")
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
@@ -188,7 +198,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = kept * numbers["8 bits or fewer keep"]
+    low = kept * numbers["8 bits or fewer keeps"]
 
     def of(field: str) -> float:
         value = getattr(how, field)

@@ -8,8 +8,9 @@ A step is priced by one function, `lpkit.predict.time.step_time`; "floor", "esti
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.machines import DTYPES, Machine
@@ -39,7 +40,14 @@ class Efficiency:
     norm_bytes: float = 0.0             # a number, forward, more than a norm in one kernel moves
     sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made
+    shapes: Mapping[str, Sequence] = field(default_factory=dict)    # measured: M, N, K, share
+    factor: float = 1.0                 # of one measured step: all seconds times this
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
+
+    def share(self, dtype: str, *sizes: int) -> float:
+        """Of the peak, by a product of M, N, K: as the nearest measured shape, if any was."""
+        return min(self.shapes.get(dtype, ()), default=(1, 1, 1, self.products[dtype]),
+                   key=lambda one: sum(math.log(a / b)**2 for a, b in zip(sizes, one)))[3]
 
 
 # Of a product on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves foretell
@@ -90,7 +98,7 @@ def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Effici
     """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the
     efficiency overlaps the two."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
-    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.products[dtype])
+    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.share(dtype, M, N, K))
     operands = (M * K + K * N) * bits / 8 / bandwidth
     result = M * N * result_bytes / bandwidth
     if efficiency.overlapped:

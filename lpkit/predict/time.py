@@ -49,6 +49,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import Work, find
 from lpkit.techniques.row import Settings
+from lpkit.values import between
 
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"
 PIPELINE = "Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473"
@@ -175,6 +176,16 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
                        predicted_seconds=step_time(config, machine, layout, **how).step_seconds)
 
 
+def with_step(on: Machine) -> Machine:
+    """What `lpkit measure` wrote: its step over what the formula says of that today is a factor of
+    all seconds. Raises ConfigError."""
+    if not (row := on.measured):
+        return on
+    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor
+    between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
+    return replace(on, measured={**row, "factor": factor})
+
+
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
@@ -217,7 +228,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
-    factor = calibration.factor if calibration else 1.0
+    factor = efficiency.factor * (calibration.factor if calibration else 1.0)
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
@@ -225,7 +236,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                     sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
                     efficiency=efficiency, stack=stack, machine=on, layout=layout,
                     emulated=emulated,
-                    factor=factor, calibrated=calibration is not None)
+                    factor=factor, calibrated=calibration is not None or efficiency.factor != 1.0)
 
 
 def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
@@ -337,6 +348,8 @@ class _Rank:
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
+        if rate.shapes:
+            share = f"{self.p.dtype}, each at what the nearest shape reached"
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
                 forward=times * forward, backward=times * backward)

@@ -37,6 +37,7 @@ class Machine:
     price_source: str = PRICE_SOURCE
     source: str
     details: Mapping[str, object] = field(default_factory=dict)     # how it was measured
+    measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""
