@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused(settings, why):
 
 
 def test_the_command(capsys):
-    assert main(["advise", "gpt2-124m", "--json"]) == 0
+    assert main(["advise", "gpt2-124m", "--machine", "h100", "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["choice"] == "bf16" and len(out["plans"]) == sum(bool(r.products) for r in RECIPES.values())
     page = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()

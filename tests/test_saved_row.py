@@ -167,7 +167,8 @@ def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypat
     assert on.measured["products"] == {"bf16": ((64, 64, 64, 1), (64, 64, 128, 0.5)), "fp32": ((64, 64, 64, 0.2),)}
     assert Config.from_dict(on.measured["config"]).system.attention == "plain"
     one = link(on, Layout(data=2), "data", evidence.efficiency(on))
-    assert one.all_gather_seconds(2**27) == pytest.approx(2**26 / 3.8e11, rel=0.05), "what was heard, but for a hop"
+    heard = 2**26 / 3.8e11
+    assert one.all_gather_seconds(2**27) == pytest.approx(heard + 3.4e-6 + math.sqrt(heard * 3.4e-6)), "what was heard, and a hop"
     text = measure.text({"target": "gpt2-124m", "saved": None, "factor": 1.0, **found})
     assert "760 GB/s, both ways, 2 ranks" in text and "2 products, 0.50 to 1 of 700 TFLOP/s" in text and "10% of the CPUs" in text
 

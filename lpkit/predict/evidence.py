@@ -105,6 +105,7 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
+    low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
     norm_bytes: float = 0.0
     sequence_parallel: bool = True
     keeps_gathered: bool = False
@@ -123,7 +124,7 @@ STACKS = {
     "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
     # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
     "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
-                      overlap=None, split_overlap=None, weight_copies=0.0),
+                      overlap=None, split_overlap=None, weight_copies=0.0, low_bits=None),
     "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
                            fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
     # a node's ranks do not pull together
@@ -198,12 +199,13 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = kept * numbers["8 bits or fewer keeps"]
 
     def of(field: str) -> float:
         value = getattr(how, field)
         tied = stack if stack in FITTED else FITTED[0]
         return numbers[f"{tied} {field}"] if value is None else value
+
+    low = kept * of("low_bits")
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
