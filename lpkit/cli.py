@@ -23,6 +23,7 @@ from lpkit.training.runs import RunFailedError
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
     "doctor": "what this machine can do; for what it cannot, why and the nearest thing that works",
+    "measure": "measure this machine once, for predictions on it: `--machine mine.yaml`",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
     "plan": "which layouts train a model on time and within a budget, and why the rest do not",
     "claim": "is X better than Y here? runs both, tuned alike, and says what was seen and what not",

@@ -253,9 +253,8 @@ def _machine(device: str, threads: int) -> Machine:
         kind, title, details["threads"] = "cpu", cpu_name(), threads
     return Machine(
         name="this", title=title, kind=kind, memory_bytes=memory_bytes(on),
-        bytes_per_second=swept / min(seconds), flops=flops, link_bytes_per_second=None, watts=None,
-        price_per_hour=None, source=f"measured here, torch {torch.__version__}",
-        price_source="unknown: pass price_per_hour", details=details)
+        bytes_per_second=swept / min(seconds), flops=flops, price_source="unknown: pass "
+        "price_per_hour", source=f"measured here, torch {torch.__version__}", details=details)
 
 
 def low_formats(device: torch.device) -> tuple[str, ...]:

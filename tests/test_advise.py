@@ -26,9 +26,9 @@ from lpkit.presets import preset
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES, Cast
 
-TENSOR, ROW, MX = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0), (1, 32)))
-TENSORWISE, ROWWISE, MXFP8 = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
-                              for name, one in (("tensor", TENSOR), ("row", ROW), ("mx", MX)))
+TENSOR, ROW = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0)))
+TENSORWISE, ROWWISE = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))
+                              for name, one in (("tensor", TENSOR), ("row", ROW)))
 PLAIN = Efficiency(products={"bf16": 1.0, "fp8": 1.0}, attention=1, bandwidth=1, casts=1, kernel_seconds=0, fused=1, source="")
 SIMPLE = Machine(name="simple", title="Simple", memory_bytes=10**12, bytes_per_second=1e12, flops={"bf16": 1e15, "fp8": 2e15},
                  link_bytes_per_second=None, watts=None, price_per_hour=None, source="")
@@ -65,10 +65,9 @@ def test_a_product_is_bound_by_arithmetic_or_by_its_operands():
 @pytest.mark.parametrize("role, shape", [("x", (4096, 8192)), ("g", (4096, 16_384))])
 @pytest.mark.parametrize("recipe, theirs", [
     (TENSORWISE, {"float8_recipe_name": "tensorwise", "mx_recipe_name": None}),
-    (ROWWISE, {"float8_recipe_name": "rowwise", "mx_recipe_name": None}),
-    (MXFP8, {"float8_recipe_name": None, "mx_recipe_name": "mxfp8_cublas"})], ids=["tensorwise", "rowwise", "mxfp8"])
+    (ROWWISE, {"float8_recipe_name": "rowwise", "mx_recipe_name": None})], ids=["tensorwise", "rowwise"])
 def test_casts_move_what_torchaos_roofline_says(recipe, theirs, role, shape):
-    """Bytes at 1 byte a second; theirs leave out the scales."""
+    """Bytes at 1 byte a second; theirs leave out the scales. (Of MXFP8 it has a kernel for each layout; here one writes both.)"""
     pytest.importorskip("torchao")
     from torchao.testing.training.roofline_utils import get_tensor_memory_traffic_ovhd_s
 
@@ -235,7 +234,7 @@ def test_what_cannot_be_is_refused(settings, why):
 
 
 def test_the_command(capsys):
-    assert main(["advise", "gpt2-124m", "--json"]) == 0
+    assert main(["advise", "gpt2-124m", "--machine", "h100", "--json"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["choice"] == "bf16" and len(out["plans"]) == sum(bool(r.products) for r in RECIPES.values())
     page = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()

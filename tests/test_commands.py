@@ -24,6 +24,7 @@ COMMANDS = {
     "predict": (["gpt2-124m"], ["--devices", "2"], "model.layers=4", "model.layes=4", "model.layers"),
     "advise": (["gpt2-124m"], ["--machine", "h200"], "model.layers=4", "model.layes=4", "model.layers"),
     "plan": (["--model", "gpt2-124m"], ["--tokens", "1e9", "--devices", "2"], "model.layers=4", "model.layes=4", "model.layers"),
+    "measure": (["cpu-3m"], ["--save", "mine.yaml"], "model.layers=3", "model.layes=3", "model.layers"),
     "train": (["cpu-3m"], ["--out", "somewhere"], "steps=3", "stepz=3", "steps"),
     "notebook": ([NOTEBOOK], ["--tier", "smoke"], "seed=3", "sede=3", "seed"),
 }
@@ -38,6 +39,7 @@ def answer(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lpkit.training.background.train", stop)
     monkeypatch.setattr("lpkit.course.notebooks.run_all", stop)
+    monkeypatch.setattr("lpkit.measure.row", lambda config, command: stop(config), raising=False)
 
     def ask(*words):
         code = cli.main([*words, "--json"])
@@ -134,7 +136,7 @@ def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, 
 NO_PATHS = ["~nobody-here/x", "~nobody-here/x.yaml", "~nobody-here/x.ipynb", "\udcff", "d\udcff/x", "d\udcff/x.yaml", "d\udcff.ipynb"]
 TAKES_A_PATH = [
     "predict {}", "predict cpu-3m --machine {}", "predict cpu-3m run={}", "advise {}", "advise cpu-3m --machine {}",
-    "plan --model {} --tokens 1e9 --devices 8", "train {}", "train cpu-3m steps=1 --out {}", "train cpu-3m steps=1 data.source={}",
+    "plan --model {} --tokens 1e9 --devices 8", "measure {}", "measure cpu-3m --save {}", "train {}", "train cpu-3m steps=1 --out {}", "train cpu-3m steps=1 data.source={}",
     "train --resume --out {}", "sample {}", "export {} --out o", "export x --out {}", "data prepare {}", "data prepare text.txt --out {}",
     "data prepare text.txt --tokenizer {}", "data show {}", "notebook {}", "notebook 00 --out {} nothing=1", "notebook 00 --on {}",
     "notebook 00 --tier {}", "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",

@@ -127,6 +127,14 @@ def test_states_of_a_compiled_run_by_arithmetic(changes, each):
     assert fit(config, room(1), compiled=True).peak_bytes == pytest.approx(each * parameter_count(config.model))
 
 
+def test_a_run_of_its_own_is_not_refused_for_what_another_stack_holds():
+    config = SMALL.replace({"model.norm": "rmsnorm"})
+    gpu = replace(room(1e9), kind="gpu")
+    other = config.replace({"system.stack": "scaling"})
+    assert memory(other, gpu).peak_bytes > memory(config, gpu).peak_bytes
+    assert fit(other, gpu).peak_bytes == fit(config, gpu).peak_bytes
+
+
 def test_it_is_asked_of_what_a_run_uses_here():
     """Not of what "auto" might be: casts that are asked for and not kept, attention, precision."""
     config = SMALL.replace({"precision.recipe": "mxfp8", "precision.cache_weight_casts": True, "system.attention": "auto"})
@@ -137,7 +145,7 @@ def test_it_is_asked_of_what_a_run_uses_here():
     assert asked.system.attention == used["attention"] != "auto"
 
 
-REFUSED = r"takes .* at its peak \(.*\), by a formula that is 2% too high at most, and cpu has .* left of .*; the largest of it: " \
+REFUSED = r"takes .* at its peak \(.*\), by a formula that was 1\.5% too high at worst in measured steps, and cpu has .* left of .*; the largest of it: " \
           r".*; it would fit with --set .*=.* \(.*B\)"
 
 

@@ -23,13 +23,13 @@ COMMANDS = [line for line in SHOWN if line.startswith("lpkit ")]
 
 
 # Added to a command: the same work on less. Two short sequences a step instead of 16, one timing each.
-LESS = {"train": ["--set", "global_batch=2", "--set", "model.context=64"], "bench": ["--rounds", "1"]}
+LESS = {"train": ["--set", "global_batch=2", "--set", "model.context=64"], "bench": ["--rounds", "1"], "measure": ["model.layers=1", "global_batch=4"]}
 
 
 @pytest.mark.slow
 def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_report):
     """In this process: the report of `lpkit doctor` is the one that other tests look at, too."""
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 9
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor, "examine", lambda: dict(doctors_report))

@@ -361,3 +361,29 @@ def test_how_far_a_doubted_peak_is_off_is_what_was_measured():
                     assert doubt.low - 0.5 <= off <= doubt.high + 0.5, case
                     seen.setdefault(doubt.words, []).append(off)
     assert len(seen) == 3 and min(map(min, seen.values())) < -25
+
+
+def test_what_was_measured_of_the_ledger_is_what_is_printed():
+    """The most by which a peak was too high, which a refusal says; and how many of the drawn configs docs/ledger.md has near."""
+    import json
+    from pathlib import Path
+
+    from lpkit.files import resource
+    from lpkit.predict.fit import ERROR, ERROR_DOUBTED, MEASURED
+
+    off: dict[bool, list[float]] = {False: [], True: []}
+    drawn: dict[bool, list[float]] = {False: [], True: []}
+    for path in sorted(resource("data/measured").glob("ledger-*.json")):
+        record = json.loads(path.read_text())
+        for case in (*record["table"], *record.get("drawn", [])):
+            error = case["formula_bytes"] / case["measured_bytes"] - 1
+            off[bool(case.get("doubt"))].append(error)
+            if "doubt" in case:
+                drawn[bool(case["doubt"])].append(error)
+    for doubted, error in ((False, ERROR), (True, ERROR_DOUBTED)):
+        assert round(max(off[doubted]), 3) == MEASURED[error] < error
+    page = " ".join((Path(__file__).parents[1] / "docs" / "ledger.md").read_text().split())
+    sure, others = drawn[False], drawn[True]
+    assert (f"{len(sure)} had no doubt: {sum(abs(error) <= 0.01 for error in sure)} of them are within 1% of a measured step, the worst is "
+            f"{-100 * min(sure):.1f}% too low; of the {len(others)} others {sum(abs(error) <= 0.02 for error in others)} are within 2%, and "
+            f"the worst is {-min(others):.0%} too low") in page

@@ -1,20 +1,33 @@
 """Seconds of a step: against schedules played out message by message, another formula of the kit, and published runs."""
 
+import math
 import statistics
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
+from lpkit.predict import evidence
 from lpkit.predict.casts import Recipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.links import Link, link
 from lpkit.predict.precision import step_cost
 from lpkit.predict.published import calibrated, published
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
-from lpkit.predict.time import PHASES, bill, calibrate, rank_products, step_floor, step_time
+from lpkit.predict.time import (
+    BACKWARD_MOVES,
+    PHASES,
+    bill,
+    calibrate,
+    rank_products,
+    step_floor,
+    step_time,
+)
 from lpkit.presets import PRESETS, preset
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
@@ -39,9 +52,13 @@ def ring(n: int, nbytes: float, rate: float, latency: float) -> float:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 72])
 def test_collectives_are_rings_played_out(n):
+    """And half of what a pipeline of pieces of the best size pays beside: tests/test_collectives.py holds it to curves."""
     on = Link(size=n, bytes_per_second=1e9, hops_seconds=(n - 1) * 1e-6, words="")
-    assert on.all_gather_seconds(3e6) == pytest.approx(ring(n, 3e6, 1e9, 1e-6))
-    assert on.all_reduce_seconds(3e6) == pytest.approx(2 * (n - 1) * (1e-6 + 3e6 / n / 1e9))    # Thakur et al. 2005
+    hops, wire = (n - 1) * 1e-6, (n - 1) / n * 3e6 / 1e9
+    played = ring(n, 3e6, 1e9, 1e-6)        # Thakur et al. 2005
+    assert played == pytest.approx(hops + wire)
+    assert on.all_gather_seconds(3e6) == pytest.approx(played + math.sqrt(hops * wire))
+    assert on.all_reduce_seconds(3e6) == pytest.approx(2 * on.all_gather_seconds(3e6))
     assert on.send_seconds(3e6) == pytest.approx((1e-6 + 3e-3) if n > 1 else 0)
 
 
@@ -49,16 +66,57 @@ def test_a_group_uses_the_link_inside_a_node_and_all_its_network_cards_beyond():
     inside = link(H100, Layout(tensor=8), "tensor")
     assert inside.bytes_per_second == 450e9 * ASSUMED.links and inside.hops_seconds == pytest.approx(7 * 3.4e-6)
     alone = link(H100, Layout(tensor=8, shard=64), "states")       # one rank in each node
-    assert alone.bytes_per_second == 50e9 * ASSUMED.links and alone.hops_seconds == pytest.approx(63 * 14e-6)
+    assert alone.bytes_per_second == 50e9 * ASSUMED.network and alone.hops_seconds == pytest.approx(63 * 18e-6)
+    assert alone.tree_seconds == pytest.approx(6 * 18e-6)
     four = link(H100, Layout(tensor=2, shard=64), "states")        # four in each: four cards pull together
-    assert four.bytes_per_second == 200e9 * ASSUMED.links
-    assert four.hops_seconds == pytest.approx(15 * 14e-6 + 48 * 3.4e-6)
+    assert four.bytes_per_second == 200e9 * ASSUMED.network
+    assert four.hops_seconds == pytest.approx(15 * 18e-6 + 48 * 3.4e-6)
+    assert four.tree_seconds == pytest.approx(4 * 18e-6 + 3 * 3.4e-6)
     assert link(H100, Layout(shard=4, data=2, tensor=2), "data").words.startswith("network")
     assert link(H100, Layout(shard=4, data=2), "data").words.startswith("NVLink")
     with pytest.raises(ConfigError, match=r"tensor=2 on .* needs link_bytes_per_second, inside its node"):
         link(replace(H100, link_bytes_per_second=None), Layout(tensor=2), "tensor")
     with pytest.raises(ConfigError, match="needs network_bytes_per_second"):
         link(replace(H100, network_bytes_per_second=None), Layout(pipeline=16), "pipeline")
+
+
+def test_a_norm_written_out_moves_what_pytorch_s_own_operations_read_and_write():
+    moved, views = [0], {"expand", "view", "detach", "unsqueeze", "alias", "_unsafe_view"}
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if func._schema.name.removeprefix("aten::") not in views:
+                tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+                moved[0] += sum(min(each.numel() * each.element_size(), each.untyped_storage().nbytes()) for each in tensors)
+            return result
+
+    x = torch.randn(64, 2048, dtype=torch.bfloat16, requires_grad=True)
+    gain = torch.ones(2048, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.ones_like(x)
+    with Counted():
+        wide = x.float()
+        y = gain * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+        y.backward(dy)
+    fused = 2 * 2 + 3 * 2       # in one kernel: read, written; its gradient, the input, and that one's gradient
+    assert moved[0] / x.numel() - fused == pytest.approx(evidence.UNFUSED * (1 + BACKWARD_MOVES), rel=0.01)
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_a_stack_says_what_its_norms_move_and_who_repeats_them(tensor):
+    """Bytes by hand, in 16 bits: 2 norms of 4 and 2 additions of 6 a number."""
+    config = LLAMA.replace({"global_batch": 8, "grad_accum_steps": 1})
+    m, layout = config.model, Layout(tensor=tensor)
+    row = {stack: step_time(config, H100, layout, stack=stack, precision="bf16-master")["norms, activations, loss"].phases["forward"]
+           for stack in ("eager", "eager-unfused", "megatron-2021", "scaling")}
+    eager = evidence.efficiency(H100, "eager")
+    rate = eager.fused / tensor / (H100.bytes_per_second * eager.bandwidth)
+    numbers = m.L * config.tokens_per_step * m.D
+    norms, additions = 2 * numbers * 4, 2 * numbers * 6
+    more = 2 * numbers * evidence.UNFUSED
+    assert row["eager-unfused"] - row["eager"] == pytest.approx(more * rate)
+    assert row["megatron-2021"] - row["eager"] == pytest.approx((tensor - 1) * (norms + additions) * rate)
+    assert row["scaling"] - row["megatron-2021"] == pytest.approx(tensor * more * rate)
 
 
 def test_one_device_is_the_sum_that_advise_makes():
@@ -154,7 +212,9 @@ def test_what_hides_is_counted_and_adds_up():
     assert half.seconds - row.seconds == pytest.approx(0.5 * row.hidden_seconds, rel=0.05)   # the first and last are seen anyway
     # three passes over all weights outside the ends: 2 bytes gathered twice, 2 bytes scattered
     block = sum(p.N * p.K * p.calls for p in rank_products(config.model, Layout(), 1) if not p.pairs and p.name != "head")
-    said = 3 * 2 * block * 63 / 64 / (8e9 * ASSUMED.links)
+    messages, hops = 3 * config.model.L, 7 * 18e-6 + 56 * 3.4e-6
+    wire = 2 * block * 63 / 64 / (8e9 * ASSUMED.network) * 3 / messages
+    said = messages * (wire + hops + math.sqrt(wire * hops))
     assert late.seconds + late.hidden_seconds == pytest.approx(said, rel=0.01)
     replicas = step_time(config, slow, Layout(data=64, zero=0), precision="bf16-master",
                          efficiency=ASSUMED)["data: all-reduce gradients"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.files import expanded
+from lpkit.predict.time import with_step
 from lpkit.techniques import machines
 from lpkit.values import folder
 
@@ -102,4 +103,4 @@ def machine(target: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{error}; a machine of your own is a YAML file, and {machines.NEEDS}"
                           ) from None
-    return machines.from_dict(values, name=Path(target).stem)
+    return with_step(machines.from_dict(values, name=Path(target).stem))

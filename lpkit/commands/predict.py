@@ -92,9 +92,12 @@ def text(result: dict[str, Any]) -> str:
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
     line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
-    if not a["mfu"] and on["name"] != "this":
-        others = "|".join(name for name in STACKS if name != a["stack"])
-        line("", "", f"by {STACKS[a['stack']].words}; others' steps: system.stack={others}")
+    if a["factor"] != 1:
+        line("", "", f"all seconds times {a['factor']:.3f}, by one measured step of this machine")
+    elif not a["mfu"] and on["name"] != "this":
+        others = ", ".join(name for name in STACKS if name != a["stack"])
+        line("", "", f"by {STACKS[a['stack']].words}; system.stack takes others' steps:")
+        line("", "", others)
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
          f"{between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")

@@ -8,7 +8,7 @@ import importlib
 from typing import Any
 
 __all__ = ["OTHER", "REST", "Bench", "Saved", "Seconds", "Turns", "memory", "reconcile_seconds",
-           "refuse_compiled", "saved_bytes", "seconds", "turns"]
+           "refuse_compiled", "row", "saved_bytes", "seconds", "turns"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lpkit.parallel.meeting import BACKENDS, meet
 from lpkit.parallel.processes import Place
+from lpkit.timing import interleaved_seconds
 
 
 def _all_reduce(place: Place, device: torch.device) -> None:
@@ -44,14 +45,27 @@ def _fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh(device, (dist.get_world_size(),)))
 
 
-PROGRAMS: dict[str, Callable[[Place, torch.device], None]] = {
+def _all_gather(place: Place, device: torch.device) -> float:
+    """Bytes a second that a rank hears: the best of several."""
+    whole = torch.zeros(place.world, 2**26, dtype=torch.uint8, device=device)
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(whole.view(-1), whole[place.rank].clone())
+        whole[0, 0].item()      # waits for the device
+
+    heard = whole.nbytes * (place.world - 1) / place.world
+    return heard / min(interleaved_seconds([gather], rounds=9)[0])
+
+
+PROGRAMS: dict[str, Callable[[Place, torch.device], float | None]] = {
+    "all-gather": _all_gather,
     "all-reduce": _all_reduce,
     "DDP": partial(_gradients, nn.parallel.DistributedDataParallel),
     "FSDP2": partial(_gradients, _fsdp2),
 }
 
 
-def run(place: Place, told: dict[str, Any]) -> None:
+def run(place: Place, told: dict[str, Any]) -> float | None:
     """A rank of `told["program"]` over `told["backend"]`."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -60,4 +74,4 @@ def run(place: Place, told: dict[str, Any]) -> None:
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
     meet(BACKENDS[device.type], **place.among)
-    PROGRAMS[told["program"]](place, device)
+    return PROGRAMS[told["program"]](place, device)

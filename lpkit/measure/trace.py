@@ -260,8 +260,8 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
                                  "system.attention": measured.chosen["attention"].used})
     traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
-    said = memory(config.replace({"precision.recipe": used["precision"]}),
-                  _machine(torch.device(device)), layout=Layout(shard=world_size),
+    config = config.replace({"precision.recipe": used["precision"], "system.stack": "auto"})
+    said = memory(config, _machine(torch.device(device)), layout=Layout(shard=world_size),
                   attention=used["attention"])
     return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
                       traced=traced, measured=measured)

@@ -9,9 +9,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,9 @@ from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.memory.rows import asked
 from lpkit.parallel.fully_sharded import gathered
+from lpkit.parallel.processes import Processes, told
 from lpkit.parallel.ranks import Ranks
+from lpkit.predict import evidence
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import products
 from lpkit.predict.messages import Message
@@ -195,6 +199,63 @@ def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
     """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
     share = hardware.others()
     return interleaved_seconds(runners, rounds=rounds, watch=watch), share()
+
+
+def row(config: Config, command: str) -> dict[str, Any]:
+    """Measures this machine for `--machine`, at the shapes of `config`: the best of several tries,
+    since others slow some. Returns the row as `machines.from_dict` reads it. Raises ConfigError for
+    a config of several devices, and as a run does."""
+    told(config)
+    decisions = decide(config)
+    refuse_what_cannot_fit(config, decisions)
+    device, used = decisions.device, {name: one.used for name, one in decisions.choices.items()}
+    training = Training.build(config, data=RandomTokens(config, device), decisions=decisions)
+    update = hardware.synchronised(lambda: training.update(0), device)
+    (times,), others = take_turns([update], 9, iter)
+    training = update = None        # and their memory
+    on, rates, ranks = hardware.machine(str(device)), _rates(config, device), 1
+    best = {dtype: max(on.flops[dtype], *each.values()) for dtype, each in rates.items()}
+    if device.type == "cuda":       # links and prices of its kind
+        on = replace(evidence.catalogued(on.title) or on, title=on.title,
+                     memory_bytes=on.memory_bytes, bytes_per_second=on.bytes_per_second)
+        ranks = torch.cuda.device_count()
+    if ranks > 1:
+        with Processes("lpkit.measure.ranks:run", {"program": "all-gather", "backend": "nccl"},
+                       world=ranks) as running:
+            on = replace(on, link_bytes_per_second=2 * min(running.wait()), devices_per_node=ranks)
+    config = config.replace({
+        "precision.recipe": used["precision"], "system.threads": used["threads"],
+        "system.attention": used["attention"]})
+    shares = {dtype: [[*shape, round(rate / best[dtype], 4)] for shape, rate in each.items()]
+              for dtype, each in rates.items()}
+    measured = {"device": on.title, "torch": str(torch.__version__), "command": command,
+                "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "ranks": ranks,
+                "others": others, "products": shares, "seconds": min(times),
+                "config": config.to_dict()}
+    own = {key: value for key, value in asdict(on).items()
+           if value and value != "this" and key not in ("details", "flops")}
+    return {**own, "source": f"measured by `{command}`", "measured": measured,
+            "flops": {**on.flops, **best}}
+
+
+def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ...], float]]:
+    """FLOP/s of every Linear's product and its gradients, by dtype and M, N, K. All come three
+    times: others may slow a moment."""
+    shapes = [shape for p in products(config.model, batch=config.micro_batch) if not p.pairs
+              for shape in p.shapes.values()]
+    rates: dict[str, dict[tuple[int, ...], float]] = {}
+    for M, N, K in 3 * sorted(set(shapes)):
+        for dtype in (*hardware.DTYPES, *hardware.low_formats(device)):
+            if dtype in hardware.LOW and (M % 16 or N % 16 or K % 16):
+                continue        # no kernel takes it
+            ways = [hardware.product]
+            if dtype == "bf16" and device.type == "cpu":    # as `hardware.squares`
+                ways.append(hardware.widened)
+            tries = [way((M, K), (K, N), dtype, device) for way in ways]
+            least = min(map(min, interleaved_seconds(tries, rounds=9, within_seconds=0.1)))
+            each = rates.setdefault(dtype, {})
+            each[M, N, K] = max(each.get((M, N, K), 0.0), 2 * M * N * K / least)
+    return rates
 
 
 def refuse_compiled(config: Config) -> None:

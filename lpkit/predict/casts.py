@@ -5,7 +5,7 @@ dw = g^T x). So a Linear of M tokens, K inputs and N outputs costs three product
 and up to six casts, which read and write whole tensors. Products grow with M N K, casts with M K, M
 N and N K: width decides. Seconds, bytes, FLOP/s.
 
-The passes of each cast are those of torchao's own roofline
+The passes of casts by tensor and by row are those of torchao's own roofline
 (torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
 """
 
@@ -63,6 +63,11 @@ class Recipe:
 
     def bits(self, cast: Cast) -> int:
         return self.wide_bits or cast.bits
+
+    def one_read(self, cast: Cast) -> bool:
+        """True if hardware multiplies blocks that a chip holds: one kernel casts them in both
+        layouts, also where one of these is mixed."""
+        return ALL not in cast.block and not self.wide_bits
 
     def written_bytes(self, cast: Cast, rows: int, columns: int) -> float:
         """Values, and scales unless they are folded."""
@@ -128,17 +133,19 @@ class Pass:
 def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
     """Returns every kernel that casts x (M, K), w (N, K) and g (M, N), forward and backward.
 
-    A scale that spans more than a chip holds needs a pass of its own to find the largest magnitude,
-    and a small kernel that makes it a scale; a history saves the pass and not the kernel. Blocks
-    that are their own transpose are found once, and their two layouts are written together. Others
-    are found once per layout.
+    A scale that spans more than a chip holds, or an upper level of scales, needs a pass of its own
+    to find the largest magnitude, and a small kernel that makes it a scale; a history saves the
+    pass and not the kernel. Two layouts are written together where blocks are their own transpose
+    or a chip holds them, as in `lpkit.kernels.fused_cast` and Transformer Engine; rows are read
+    once per layout.
     """
     sizes = {"M": M, "N": N, "K": K}
     passes: list[Pass] = []
     for tensor, (along, down) in USES.items():
         rows, columns = (sizes[side] for side in STORED[tensor])
         first, second = recipe.operand(tensor, along), recipe.operand(tensor, down)
-        both = first is not None and first == second and first.transposes
+        both = None not in (first, second) and (
+            (first == second and first.transposes) or recipe.one_read(first))
         if first is not None:
             passes += _casts(recipe, tensor, first, (rows, columns), 1, both)
         if second is not None and not both:
@@ -150,7 +157,8 @@ def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coale
            both: bool = False) -> Iterator[Pass]:
     read = math.prod(size) * READ[tensor]
     high, wide = _sides(cast, *size)
-    if max(high, coalesced) * wide > ON_CHIP or recipe.history:
+    if max(high, coalesced) * wide > ON_CHIP or recipe.history or (
+            SCALES[cast.scale].levels > 1 and not recipe.wide_bits):
         if not recipe.history:
             yield Pass(tensor=tensor, what="amax", bytes=read)
         yield Pass(tensor=tensor, what="scale", bytes=0)

@@ -6,11 +6,13 @@
 `walk` follows a micro-batch over a Device, `ledger` adds what lives beside it.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from lpkit.config import Config
+from lpkit.predict import evidence
 from lpkit.predict.activations import saved
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
@@ -36,10 +38,13 @@ class Step:
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
                  optimizer: str | None, recompute: str | None, attention: str | None,
-                 sequence_parallel: bool):
+                 sequence_parallel: bool | None):
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
-        self.sequence_parallel, self.techniques = sequence_parallel, rows_of(config)
+        self.techniques, self.stack = rows_of(config), evidence.STACKS[evidence.stack_of(config)]
+        self.sequence_parallel = sequence_parallel
+        if sequence_parallel is None:
+            self.sequence_parallel = self.stack.sequence_parallel
         self.repeated, self.recompute = recompute_of(config, recompute)
         name = precision_of(config, on, precision)
         p = stored(config, name)
@@ -66,7 +71,8 @@ class Step:
         self.s, self.pieces = on_device(
             config, on, layout, p, attention, operand_bytes=operand_bytes,
             head_bytes=None if "head" in keep else operand_bytes,
-            attends_again=self.repeated.attention_alone)
+            attends_again=self.repeated.attention_alone,
+            norms_written_out=self.stack.norm_bytes > 0)
         as_it_is = operations(self.s)
         self.ops, self.padded = _padded(config, p, self.s, as_it_is)
         stay = p.low.stay(self.m.L) if p.low else ()
@@ -85,6 +91,10 @@ class Device:
         self.m = m = s.model
         self.embeds, self.heads = embeds, heads
         self.layers = -(-m.L // layout.pipeline)
+        if step.stack.stages_by_work and layout.pipeline > 1:
+            share = (m.L + ops.head.weights / ops.linear_weights) / layout.pipeline
+            before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
+            self.layers = before if embeds else max(1, m.L - before)
         # The first stage begins that many micro-batches before the first comes back (one forward,
         # one backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C).
         chunks, stages = layout.interleave, layout.pipeline
@@ -97,6 +107,9 @@ class Device:
         # tensor ranks that gather what they hold a part of; 1: nothing is gathered
         self.gathering = self.tensor if self.stream_cut == self.cut else 1
         self.tokens, self.stream_tokens = s.tokens / self.cut, s.tokens / self.stream_cut
+        # tensor ranks of whose logits each has all, and how many these are
+        self.logit_ranks = self.tensor if step.stack.keeps_gathered else 1
+        self.logits = self.tokens * m.V * self.logit_ranks
         self.stream = self.stream_tokens * m.D * s.residual_bytes       # and its gradient
         self.chunk = step.techniques["cross_entropy"].chunk_tokens(step.config.memory.cross_entropy)
         self._parameters()
@@ -160,6 +173,9 @@ class Device:
             kept = offloaded
         if self.cut > 1 or self.layers < self.m.L:
             cuts, again = {}, kept.again_bytes / self.cut
+            if step.stack.keeps_gathered:
+                cuts = {op.name: step.layout.context for op in (*ops.linears, ops.head)
+                        if op.cut == "column"}
             if self.stream_cut < self.cut:
                 cuts = {op.name: self.stream_cut for op in (*ops.block, ops.norm, ops.head)
                         if op.in_stream or op.cut == "column"}

@@ -8,7 +8,7 @@ Four kinds of numbers, kept apart:
   stack's compiler or fused kernels leave, what hides of its messages, what lies between its
   kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
   `python -m tests.bench.fit`);
-- what a recorded `lpkit bench fp8-linear` of that very machine says of its products, first of all;
+- what `lpkit measure` or a recorded `lpkit bench fp8-linear` of that very machine says, first of all;
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
   range of every answer.
 
@@ -30,7 +30,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.predict.casts import TENSORWISE, cast_passes
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.roofline import ASSUMED, REACHED, Efficiency
+from lpkit.predict.roofline import ASSUMED, FOUR_BITS, REACHED, Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -81,12 +81,21 @@ OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
 KEPT_BY_OTHERS = "h100"
-SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8", "fp4")
+SIXTEEN, EIGHT = ("fp32", "tf32", "bf16", "fp16"), ("fp8", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The way in which a step is programmed. What is None is fitted."""
+    """The way in which a step is programmed. What is None is fitted.
+
+    sequence_parallel   tensor ranks have a part of each sequence between the matrices
+    norm_bytes          a number, forward, that a norm moves more than one kernel does; above 0 it
+                        is several operations in float32, and an RMSNorm saves two of its size
+    keeps_gathered      each tensor rank gathers the logits and keeps those of two micro-batches;
+                        and the inputs of Linears, for backward
+    stages_by_work      a stage ends with the block that exceeds its share of the products, the
+                        head's among them; else stages have as many blocks
+    """
 
     words: str
     attention: float | None         # of the generation's
@@ -96,21 +105,48 @@ class Stack:
     split_overlap: float | None = 0.0
     pooled: float = 1.0
     weight_copies: float = 1.0
+    low_bits: float | None = 1.0    # keep of their kernels' share, times what 16 bits keep
+    norm_bytes: float = 0.0
+    sequence_parallel: bool = True
+    keeps_gathered: bool = False
+    stages_by_work: bool = False
 
 
+# a norm written out moves 128 bytes a number forward and backward, in one kernel 10 (both counted in
+# tests/test_time.py); backward is taken to move 1.5 times what forward does
+UNFUSED = (128 - 10) / 2.5
 STACKS = {
     "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
                    layer_seconds=None),
+    "eager-unfused": Stack(words="PyTorch without a compiler, norms written out",
+                                  attention=None, fused=None, overlap=None, layer_seconds=None,
+                                  norm_bytes=UNFUSED),
     "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
     # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
     "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
-                      overlap=None, split_overlap=None, weight_copies=0.0),
+                      overlap=None, split_overlap=None, weight_copies=0.0, low_bits=None),
+    "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
+                           fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
     # a node's ranks do not pull together
     "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
                             fused=None, overlap=None, layer_seconds=None, pooled=0.0),
 }
-DEFAULT = "compiled"
-TIED = {"deepspeed-2021": "eager", "compiled": "eager"}     # whose fitted numbers a stack has
+# Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
+# tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
+# results until they are written again (parallel_module.py line 628, train.py line 117); norms
+# gather what the Linears after them save (rms_norm.py line 102). RMSNorm is as PyTorch defines it:
+# its code of 2023 is not published (data/README.md).
+_SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
+STACKS |= {
+    "scaling": replace(_SCALING, words="Aleph Alpha's scaling, norms written out",
+                       norm_bytes=UNFUSED),
+    "scaling-kernel": replace(_SCALING, words="Aleph Alpha's scaling, norms in one kernel"),
+    "scaling-sequence": replace(_SCALING, sequence_parallel=True,
+                                words="Aleph Alpha's scaling with sequence parallelism"),
+    # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
+    "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
+}
+DEFAULT, FITTED = "compiled", ("eager", "megatron")     # the others have eager's fitted numbers
 
 
 @functools.cache
@@ -134,7 +170,17 @@ def stack_of(config: Config) -> str:
 
 def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURED) -> Efficiency:
     """Finds a step's efficiency; `folder` has benches. Raises ConfigError for an unknown stack."""
-    made = REACHED if machine.name == "this" else _efficiency(generation_of(machine), stack)
+    generation, row = generation_of(machine), machine.measured
+    here = machine.name == "this" or (row and not generation)
+    made = REACHED if here else _efficiency(generation, stack)
+    if row:
+        best = {dtype: max(one[3] for one in table) for dtype, table in row["products"].items()}
+        return replace(
+            made, products={**made.products, **best}, shapes=row["products"], bandwidth=1.0,
+            start_seconds=0.0,
+            links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
+            source=f"products, copies and one step as {row['device']} took them on {row['date']}, "
+            f"torch {row['torch']} (`{row['command']}`); the rest: {made.source}")
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
@@ -153,20 +199,24 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
     """Returns the efficiency of a generation, at these `numbers`. Raises ConfigError."""
     row, how = GENERATIONS.get(name, OTHER), pick(STACKS, stack, "stack")
     kept = numbers[f"{LIKE.get(name, name) or KEPT_BY_OTHERS} keeps"]
-    low = kept * (row.eight or row.sixteen)
 
     def of(field: str) -> float:
         value = getattr(how, field)
-        return numbers[f"{TIED.get(stack, stack)} {field}"] if value is None else value
+        tied = stack if stack in FITTED else FITTED[0]
+        return numbers[f"{tied} {field}"] if value is None else value
+
+    low = kept * of("low_bits")
 
     return replace(
         ASSUMED, products={**dict.fromkeys(SIXTEEN, kept * row.sixteen),
-                           **dict.fromkeys(EIGHT, low)},
+                           **dict.fromkeys(EIGHT, low * (row.eight or row.sixteen)),
+                           "fp4": low * FOUR_BITS},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         fused=of("fused"), overlap=of("overlap"),
         split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
-        weight_copies=how.weight_copies,
+        weight_copies=how.weight_copies, norm_bytes=how.norm_bytes,
+        sequence_parallel=how.sequence_parallel,
         source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
         f"{how.words} was taken: fitted to published runs, data/published/fit.json")
 
@@ -229,7 +279,7 @@ def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficienc
         if case["peer"] != "bf16":
             continue
         M, K, _, N = map(int, re.split("x| @ ", case["case"]))      # "MxK @ KxN"
-        results = 2 * (M * N + M * K + N * K) / bandwidth
+        results = 2 * (M * N + M * K + N * K) / bandwidth + 3 * assumed.start_seconds
         # the bench's weight is bf16 already, and torchao's passes are those of `cast_passes`
         casts = sum(each.bytes for each in cast_passes(TENSORWISE, M=M, N=N, K=K)) / bandwidth
         for dtype, seconds in (("bf16", case["peer_median"] - results),

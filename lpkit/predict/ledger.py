@@ -153,7 +153,7 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
            layout: Layout | None = None, precision: str | None = None,
            optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
-           attention: str | None = None, sequence_parallel: bool = True) -> Memory:
+           attention: str | None = None, sequence_parallel: bool | None = None) -> Memory:
     """Bytes per device of one step of `config` on `devices` machines, where they are most.
 
     layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
@@ -163,7 +163,8 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     optimizer, recompute, attention
                None: the config's, where "auto" attention is what a run on this machine chooses
     sequence_parallel
-               tensor ranks have a part of each sequence between the matrices; without, all of it
+               tensor ranks have a part of each sequence between the matrices; without, all of it;
+               None: as `system.stack` does
     Raises ConfigError. Under 200 us in 16 bits, and up to 350 where operands are cast or there is
     a pipeline.
     """
@@ -310,6 +311,8 @@ def _batches(d: Walk) -> Iterator[State]:
     if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
         waits += others * d.stream
     yield State(walk.ACTIVATIONS, waits, dies=EMBED)
+    if d.heads and step.stack.keeps_gathered:       # with those of the micro-batch before
+        yield State(walk.LOGITS, min(2, step.pieces) * d.logits * s.compute_bytes)
 
 
 def _gathered(d: Walk) -> Iterator[State]:

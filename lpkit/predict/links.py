@@ -1,8 +1,16 @@
-"""Seconds of messages: alpha-beta over rings. A hop costs a latency, a byte 1 / bandwidth.
+"""Seconds of messages. A hop costs a latency L in all, the bytes W over the bandwidth; between the
+two a message is sent in pieces, so that hops overlap, and takes
+
+    L + W + sqrt(L W)
+
+A pipeline of pieces of the best size takes L + W + 2 sqrt(L W) (Sanders, Speck, Traeff 2009,
+https://doi.org/10.1016/j.parco.2009.09.001); half of the last term is what published curves have
+(data/published/collectives.csv, tests/test_collectives.py). An all-gather or a reduce-scatter goes
+round a ring, an all-reduce over nodes along a tree or a ring, whichever is sooner, as NCCL's does,
+and in a node whose switches add up (NVLS) each rank sends its bytes once.
 
 Sources: Thakur, Rabenseifner, Gropp 2005, https://doi.org/10.1177/1094342005051521; the latencies
-are `machines.LATENCY_SOURCE`'s. Held against published curves (data/published/collectives.csv) in
-docs/plan.md: switches that add up (NVLS) are not known here.
+are `machines.LATENCY_SOURCE`'s.
 """
 
 import math
@@ -17,41 +25,54 @@ RINGS = ("ring, Thakur et al. 2005, https://doi.org/10.1177/1094342005051521; "
          f"latency: {LATENCY_SOURCE}")
 
 
+# Of a node's link with switches that add up, the share at which each rank sends in an all-reduce:
+# 16 GiB over 8 H100, H200 at 480 GB/s of bus bandwidth, over 8 B200 at 740 to 846.
+SWITCHED = {"NVLink 4": 0.61, "NVLink 5": 0.5}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """The link that joins the ranks of one group, per rank and direction.
 
-    `hops_seconds` is the latency of going round once. `reduced_bytes_per_second`: of an all-reduce,
-    which each node adds up in itself before it sends; None: as all else.
+    `hops_seconds` is the latency of going round once, `tree_seconds` that of a tree's way up or
+    down. `reduced_bytes_per_second`: of an all-reduce, which each node adds up in itself before it
+    sends; None: as all else.
     """
 
     size: int
     bytes_per_second: float
     hops_seconds: float
     words: str
+    tree_seconds: float = math.inf
     reduced_bytes_per_second: float | None = None
 
     def all_gather_seconds(self, nbytes: float) -> float:
         """`nbytes` is the whole result: (n - 1) hops, each of an n-th of it."""
-        if self.size == 1:
-            return 0.0
-        return self.hops_seconds + (self.size - 1) / self.size * nbytes / self.bytes_per_second
+        return _piecewise(self.hops_seconds, self.share * nbytes / self.bytes_per_second)
 
     # The same messages, the other way round; `nbytes` is the whole operand.
     reduce_scatter_seconds = all_gather_seconds
 
     def all_reduce_seconds(self, nbytes: float) -> float:
-        """A reduce-scatter, then an all-gather: 2 (n - 1) hops."""
-        if self.size == 1:
-            return 0.0
+        """A reduce-scatter, then an all-gather: 2 (n - 1) hops, or a tree up and down."""
         rate = self.reduced_bytes_per_second or self.bytes_per_second
-        return 2 * (self.hops_seconds + (self.size - 1) / self.size * nbytes / rate)
+        hops = min(self.hops_seconds, self.tree_seconds)
+        return _piecewise(2 * hops, 2 * self.share * nbytes / rate)
 
     def send_seconds(self, nbytes: float) -> float:
         """Returns the seconds to send to the next rank."""
         if self.size == 1:
             return 0.0
         return self.hops_seconds / (self.size - 1) + nbytes / self.bytes_per_second
+
+    @property
+    def share(self) -> float:
+        """Of the bytes, what each rank sends in a ring."""
+        return (self.size - 1) / self.size
+
+
+def _piecewise(hops_seconds: float, wire_seconds: float) -> float:
+    return hops_seconds + wire_seconds + math.sqrt(hops_seconds * wire_seconds)
 
 
 ALONE = Link(size=1, bytes_per_second=math.inf, hops_seconds=0.0, words="no link")
@@ -86,14 +107,18 @@ def link(machine: Machine, layout: Layout, axis: str, efficiency: Efficiency = A
         raise ConfigError(f"{axis}={size} on {machine.title} needs {missing}, and it says none; "
                           f"use one device, or describe the machine in YAML with it")
     rate, words = wire * efficiency.links, f"{machine.link or 'link'} in one node"
-    reduced = None
+    hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
+    reduced, tree = rate, math.inf
+    if local > 1 and local == machine.devices_per_node and machine.link in SWITCHED:
+        added = wire * SWITCHED[machine.link] * efficiency.links / ASSUMED.links
+        reduced, tree = max(rate, 2 * (1 - 1 / local) * added), hops / 2    # up and down at once
     if nodes > 1:
         pulling = 1 + efficiency.pooled * (local - 1)
         beyond = pulling * machine.network_bytes_per_second * efficiency.network
         # of a ring's (size - 1) / size, what leaves a node that has added up: (nodes - 1) / nodes
-        reduced = min(beyond * (1 - 1 / size) / (1 - 1 / nodes), rate) if local > 1 else None
+        reduced = min(beyond * (1 - 1 / size) / (1 - 1 / nodes), reduced) if local > 1 else None
+        tree = (local - 1) * machine.link_seconds + math.log2(nodes) * machine.network_seconds
         rate = min(beyond, rate) if local > 1 else beyond
         words = f"network, {nodes} nodes, {local} rank(s) in each"
-    hops = (nodes - 1) * machine.network_seconds + (size - nodes) * machine.link_seconds
     return Link(size=size, bytes_per_second=rate, hops_seconds=hops, words=words,
-                reduced_bytes_per_second=reduced)
+                tree_seconds=tree, reduced_bytes_per_second=reduced)

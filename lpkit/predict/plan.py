@@ -212,7 +212,8 @@ class Plan:
         rate = self.machine.peak_flops(dtype) * self.efficiency.products[dtype]
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
-        seconds = flops / (count * rate) * (self.calibration.factor if self.calibration else 1)
+        seconds = flops / (count * rate) * self.efficiency.factor
+        seconds *= self.calibration.factor if self.calibration else 1
         splits = list(self.splits(count))
         if seconds > self.deadline:
             words = f"{count:,} devices take {duration(seconds)} for the products alone"

@@ -142,7 +142,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         memory=held, step=step, layout=layout, machine=on,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,
-            "precision": precision,
+            "precision": precision, "factor": step.factor,
             "dtype": step.dtype, "emulated": step.emulated,
             "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
             "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,

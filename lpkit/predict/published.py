@@ -43,12 +43,14 @@ SCHEDULES = {"1f1b": 1, "interleaved": None}    # chunks, where the page does no
 PRECISIONS = {"fp8": "fp8-tensorwise"}          # the page's word: lpkit's
 RECOMPUTE = {None: "none", "selective": "core-attention", "selective-op": "selective"}
 AGAIN = {"selective-op": 1 / 3 / 2}             # of the products: every second one, forward
-REPEATED = 20 / 36                      # of a GPT block's pointwise bytes: norms and additions
 RECOMPUTED = {"none": "nothing recomputed", "block": "all recomputed", "selective": "selective",
               "selective-op": "selective op"}
 STACKS = {"Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
           "Transformer Engine": "megatron", "Primus": "megatron",
-          "DeepSpeed ZeRO-3": "deepspeed-2021"}
+          "DeepSpeed ZeRO-3": "deepspeed-2021",
+          "Aleph Alpha, norms written out": "scaling", "Aleph Alpha": "scaling-sequence",
+          "nanotron": "nanotron"}
+BEFORE = {"eager": "megatron-2021", "scaling-sequence": "scaling-kernel"}   # without sequence parallelism
 COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
@@ -145,7 +147,14 @@ class Run(Checked):
     def stack_row(self) -> str:
         """The row of `evidence.STACKS` for its stack."""
         plain = "eager" if self.kernels == "eager" else "compiled"
-        return next((row for name, row in STACKS.items() if self.stack.startswith(name)), plain)
+        row = next((row for name, row in STACKS.items() if self.stack.startswith(name)), plain)
+        return row if self.source.sequence_parallel else BEFORE.get(row, row)
+
+    @property
+    def how(self) -> dict[str, str]:
+        """Its precision and recomputation, in lpkit's words."""
+        return {"precision": PRECISIONS.get(self.precision, self.precision),
+                "recompute": RECOMPUTE.get(self.recompute, self.recompute)}
 
     @property
     def limited(self) -> bool:
@@ -219,9 +228,7 @@ def step(run: Run, calibration: Calibration | None = None,
     reached = efficiency or evidence.reached(evidence.generation_of(on), run.stack_row,
                                              numbers or evidence.fitted()["numbers"])
     return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
-                     recompute=RECOMPUTE.get(run.recompute, run.recompute),
-                     precision=PRECISIONS.get(run.precision, run.precision),
-                     efficiency=reached)
+                     efficiency=reached, **run.how)
 
 
 def seconds(run: Run, calibration: Calibration | None = None,
@@ -229,10 +236,7 @@ def seconds(run: Run, calibration: Calibration | None = None,
     """Returns the seconds of a step, by the formula. Raises ConfigError as `step`."""
     made = step(run, calibration, numbers)
     linears = sum(one.seconds for one in made.rows if one.name.startswith(("attention.", "mlp.")))
-    more = AGAIN.get(run.recompute, 0) * linears
-    if not run.source.sequence_parallel:
-        more += REPEATED * ((run.tensor or 1) - 1) * made["norms, activations, loss"].seconds
-    return made.step_seconds + more
+    return made.step_seconds + AGAIN.get(run.recompute, 0) * linears
 
 
 def optimism(run: Run) -> dict[str, StepTime]:

@@ -8,8 +8,9 @@ A step is priced by one function, `lpkit.predict.time.step_time`; "floor", "esti
 Source: Williams, Waterman, Patterson 2009, Roofline, https://doi.org/10.1145/1498765.1498785.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.machines import DTYPES, Machine
@@ -28,24 +29,40 @@ class Efficiency:
     kernel_seconds: float               # the least that a kernel takes
     fused: float                        # of `flops.moved_bytes`, left by a compiler
     source: str
+    start_seconds: float = 0.0          # of a product, before its pipelines are full and after
     links: float = 0.8                  # of a link inside a node, by a large collective
-    network: float = 0.8                # of a network between nodes, by a large collective
+    network: float = 0.85               # of a network between nodes, by a large collective
     pooled: float = 1.0                 # of the other ranks' network in a node, what a group uses
     overlap: float = 1.0                # of a message that could hide behind work, what does
     split_overlap: float = 0.0          # the same of tensor-parallel and pipeline messages
     weight_copies: float = 1.0          # of float32 weights cast once a micro-batch, those that are
     layer_seconds: float = 0.0          # between the kernels of a layer, forward and backward
+    norm_bytes: float = 0.0             # a number, forward, more than a norm in one kernel moves
+    sequence_parallel: bool = True      # False: each tensor rank repeats norms and additions
     overlapped: bool = False            # a result is written while its sums are made
+    shapes: Mapping[str, Sequence] = field(default_factory=dict)    # measured: M, N, K, share
+    factor: float = 1.0                 # of one measured step: all seconds times this
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
+    def share(self, dtype: str, *sizes: int) -> float:
+        """Of the peak, by a product of M, N, K: as the nearest measured shape, if any was."""
+        return min(self.shapes.get(dtype, ()), default=(1, 1, 1, self.products[dtype]),
+                   key=lambda one: sum(math.log(a / b)**2 for a, b in zip(sizes, one)))[3]
 
+
+# Of a product on a GPU, fitted to open rows of data/published/products.csv. Tiles and waves foretell
+# its held-out rows no better (docs/advise.md): libraries choose tiles that fill the machine.
+START_SECONDS = 5.8e-6
+FOUR_BITS = 0.52        # of the peak: fitted to the open NVFP4 products of the same file
 ASSUMED = Efficiency(
     products={"fp32": 0.78, "tf32": 0.78, "bf16": 0.78, "fp16": 0.78,
-              "fp8": 0.68, "int8": 0.68, "fp4": 0.6},
-    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, fused=0.5,
+              "fp8": 0.68, "int8": 0.68, "fp4": FOUR_BITS},
+    attention=0.5, bandwidth=0.92, casts=0.92, kernel_seconds=2e-6, start_seconds=START_SECONDS,
+    fused=0.5,
     source="assumed: 16-bit products, bandwidth and kernels as torchao's roofline has them for "
            "H100 (0.78, 0.92, 2 us); 8-bit products 0.68, which gives torchao's published 1.39x at "
-           "(4096, 8192, 16384); 4-bit ones, attention, fusion and links are round guesses")
+           "(4096, 8192, 16384); 4-bit ones and the start of a product are fitted to published "
+           "products; attention, fusion and links are round guesses")
 REACHED = Efficiency(
     products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0),
     attention=0.5, bandwidth=1.0, casts=0.25, kernel_seconds=5e-6, fused=1.0,
@@ -81,9 +98,10 @@ def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Effici
     """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the
     efficiency overlaps the two."""
     bandwidth = machine.bytes_per_second * efficiency.bandwidth
-    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.products[dtype])
+    arithmetic = 2 * M * N * K / (machine.peak_flops(dtype) * efficiency.share(dtype, M, N, K))
     operands = (M * K + K * N) * bits / 8 / bandwidth
     result = M * N * result_bytes / bandwidth
     if efficiency.overlapped:
         return max(arithmetic, operands + result)
-    return max(max(arithmetic, operands) + result, efficiency.kernel_seconds)
+    return max(max(arithmetic, operands) + result + efficiency.start_seconds,
+               efficiency.kernel_seconds)

@@ -49,6 +49,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import Work, find
 from lpkit.techniques.row import Settings
+from lpkit.values import between
 
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"
 PIPELINE = "Narayanan et al. 2021, section 2.2, https://arxiv.org/abs/2104.04473"
@@ -175,6 +176,16 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
                        predicted_seconds=step_time(config, machine, layout, **how).step_seconds)
 
 
+def with_step(on: Machine) -> Machine:
+    """What `lpkit measure` wrote: its step over what the formula says of that today is a factor of
+    all seconds. Raises ConfigError."""
+    if not (row := on.measured):
+        return on
+    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor
+    between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
+    return replace(on, measured={**row, "factor": factor})
+
+
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
@@ -217,7 +228,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
-    factor = calibration.factor if calibration else 1.0
+    factor = efficiency.factor * (calibration.factor if calibration else 1.0)
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
@@ -225,7 +236,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                     sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
                     efficiency=efficiency, stack=stack, machine=on, layout=layout,
                     emulated=emulated,
-                    factor=factor, calibrated=calibration is not None)
+                    factor=factor, calibrated=calibration is not None or efficiency.factor != 1.0)
 
 
 def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
@@ -280,9 +291,12 @@ class _Rank:
         self.attention = "; ".join(_attention_words(s.attention, op) for op in attentions)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
         layer, outside = flops.moved_bytes(ops)
+        stream = sum([op.moved_bytes for op in ops.block if op.in_stream])
+        norms = sum([op.part == "norms" for op in ops.block])
+        more = efficiency.norm_bytes * norms * s.tokens * m.D
+        layer += more + (not efficiency.sequence_parallel) * (layout.tensor - 1) * (stream + more)
         moved = efficiency.fused / split / self.bandwidth
         self.pointwise, self.pointwise_head = layer * moved, outside * moved
-        self.gaps = efficiency.layer_seconds
         casts = 0.0
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
@@ -322,7 +336,7 @@ class _Rank:
         middle = chunk * v
         ends = middle - 1 if fewer else middle
         layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
-                 + self.repeated_tensor + 3 * self.context_once + self.gaps)
+                 + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
         last = ends * layer + (sum(self.head) + pointwise_head + 2 * self.tensor_once)
         has_head = stages == 1 or last >= middle * layer
@@ -334,6 +348,8 @@ class _Rank:
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
+        if rate.shapes:
+            share = f"{self.p.dtype}, each at what the nearest shape reached"
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
                 forward=times * forward, backward=times * backward)
@@ -346,8 +362,9 @@ class _Rank:
             f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
             f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
             "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
-        row("between kernels", f"{count}, {self.gaps * 1e6:.0f} us each", rate.source,
-            forward=times * self.gaps / 3, backward=times * self.gaps * 2 / 3)
+        gaps = times * rate.layer_seconds
+        row("between kernels", f"{count}, {rate.layer_seconds * 1e6:.0f} us each", rate.source,
+            forward=gaps / 3, backward=gaps * 2 / 3)
         row("weight copies",
             "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts * self.trained)

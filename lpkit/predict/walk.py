@@ -176,16 +176,18 @@ class Walk(Device):
 
     def whole_loss(self, cached: float) -> None:
         """Leaves with the gradient of the head's input."""
-        logits, compute, head = self.tokens * self.s.model.V, self.s.compute_bytes, self.ops.head
+        logits, compute, head = self.logits, self.s.compute_bytes, self.ops.head
         low, copies = self.head_low, self.copies(self.table)
-        loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens
+        part = logits / self.logit_ranks
+        loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens + FP32 * (logits - part)
         if low:
             copies = 0.0
             self.add(LOW, self.low_bytes(head, low))
         self.add(COPIES, copies + cached)
         self.mark(logits * (compute + self.widened) + self.whole_input(head))
         self.add(COPIES, -cached)
-        if self.tensor > 1:     # torch.distributed.tensor.parallel.loss: the probabilities, too
+        # torch.distributed.tensor.parallel.loss: the probabilities, too
+        if self.tensor > self.logit_ranks:
             loss += FP32 * logits
         self.add(LOGITS, loss)
         self.mark(2 * FP32 * logits)                # of the log-probabilities, and of the logits
@@ -193,6 +195,7 @@ class Walk(Device):
         self.add(TEMPORARIES, logits * compute)
         self.begin(HEAD)
         self.mark(logits * FP32 if compute < FP32 else 0)
+        self.add(TEMPORARIES, (part - logits) * compute)
         self.follow(self.fold(head, self.kept.operations["head"], low))
         if self.sharded:
             self.add(TEMPORARIES, self.table * (self.gradient_bytes if self.leave else compute))
@@ -352,7 +355,8 @@ class Walk(Device):
         # the gradient of the output
         whole = 0.0
         if self.gathering > 1:
-            whole = self.whole_input(op) * (2 if op.cut == "column" else 1)
+            again = op.cut == "column" and not self.step.stack.keeps_gathered
+            whole = self.whole_input(op) * (1 + again)
         gathers = self.gathers and not self.leave
         after = final if gathers and not s.mixed else NO_MOMENT
         if low is not None:     # one autograd.Function: nothing is freed before its end

@@ -30,9 +30,9 @@ def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """One kernel on a GPU; on a CPU several, in float32, that save two tensors of its size."""
+    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size."""
     stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
-    if s.kind == "gpu":
+    if s.kind == "gpu" and not s.norms_written_out:
         saved, backward = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
     else:
         saved = 2 * wide + s.tokens * FP32

@@ -12,7 +12,7 @@ from lpkit.errors import ConfigError
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 PRICE_SOURCE = ("assumed: a round on-demand price per GPU and hour in November 2026; change it "
                 "with price_per_hour")
-NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 14e-6     # source: machines.LATENCY_SOURCE
+NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # source: machines.LATENCY_SOURCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Machine:
     price_source: str = PRICE_SOURCE
     source: str
     details: Mapping[str, object] = field(default_factory=dict)     # how it was measured
+    measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""

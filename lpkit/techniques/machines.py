@@ -8,7 +8,7 @@ direction. Prices are one provider's of one month, and another's may be twice as
 some networks, are assumptions. Pass your own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -17,8 +17,9 @@ from lpkit.techniques.machine import DTYPES, PRICE_SOURCE, Machine
 from lpkit.values import convert, not_empty
 
 MIB, GB, T = 2**20, 10**9, 10**12
-LATENCY_SOURCE = ("a hop of a ring: NCCL's own figures for its simple protocol, "
-                  "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199")
+LATENCY_SOURCE = ("a hop in a node: NCCL's own figures for its simple protocol, "
+                  "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199; "
+                  "beyond, of published curves of 4 to 512 nodes, data/published/collectives.csv")
 PCIE_SECONDS = 5.7e-6
 
 
@@ -211,6 +212,10 @@ RANGES = {"memory_bytes": (1e6, 1e15), "bytes_per_second": (1e6, 1e16), "flops":
           "price_per_hour": (1e-6, 1e5), "devices_per_node": (1, 1e4)}
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
 NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
+MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,     # of its link
+            "others": float,    # share of the CPUs that other processes took meanwhile
+            "products": Mapping[str, Sequence[Sequence[float]]],    # M, N, K, share of flops
+            "seconds": float, "config": Mapping}        # of an update
 HOW = (f"{NEEDS}, and may have link_bytes_per_second (both directions), devices_per_node, "
        f"network_bytes_per_second (a device's share), watts, price_per_hour, source")
 
@@ -241,12 +246,33 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
     if values.get("price_per_hour") is not None:
         made["price_source"] = "given by its user"
     for key, value in values.items():
-        if key in WORDS:
+        if key == "measured":
+            made[key] = _measured(value, values.get("title")) if value else {}
+        elif key in WORDS:
             made[key] = printable(convert(value, str, f"{key} of a machine"))[:400]
             not_empty(f"{key} of a machine", made[key])
         elif key != "flops" and value is not None:
             made[key] = _number(key, value)
     return Machine(**made)
+
+
+def _measured(values: Any, title: Any) -> dict[str, Any]:
+    again = "write the file again with `lpkit measure --save`"
+    odd = (values if isinstance(values, Mapping) else {}).keys() ^ MEASURED.keys()
+    if odd:
+        raise ConfigError(f"measured has {', '.join(MEASURED)}; missing or too much: "
+                          f"{shown(sorted(map(str, odd)))}; {again}")
+    if values["device"] != title:
+        raise ConfigError(f"measured is of another machine, {shown(values['device'])}, than "
+                          f"{shown(title)}, the title; {again}")
+    made = {key: convert(values[key], kind, f"measured.{key}") for key, kind in MEASURED.items()}
+    for dtype, table in made["products"].items():
+        for one in table or ((),):
+            if dtype not in DTYPES or len(one) != 4 or not (all(0 < x < 1e9 for x in one)
+                                                            and one[3] <= 1):
+                raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
+                                  f"most 1, got {shown(one)}; {again}")
+    return made
 
 
 def _number(key: str, value: Any) -> float:

@@ -122,6 +122,7 @@ class MicroBatch:
     operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
     attends_again: bool = False             # in backward; of attention q, k and v alone are kept
     head_bytes: float | None = None         # of the head's
+    norms_written_out: bool = False         # a GPU's RMSNorm is several operations in float32
 
     @functools.cached_property
     def tokens(self) -> int:
@@ -174,9 +175,8 @@ class Kind(Row):
 def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
            input_is_saved: bool = False) -> Op:
     """A column-parallel one reads the residual stream, a row-parallel one writes it."""
-    itemsize = s.compute_bytes if s.operand_bytes is None else s.operand_bytes
-    if input_is_saved and s.operand_bytes is None:
-        itemsize = 0
+    as_it_is = 0 if input_is_saved else s.compute_bytes
+    itemsize = as_it_is if s.operand_bytes is None else s.operand_bytes
     return Op(name=name, part=name.partition(".")[0], params=out * (K + bias), matmul=(K, out),
               cut=cut, reads_residual=cut == "column", writes_residual=cut == "row",
               saved_bytes=s.tokens * K * itemsize, saved_itemsize=s.compute_bytes,

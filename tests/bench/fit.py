@@ -26,7 +26,7 @@ AT_MOST_ONE = ("overlap", "split_overlap")
 BEGIN = {"a100 keeps": 0.87, "h100 keeps": 0.74, "b200 keeps": 0.66, "mi300x keeps": 0.38,
          "mi325x keeps": 0.6, "eager attention": 0.61, "eager fused": 1.12, "eager overlap": 0.58,
          "eager layer_seconds": 9e-4, "megatron fused": 0.26, "megatron overlap": 1.0,
-         "megatron split_overlap": 1.0}
+         "megatron split_overlap": 1.0, "megatron low_bits": 1.2}
 LEAST_SOURCES = 3       # or a range says more of a source than of its stack
 # quantiles between which lie nine of ten of a source that is left out, sources counting alike: 88%
 NINE_OF_TEN = (0.02, 0.98)

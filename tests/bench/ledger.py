@@ -252,6 +252,9 @@ def page() -> str:
     lines += ["## Published peaks", "", "Of other people's runs, `tests.bench.peaks`: what the "
               "page gives, beside the bytes that the formula says an allocator reserves.", "",
               markdown_table(heads, by_layout), "",
+              "The figure of the Ultra-Scale Playbook does not say whether its bytes are allocated "
+              "or reserved; beside those that are allocated:", "",
+              markdown_table(heads, peaks.table(said=False)[1:]), "",
               markdown_table(("run", "layout", "published", "formula", "off", "where"),
                              map(_peak, peaks.peaks())), ""]
     return head + "\n".join(lines)

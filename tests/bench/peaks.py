@@ -5,22 +5,25 @@ said here, each with its source; nothing is fitted. Bytes are allocated ones: pa
 mean GiB (torchao's script reads torchtitan's GiB; BigScience's cards of 79.3 GiB hold "77GB").
 """
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
-from lpkit.predict.published import PRECISIONS, RECOMPUTE, Run, runs, taken
+from lpkit.predict.published import Run, runs, taken
 from lpkit.predict.walk import HEAD, LAST
 from lpkit.techniques.operation import MicroBatch
 
 GIB = 2**30
 TORCHTITAN = ("torchtitan", "torchtitan + torchao")
-# Of February 2022: no sequence parallelism; ZeRO 1 makes float32 gradients of its shard when it
-# updates (DeepSpeed, runtime/zero/stage_1_and_2.py, `single_grad_partition`), and its allocator has
-# no expandable segments.
+# Of February 2022: ZeRO 1 makes float32 gradients of its shard when it updates (DeepSpeed,
+# runtime/zero/stage_1_and_2.py, `single_grad_partition`), and its allocator has no expandable
+# segments. Its page reads nvidia-smi, which counts CUDA's kernels, too: 1,271 MiB (lines 86, 962).
 MEGATRON = ("Megatron-DeepSpeed",)
+KERNELS_BYTES = 1271 * 2**20
 # Float8Linear keeps its operands in 16 bits and casts them once more in backward: torchao,
 # torchao/float8/float8_linear.py line 45, `ctx.save_for_backward(input_hp, weight_hp_t)`.
 KEPT_IN_16_BITS = TORCHTITAN
@@ -34,13 +37,11 @@ def held(run: Run) -> Memory:
     """Raises ConfigError where the ledger cannot take the run, with the reason."""
     if run.layout is None:
         raise ConfigError("not stated: the layout")
-    precision = PRECISIONS.get(run.precision, run.precision)
+    how, config = run.how, run.config
     if run.stack in KEPT_IN_16_BITS:
-        precision = "bf16"
-    config = run.config
-    found = memory(config, run.machine, layout=run.layout, precision=precision,
-                   recompute=RECOMPUTE.get(run.recompute, run.recompute),
-                   sequence_parallel=run.stack not in MEGATRON)
+        how["precision"] = "bf16"
+    found = memory(config.replace({"system.stack": run.stack_row}), run.machine, layout=run.layout,
+                   **how)
     s = MicroBatch(model=config.model, batch=run.micro_batch or 1, kind="gpu", compute_bytes=2)
     cut = run.layout.tensor * run.layout.context
     if run.recompute == "selective-op":
@@ -94,7 +95,9 @@ def memory_row(run: Run) -> Row:
     if run.memory is None:
         raise ConfigError("not stated: the peak of memory")
     found = held(run)
-    said = found.fragmented_bytes if run.stack in MEGATRON else found.reserved_bytes
+    said = found.reserved_bytes
+    if run.stack in MEGATRON:
+        said = found.fragmented_bytes + KERNELS_BYTES
     return Row(name=run.name, unit="bytes", measured=run.memory * GIB,
                formula=said,
                where=f"{run.source.title}, {run.at}, {kind(run)}, {run.machine}, {run.precision}")
@@ -105,17 +108,31 @@ def peaks(*names: str) -> Comparison:
     return Comparison(tuple(row for _, row in taken(runs(*names), memory_row)))
 
 
+def unsaid() -> Iterator[tuple[Run, Row]]:
+    """Yields the runs of the Ultra-Scale Playbook. It does not say whether its bytes are allocated or
+    reserved; beside them are those that are allocated."""
+    for run in runs("ultrascale"):
+        if said := re.search(r"GPU memory ([\d.]+) GB", run.note):
+            yield run, Row(name=run.name, unit="bytes", measured=float(said[1]) * GIB,
+                           formula=held(run).peak_bytes, where=run.at)
+
+
 def by_layout(*names: str) -> dict[str, tuple[int, float, float]]:
     """Runs, median of their signed errors and of their sizes, by `kind`."""
+    return _medians(taken(runs(*names), memory_row))
+
+
+def _medians(found: Iterator[tuple[Run, Row]]) -> dict[str, tuple[int, float, float]]:
     errors: dict[str, list[float]] = {}
-    for run, row in taken(runs(*names), memory_row):
+    for run, row in found:
         errors.setdefault(kind(run), []).append(row.error)
-    return {name: (len(found), median(found), median(map(abs, found)))
-            for name, found in sorted(errors.items())}
+    return {name: (len(off), median(off), median(map(abs, off)))
+            for name, off in sorted(errors.items())}
 
 
-def table() -> list[list[str]]:
-    """`by_layout` of all sources, in words, its heads first."""
+def table(said: bool = True) -> list[list[str]]:
+    """`by_layout` of all sources, or of `unsaid`, in words, its heads first."""
     return [["layout", "runs", "median error", "median size of it"],
             *([name, str(count), percent(signed), f"{size:.1%}"]
-              for name, (count, signed, size) in by_layout().items())]
+              for name, (count, signed, size) in
+              (by_layout() if said else _medians(unsaid())).items())]

@@ -15,7 +15,7 @@ import re
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from lpkit.presets import preset
 from lpkit.tables import markdown_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
-from lpkit.techniques.machines import find
+from lpkit.techniques.machines import Machine, find
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Checked, Text
@@ -192,9 +192,10 @@ def _seconds(config: Config, machine: str = "h100", layout: Layout | None = None
     return step_time(config, machine, layout, **how).step_seconds
 
 
-def _messages(config: Config, layout: Layout, **how: Any) -> tuple[float, float, float]:
+def _messages(config: Config, layout: Layout, on: str | Machine = "h100",
+              **how: Any) -> tuple[float, float, float]:
     """Seconds on H100s: of a step, of the messages that it waits for, and of all messages."""
-    step = step_time(config, "h100", layout, **how)
+    step = step_time(config, on, layout, **how)
     waited = step.phases["communication"]
     return step.step_seconds, waited, waited + sum(row.hidden_seconds for row in step.rows)
 
@@ -399,13 +400,17 @@ def _step_on_64() -> dict[str, float]:
 
 
 def zero_3_communication() -> Numbers:
-    def more(pieces: int) -> float:
+    # its ring has no switch that adds up, and no latency: seconds are bytes
+    ring = replace(find("h100"), link="", link_seconds=1e-15)
+
+    def more(pieces: int, on: Machine = ring) -> float:
         config = _of("llama-70b", 8 * pieces).replace({"grad_accum_steps": 8 * pieces})
-        replicas, sharded = (_messages(config, layout, precision="bf16-master")[-1]
+        replicas, sharded = (_messages(config, layout, on, precision="bf16-master")[-1]
                              for layout in (Layout(data=8), Layout(shard=8)))
         return sharded / replicas - 1
 
-    return Numbers(kit={"1 micro-batch": more(1)}, elsewhere={"8 micro-batches": more(8)})
+    return Numbers(kit={"1 micro-batch": more(1)}, elsewhere={
+        "8 micro-batches": more(8), "in seconds on H100s, whose switches add up": more(1, find("h100"))})
 
 
 def offload() -> Numbers:

@@ -1,0 +1,64 @@
+"""Measure this machine once, and predict other configs on it: products at the shapes of a config's
+Linears, copies, what GPUs hear of one another, and one real update.
+
+    lpkit measure cpu-3m --save mine.yaml
+    lpkit predict llama-8b --machine mine.yaml      here or elsewhere; so do plan and advise
+"""
+
+import argparse
+import shlex
+from typing import Any
+
+from lpkit.commands import settings, target_and_asked
+from lpkit.errors import ConfigError, named
+from lpkit.files import expanded, read_text, write_atomically
+from lpkit.predict.time import with_step
+from lpkit.predict.units import duration, quantity
+from lpkit.presets import resolve
+from lpkit.tables import text_table
+from lpkit.techniques.machines import from_dict
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="PRESET|config.yaml", nargs="?")
+    settings(parser)
+    parser.add_argument("--save", metavar="mine.yaml", help="write the row there")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    target, changes = target_and_asked(args)
+    words = [target or "cpu-3m", *changes]
+    config, path = resolve(words[0], changes), expanded(args.save or "mine.yaml")
+    if path.suffix not in (".yaml", ".yml") or not path.parent.is_dir():
+        raise ConfigError(f"--save {named(path)} is no .yaml file in a folder that is there")
+    import yaml
+
+    from lpkit.measure import row  # imports torch
+
+    found = row(config, shlex.join(["lpkit", "measure", *words]))
+    factor = with_step(from_dict(found)).measured["factor"]
+    head = f"# {found['title']}, by lpkit measure\n"
+    if args.save and path.exists() and not read_text(path, 2**20).startswith(head):
+        raise ConfigError(f"{named(path)} does not begin with {head.strip()!r}: it is of another "
+                          f"machine, or of something else; remove it, or choose another name")
+    if args.save:       # flops come last, in braces: a file that was cut short is none
+        write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, width=100,
+                                                     default_flow_style=None))
+    return {"target": words[0], "saved": args.save, "factor": factor, **found}
+
+
+def text(result: dict[str, Any]) -> str:
+    row, link = result["measured"], "not measured: one device is here"
+    if row["ranks"] > 1:
+        link = f"{quantity(result['link_bytes_per_second'], 'B/s')}, both ways, {row['ranks']} ranks"
+    products = [(dtype, f"{len(each)} products, {min(one[3] for one in each):.2f} to 1 of "
+                 f"{quantity(result['flops'][dtype], 'FLOP/s')}")
+                for dtype, each in row["products"].items()]
+    step = (f"{duration(row['seconds'])}; the formula says "
+            f"{duration(row['seconds'] / result['factor'])}: all seconds times {result['factor']:.3f}; "
+            f"others took {row['others']:.0%} of the CPUs meanwhile")
+    if row["others"] > 0.25:
+        step += ": measure again when they are done"
+    rows = [("copies", quantity(result["bytes_per_second"], "B/s")), *products, ("link", link),
+            ("update", step), ("saved", result["saved"] or "no; --save mine.yaml does")]
+    return f"{result['target']} on {result['title']}\n{text_table(rows, indent='  ')}"
