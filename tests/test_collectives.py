@@ -9,8 +9,8 @@ from statistics import median
 
 import pytest
 
+from lessons.published import FOLDER
 from lpkit.predict.links import link
-from lpkit.predict.published import FOLDER
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import find
 

@@ -21,6 +21,7 @@ import lpkit
 from lessons import l03_number_formats as linear_operands
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
+from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.course import notebooks, puzzles
@@ -29,7 +30,6 @@ from lpkit.measure import trace
 from lpkit.nn.attention import backend
 from lpkit.parallel import processes
 from lpkit.predict.activations import kept
-from lpkit.predict.terms import Lettered, letter
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
 from lpkit.ui import race_figure

@@ -7,12 +7,12 @@ from statistics import median
 import pytest
 import torch
 
+from lessons.published import runs
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, memory, model_states, parameter_count
 from lpkit.predict.device import Device, Step
 from lpkit.predict.ledger import IN_BACKWARD, LOSS, RESERVED_SHARE, UPDATE
 from lpkit.predict.params import parameters
-from lpkit.predict.published import runs
 from lpkit.predict.walk import FIRST, LAST
 from lpkit.presets import preset
 from lpkit.techniques.blocks import operations

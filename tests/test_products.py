@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lessons.published import FOLDER, sources
 from lpkit.measure.advice import advise
 from lpkit.predict import casts, evidence
 from lpkit.predict.casts import cast_passes, on_hardware
-from lpkit.predict.published import FOLDER, sources
 from lpkit.predict.roofline import START_SECONDS, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset

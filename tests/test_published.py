@@ -9,11 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lpkit.cli import main
-from lpkit.errors import ConfigError
-from lpkit.predict import evidence
-from lpkit.predict.plan import plan
-from lpkit.predict.published import (
+from lessons.published import (
     FOLDER,
     SHOWN,
     Run,
@@ -26,6 +22,10 @@ from lpkit.predict.published import (
     step,
     taken,
 )
+from lpkit.cli import main
+from lpkit.errors import ConfigError
+from lpkit.predict import evidence
+from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques import blocks

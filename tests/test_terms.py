@@ -8,12 +8,11 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from lessons.terms import Lettered, Term, letter, sizes, terms_opened, terms_table
 from lpkit.predict.activations import kept
 from lpkit.predict.flops import products, training_flops
 from lpkit.predict.params import parameter_count, parameters
-from lpkit.predict.terms import Lettered, Term, letter, sizes
 from lpkit.presets import preset
-from lpkit.ui import terms_opened, terms_table
 from tests.by_hand import evaluated
 from tests.test_predict import ODD
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lessons.published import calibrated, published
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.advice import advise
@@ -17,7 +18,6 @@ from lpkit.predict.casts import Recipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.links import Link, link
 from lpkit.predict.precision import step_cost
-from lpkit.predict.published import calibrated, published
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
 from lpkit.predict.time import (
     BACKWARD_MOVES,

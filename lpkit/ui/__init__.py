@@ -14,7 +14,6 @@ _NAMES = {
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun race_figure training_figure",
     "lpkit.ui.telemetry": "heat_map quality_table",
-    "lpkit.ui.terms": "terms_opened terms_table",
     "lpkit.ui.waiting": "progress",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

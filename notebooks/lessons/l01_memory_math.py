@@ -7,16 +7,15 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons.terms import kept_terms, terms_table
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.terms import kept_terms
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.machines import Machine
 from lpkit.ui.memory import limit_of, stacked_figure
-from lpkit.ui.terms import terms_table
 
 # ---- Figures
 

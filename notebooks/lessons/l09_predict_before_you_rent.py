@@ -11,13 +11,13 @@ from random import Random
 from textwrap import wrap
 from typing import Any
 
+from lessons.published import Run, optimism
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
-from lpkit.predict.published import Run, optimism
 from lpkit.predict.scaling import DEFAULT, FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
 from lpkit.predict.time import StepTime, bill, step_time
 from lpkit.predict.units import between, duration, quantity

@@ -22,18 +22,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lessons import published
 from lessons.l06_fp8_training import predicted_db
 from lessons.l14_data_parallel_and_zero import sent_bytes
+from lessons.terms import sizes
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import MARKS
-from lpkit.predict import published
 from lpkit.predict.activations import kept
 from lpkit.predict.decoding import cache_bytes
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import LOSS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.terms import sizes
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table

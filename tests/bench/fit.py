@@ -16,8 +16,9 @@ import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from lpkit.predict import evidence, published
-from lpkit.predict.published import Run, runs, seconds, step
+from lessons import published
+from lessons.published import Run, runs, seconds, step
+from lpkit.predict import evidence
 
 LATER = ("dgxc", "hagemann", "hagemann-sp", "ultrascale")
 CAP = 0.7               # of |log|: a run that is off by twice has other reasons

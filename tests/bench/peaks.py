@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
+from lessons.published import Run, runs, taken
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, percent
 from lpkit.predict.ledger import LOSS, UPDATE, Memory, memory
-from lpkit.predict.published import Run, runs, taken
 from lpkit.predict.walk import HEAD, LAST
 from lpkit.techniques.operation import MicroBatch
 

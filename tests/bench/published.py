@@ -18,16 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config
-from lpkit.errors import ConfigError
-from lpkit.files import resource
-from lpkit.predict import evidence
-from lpkit.predict import published as ledger
-from lpkit.predict.compare import percent
-from lpkit.predict.ledger import memory
-from lpkit.predict.plan import plan
-from lpkit.predict.prediction import predict
-from lpkit.predict.published import (
+from lessons import published as ledger
+from lessons.published import (
     Run,
     calibrated,
     published,
@@ -37,6 +29,14 @@ from lpkit.predict.published import (
     step,
     table,
 )
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.files import resource
+from lpkit.predict import evidence
+from lpkit.predict.compare import percent
+from lpkit.predict.ledger import memory
+from lpkit.predict.plan import plan
+from lpkit.predict.prediction import predict
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import quantity
 from lpkit.tables import markdown_table
@@ -324,7 +324,7 @@ counts as nothing. Of MI300X and of Blackwell in 16 bits there are few runs. Wha
 
 {reasons}
 
-Given to it is what the pages state. What they do not is said in `lpkit.predict.published`; among it
+Given to it is what the pages state. What they do not is said in `notebooks/lessons/published.py`; among it
 that a micro-batch is one sequence and that nothing is recomputed. What a cluster had is in
 `sources.csv` where its page says so: BigScience's nodes join their GPUs by 4 NVLinks and have 4
 Omni-Path links, a third and a quarter of the catalogue's, and its tensor ranks repeated norms, as

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lessons.l09_predict_before_you_rent import Candidate, triangle
+from lessons.published import Run, runs, seconds
 from lpkit.commands.claims import HEADS, QUANTITIES, line, opened
 from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
@@ -28,7 +29,6 @@ from lpkit.predict.decoding import cache_bytes
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
-from lpkit.predict.published import Run, runs, seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.tables import markdown_table

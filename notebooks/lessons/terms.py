@@ -19,6 +19,8 @@ from typing import Any
 
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE, kept
+from lpkit.predict.units import quantity
+from lpkit.tables import html_table, opened_rows
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
 
@@ -216,3 +218,25 @@ def moved_terms(model: ModelConfig, batch: int, **of: Any) -> tuple[Terms, Terms
     outside = (ops.embed, ops.norm, ops.loss)
     return ({op.name: op.moved_bytes for op in ops.block if op.moved_bytes},
             {op.name: op.moved_bytes for op in outside})
+
+
+# As tables: in letters, and row by row with numbers put in.
+
+def terms_table(columns: Mapping[str, Mapping[str, Term]], *, rows: str = "",
+                caption: str = "") -> str:
+    """HTML, in letters: a column for each, by row. `rows`: what the rows are."""
+    longest = max(columns.values(), key=len)
+    names = dict.fromkeys((*longest, *(name for terms in columns.values() for name in terms)))
+    return html_table((rows, *columns), [
+        (name, *(str(terms.get(name, "")) for terms in columns.values())) for name in names],
+        caption=caption)
+
+
+def terms_opened(terms: Mapping[str, Term], sizes: Mapping[str, int], unit: str, *,
+                 title: str) -> str:
+    """HTML: each term's value; a click opens it in letters and in numbers."""
+    whole = sum(float(term) for term in terms.values())
+    rows = [(name, float(term), quantity(float(term), unit), "",
+             (f"{term}  =  {term.put_in(sizes)}  =  {float(term):,.0f} {unit}",))
+            for name, term in terms.items() if term]
+    return opened_rows(f"{title}: {quantity(whole, unit)}", rows, whole)
