@@ -295,7 +295,7 @@ of Hagemann et al. were off by 31%. The Ultra-Scale Playbook published each layo
 that ran, the worst too: {hopeless} of its {ultrascale} runs reach less than a tenth of the peak,
 and the one layout that it has twice differs by 4.7 times. Do not rely on a prediction of tensor
 ranks that span nodes (`lpkit plan` suggests none), nor of nanotron's pipelines: for 16 MiB over the 16 ranks of two nodes nanotron took
-0.8 ms, whatever else it waited for, where the curve of such nodes has 0.15 and the formula 0.16.
+0.8 ms, whatever else it waited for, where the curve of such nodes has 0.15 and the formula 0.17.
 
 {table}
 
