@@ -17,6 +17,7 @@ from lpkit.predict.activations import saved
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
+from lpkit.predict.updates import update_bytes
 from lpkit.techniques import layouts, optimizers
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
@@ -224,7 +225,7 @@ class Device:
         self.resting = step.on.kind in step.techniques["optimizer_state"].leaves
         optimizer, moments = optimizers.find(step.optimizer), config.memory.moment_format.name
         self.weight_itemsize = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
-        self.updating_bytes = optimizer.update_bytes(moments, self.weight_itemsize)
+        self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
 

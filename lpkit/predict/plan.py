@@ -40,7 +40,6 @@ from lpkit.techniques.layouts import (
     Layout,
     check,
     divisors,
-    powers_of_two,
     stages_fit,
     untrained,
 )
@@ -375,6 +374,11 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
             found.search(precision, count)
     found.rank("soonest" if budget or devices else "cheapest")
     return found
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """Returns powers of two from `first` (one of them) to at most `last`."""
+    return [first << i for i in range((last // first).bit_length())]
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",
