@@ -21,9 +21,12 @@ from lpkit.techniques.optimizers import (
 
 def describe_state(name: str, moment_format: str = "float32") -> str:
     """'two float32 moments'."""
-    count, numbers = len(find(name).slots), find_format(moment_format).numbers
+    row, numbers = find(name), find_format(moment_format).numbers
     words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
-    return words.get(count, f"{count} {numbers} moments")
+    if row.slots and row.slots_per_number < 1:
+        return f"{numbers} moments of rows and of columns, and of each number of a vector"
+    found = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
+    return f"{found}, and those of other rules by name" if row.groups else found
 
 
 def elementwise(settings: OptimizerSettings) -> bool:
