@@ -30,6 +30,7 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
+    ScheduleFreeSettings,
     Slot,
     parameter_groups,
 )
@@ -331,6 +332,7 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
     (MomentumSettings, {"momentum": -0.1}, "optimizer.momentum must be 0 or more and below 1"),
     (AdamWSettings, {"eps": 0.0}, "optimizer.eps must be positive"),
     (OptimizerSettings, {"lr": 0.0}, "optimizer.lr must be positive"),
+    (ScheduleFreeSettings, {"beta1": 0.0}, "optimizer.beta1 must be"),
     (OptimizerSettings, {"clip": -1.0}, "optimizer.clip must be 0 or more"),
 ])
 def test_settings_check_themselves(kind, values, said):
@@ -610,14 +612,14 @@ def test_groups_by_name_have_rules_of_their_own(told):
             Config().replace({"optimizer.groups": (group,)})
 
 
-def test_schedule_free_averages_what_moves(told):
+def test_schedule_free_averages_what_moves():
     """By the published form in float64: y = (1 - beta) z + beta x, z moves against the gradient at y, x is the mean of all z."""
     p = torch.nn.Parameter(torch.randn(6, 5, generator=torch.Generator().manual_seed(1)))
-    optimizer = build({"p.weight": p}, replace(OPTIMIZERS["schedule-free"].settings, name="schedule-free", lr=0.05))
+    optimizer = build({"p.weight": p}, settings_of("schedule-free", lr=0.05))
     x = z = p.detach().double()
     v = torch.zeros_like(x)
     assert optimizer.evaluated(p) is None
-    for update in range(1, 6):
+    for update in range(1, 21):
         draw = torch.Generator().manual_seed(update)
         p.grad = torch.randn(6, 5, generator=draw)
         y, g = 0.1 * z + 0.9 * x, p.grad.double()

@@ -44,37 +44,7 @@ def lars(w: Tensor, g: Tensor, slots: list[Tensor], s: LarsSettings, update: int
     w.sub_(m)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFreeSettings(OptimizerSettings):
-    beta1: float = 0.9      # of the average, in what is trained
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-
-def schedule_free(y: Tensor, g: Tensor, slots: list[Tensor], s: ScheduleFreeSettings, update: int) -> None:
-    """Gradients are taken at y, between z, which moves, and x, the average of all z (Defazio et al. 2024, arXiv:2405.15682, as
-    schedulefree.AdamWScheduleFree)."""
-    z, v, total = slots
-    if update == 1:
-        z.copy_(y)
-    total.add_(s.lr**2)
-    share = s.lr**2 / total
-    v.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-    step = g / (v / (1 - s.beta2**update)).sqrt_().add_(s.eps)
-    step.add_(y, alpha=s.weight_decay)
-    y.lerp_(z, share).add_(step * (s.lr * (s.beta1 * (1 - share) - 1)))
-    z.sub_(step, alpha=s.lr)
-
-
-def average(y: Tensor, slots: list[Tensor], s: ScheduleFreeSettings) -> Tensor:
-    return y.lerp(slots[0], 1 - 1 / s.beta1)
-
-
 OPTIMIZERS = {
-    "schedule-free": Optimizer(
-        why="an average in place of a schedule", settings=ScheduleFreeSettings(), temporary_bytes=8, implementation=HERE + "schedule_free",
-        evaluated=HERE + "average",
-        slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False), Slot(name="weight_sum", signed=False, shape=lambda p: (1,)))),
     "lars": Optimizer(why="a trust ratio", settings=LarsSettings(), slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
                       implementation=HERE + "lars"),
 }

@@ -25,6 +25,7 @@ from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
 from lpkit.predict.casts import as_run
+from lpkit.predict.device import by_cost
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
@@ -44,7 +45,6 @@ from lpkit.techniques.layouts import (
     untrained,
 )
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import by_cost
 from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import Positive, PositiveOrZero, Rate, Share, at_least_zero
+from lpkit.values import InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
@@ -54,6 +54,12 @@ class AdamWSettings(OptimizerSettings):
     beta1: Rate = 0.9
     beta2: Rate = 0.95
     eps: Positive = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleFreeSettings(AdamWSettings):
+    beta1: InnerShare = 0.9     # of the average, in the weights that are trained
+    beta2: Rate = 0.999
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +184,6 @@ MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
 BY_ADAMW = tuple(f"{pattern}:optimizer=adamw:lr_scale=0.05" for pattern in (
     "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
 
-
-def newton_schulz_flops(p: Shape) -> float:
-    """Three products a step: the gram, its square, and that polynomial with the matrix."""
-    short, long = min(p), max(p)
-    return NEWTON_SCHULZ * (4 * short**2 * long + 2 * short**3)
-
-
 OPTIMIZERS = {
     "adafactor": Optimizer(
         why="Adam's step, by sums over rows and columns of a matrix's squares",
@@ -209,8 +208,8 @@ OPTIMIZERS = {
     "lamb": Optimizer(
         why="AdamW's step, made as long as lr times the norm of its parameter",
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
-        settings=AdamWSettings(beta2=0.999, eps=1e-6), slots=MOMENTS, told=True,
-        temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
+        settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
+        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -226,8 +225,17 @@ OPTIMIZERS = {
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
         settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),), groups=BY_ADAMW,
         told=True, gathers=True, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p: FLOAT32 * (2 * math.prod(p) + min(p)**2), flops=newton_schulz_flops,
+        whole_bytes=lambda p: FLOAT32 * (2 * math.prod(p) + min(p)**2),
+        # a step multiplies for the gram, its square, and that polynomial with the matrix
+        flops=lambda p: NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3),
         implementation="lpkit.optim.muon:muon"),
+    "schedule-free": Optimizer(
+        why="AdamW, and the average of its weights in place of a falling learning rate",
+        source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
+        slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False),
+               Slot(name="weight_sum", signed=False, shape=lambda p: (1,))),
+        temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.schedule_free:average",
+        implementation="lpkit.optim.schedule_free:schedule_free"),
     "sgd": Optimizer(
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
