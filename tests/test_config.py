@@ -63,7 +63,7 @@ BAD = {
     "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",
     "precision.recipe=fp8": r"no precision.recipe 'fp8'; did you mean 'mxfp8'",
     "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed has it",
-    "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adamw'",
+    "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adam'",
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
     "parallel.tensor=3": r"tensor may be 2 or 4",
     "parallel.zero=4": r"no ZeRO stage 4",

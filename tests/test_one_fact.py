@@ -23,6 +23,7 @@ from lessons.l09_predict_before_you_rent import Candidate, triangle
 from lpkit import cli
 from lpkit.measure.advice import advise
 from lpkit.predict import memory, predict
+from lpkit.predict.device import by_cost
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
 from lpkit.predict.params import parameter_count
@@ -32,7 +33,6 @@ from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
 from lpkit.techniques import hardware, machines, optimizers
-from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
@@ -102,7 +102,7 @@ def question(draw):
     pieces = draw.choice((1, 1, 4))
     config = preset(draw.choice(("gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b", "cpu-3m"))).replace({
         "precision.recipe": draw.choice(("auto", *RECIPES)), "precision.backend": draw.choice(("auto", "auto", "auto", "emulated")),
-        "memory.recompute": draw.choice(techniques.by_cost()), "memory.cross_entropy": draw.choice(("full", "chunked")),
+        "memory.recompute": draw.choice(by_cost()), "memory.cross_entropy": draw.choice(("full", "chunked")),
         "memory.activation_offload": draw.choice(("device",) * 4 + ("cpu", "int8")), "memory.moment_format": draw.choice(("float32", "int8")),
         "optimizer": draw.choice((*optimizers.OPTIMIZERS,)), "system.attention": draw.choice(("auto", "sdpa", "plain")),
         "parallel.data": data, "parallel.shard": shard, "parallel.zero": draw.randrange(4), "parallel.reduction": draw.choice((*REDUCTIONS,)),

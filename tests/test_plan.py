@@ -14,15 +14,15 @@ from lpkit.commands.plan import amount, span
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import predict
+from lpkit.predict.device import by_cost
 from lpkit.predict.ledger import memory
 from lpkit.predict.links import stride
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO_BATCH_SIZES, USABLE_MEMORY_SHARE, largest_model, plan
-from lpkit.predict.time import bill, step_time
+from lpkit.predict.time import bill, layers_of_stage, step_time
 from lpkit.presets import preset
 from lpkit.techniques import machines
-from lpkit.techniques.layouts import Layout, check, layers_of_stage, stages_fit
-from lpkit.techniques.memory import by_cost
+from lpkit.techniques.layouts import Layout, check, stages_fit
 
 LLAMA = preset("llama-70b")
 H200 = machines.CATALOGUE["h200"]

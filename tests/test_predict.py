@@ -411,7 +411,7 @@ def test_micro_batches():
     (["cpu-3m", "--mfu", "nan"], "mfu is a fraction"),
     (["cpu-3m", "--zero", "4"], "there is no ZeRO stage 4; choose 0, 1, 2 or 3"),
     (["cpu-3m", "--precision", "bf15"], "did you mean 'bf16'?"),
-    (["cpu-3m", "--optimizer", "adam"], "did you mean 'adamw'?"),
+    (["cpu-3m", "--optimizer", "adamm"], "did you mean 'adam'?"),
     (["cpu-3m", "--recompute", "blocks"], "did you mean 'block'?"),
     (["cpu-3m", "--price-per-hour", "-1"], "price_per_hour must be 0 or more"),
     (["cpu-3m", "--set", "model.layes=6"], "did you mean 'model.layers'?"),

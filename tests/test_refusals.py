@@ -248,7 +248,7 @@ def leaves_beta(model):
                 p.normal_(std=0.02)
 
 
-def lamb(w, g, slots, settings, update):
+def scaled(w, g, slots, settings, update):
     """A trust ratio: the norm of the whole weight over that of its step."""
     w.sub_(g, alpha=settings.lr * float(w.norm() / (g.norm() + 1e-6)))
 
@@ -290,7 +290,7 @@ def outside(monkeypatch):
     for name, made in (("scaled", "Scaled"), ("zero-queries", "ZeroQueries"), ("plainly", "Plain")):
         monkeypatch.setitem(blocks.BLOCKS, name, replace(row, implementation=HERE + made))
     monkeypatch.setitem(inits.INITS, "leaves-beta", Row(implementation=HERE + "leaves_beta"))
-    for name in ("lamb", "sign"):
+    for name in ("scaled", "sign"):
         monkeypatch.setitem(optimizers.OPTIMIZERS, name, optimizers.Optimizer(
             settings=optimizers.OptimizerSettings(lr=1e-3), slots=(), implementation=HERE + name, why="a toy"))
     monkeypatch.setitem(changes.GOVERNORS, "prune", Row(implementation=HERE + "Prune"))
@@ -318,12 +318,12 @@ def test_an_init_that_leaves_it_and_a_block_that_sets_nothing_are_not(outside):
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_an_optimizer_that_reads_whole_parameters_is_refused_where_it_is_given_rows(outside, zero):
-    config = SMALL.replace({"optimizer": "lamb", "parallel.shard": 2, "parallel.zero": zero})
-    with pytest.raises(ConfigError, match=f"optimizer=lamb reads a parameter as a whole, and ZeRO {zero} gives each rank rows of it.*; "
+    config = SMALL.replace({"optimizer": "scaled", "parallel.shard": 2, "parallel.zero": zero})
+    with pytest.raises(ConfigError, match=f"optimizer=scaled reads a parameter as a whole, and ZeRO {zero} gives each rank rows of it.*; "
                                           f"set parallel.zero=0"):
         seams.refuse(config)
     seams.refuse(config.replace({"parallel.zero": 0}))
-    for name in (*optimizers.OPTIMIZERS.keys() - {"lamb"},):      # also one from outside, which needs to say nothing
+    for name in (*optimizers.OPTIMIZERS.keys() - {"scaled"},):      # also one from outside, which needs to say nothing
         seams.refuse(config.replace({"optimizer": name}))
 
 

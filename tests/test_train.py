@@ -181,7 +181,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("setting, sentence", {
-    "optimizer=adam": "did you mean 'adamw'", "schedule=cosin": "did you mean 'cosine'",
+    "optimizer=adamm": "did you mean 'adam'", "schedule=cosin": "did you mean 'cosine'",
     "model.init=gpt3": "did you mean 'gpt2'", "system.attention=sdqa": "did you mean 'sdpa'",
     "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "choose auto, cpu, cuda",
 }.items())

@@ -1,6 +1,5 @@
 """Techniques from outside, each one row and one function, for tests: in this process and on ranks."""
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,154 +27,36 @@ from lpkit.training.training import Training
 HERE = f"{__name__}:"
 
 
-# ---- optimizers that read whole parameters
+# ---- optimizers
 
 @dataclass(frozen=True, kw_only=True)
-class LambSettings(OptimizerSettings):
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-6
+class LarsSettings(OptimizerSettings):
+    trust: float = 0.01
+    momentum: float = 0.9
 
 
-def lamb(w: Tensor, g: Tensor, slots: list[Tensor], s: LambSettings, update: int, parameter: Parameter) -> None:
-    """Adam's step, as long as the parameter's norm times lr (You et al. 2020, arXiv:1904.00962, algorithm 2)."""
-    m, v = slots
-    m.lerp_(g, 1 - s.beta1)
-    v.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-    step = (m / (1 - s.beta1**update)).div_((v / (1 - s.beta2**update)).sqrt_().add_(s.eps)).add_(w, alpha=s.weight_decay)
-    weight, length = parameter.norm(w), parameter.norm(step)
-    trust = torch.where((weight > 0) & (length > 0), weight / length, 1.0)
-    w.sub_(step.mul_(trust * s.lr))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonSettings(OptimizerSettings):
-    lr: float = 0.02
-    momentum: float = 0.95
-    head_dim: int = 0       # rows of q, k and v that are orthogonalised together; 0: all
-
-
-STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
-
-
-def orthogonalised(g: Tensor) -> Tensor:
-    """(..., m, n) with singular values near 1, by five steps of Newton-Schulz."""
-    a, b, c = COEFFICIENTS
-    turned = g.shape[-2] > g.shape[-1]
-    x = g.mT if turned else g
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if turned else x
-
-
-def muon(w: Tensor, g: Tensor, slots: list[Tensor], s: MuonSettings, update: int, parameter: Parameter) -> None:
-    """Every direction of a matrix moves as far (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)."""
+def lars(w: Tensor, g: Tensor, slots: list[Tensor], s: LarsSettings, update: int, parameter: Parameter) -> None:
+    """A learning rate for each parameter: the share of its norm in that of its gradient (You et al. 2017, arXiv:1708.03888, algorithm 1)."""
     (m,) = slots
-    m.lerp_(g, 1 - s.momentum)
-    whole = parameter.gather(g.lerp(m, s.momentum))
-    rows = s.head_dim if s.head_dim and parameter.name.endswith("qkv.weight") else len(whole)
-    step = orthogonalised(whole.unflatten(0, (-1, rows))).flatten(0, 1)
-    w.mul_(1 - s.lr * s.weight_decay).add_(parameter.part(step), alpha=-s.lr * max(1, rows / whole.shape[1])**0.5)
-
-
-def newton_schulz_flops(p: tuple[int, ...]) -> float:
-    short, long = sorted(p)
-    return STEPS * (4 * short**2 * long + 2 * short**3)
-
-
-def newton_schulz_bytes(p: tuple[int, ...]) -> float:
-    """A matrix, its multiple, its product with the polynomial of its gram, and their sum."""
-    return 4 * (4 * math.prod(p) + min(p)**2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdafactorSettings(OptimizerSettings):
-    lr: float = 1e-2
-    decay: float = 0.8
-    eps: float = 1e-3       # least root mean square of a weight, by which its step is measured
-
-
-EPS = torch.finfo(torch.float32).eps
-
-
-def adafactor(w: Tensor, g: Tensor, slots: list[Tensor], s: AdafactorSettings, update: int, parameter: Parameter) -> None:
-    """Second moments of a matrix from those of its rows and columns (Shazeer & Stern 2018, arXiv:1804.04235)."""
-    row, column, v = slots
-    share, numbers = update**-s.decay, math.prod(parameter.shape)
-    if len(parameter.shape) == 2:
-        row.lerp_(parameter.gather(g.square().mean(1)), share)
-        column.lerp_(parameter.sum(g.square().sum(0)) / parameter.shape[0], share)
-        v = parameter.part(row)[:, None] * column / row.mean().clamp(min=EPS)
-    else:
-        v.lerp_(g.square(), share)
-        v = v.clone()
-    step = v.clamp_(min=EPS**2).rsqrt_().mul_(g)
-    length = (parameter.norm(step) / math.sqrt(numbers)).clamp(min=1.0)
-    rate = (parameter.norm(w) / math.sqrt(numbers)).clamp(min=s.eps) * min(s.lr, update**-0.5)
-    w.mul_(1 - s.lr * s.weight_decay).sub_(step.mul_(rate / length))
-
-
-def of_rows(p: tuple[int, ...]) -> tuple[int, ...]:
-    return p[:1] if len(p) == 2 else (0,)
-
-
-def of_columns(p: tuple[int, ...]) -> tuple[int, ...]:
-    return p[1:] if len(p) == 2 else (0,)
-
-
-def of_vectors(p: tuple[int, ...]) -> tuple[int, ...] | None:
-    return (0,) if len(p) == 2 else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleFreeSettings(OptimizerSettings):
-    beta1: float = 0.9      # of the average, in what is trained
-    beta2: float = 0.999
-    eps: float = 1e-8
-
-
-def schedule_free(y: Tensor, g: Tensor, slots: list[Tensor], s: ScheduleFreeSettings, update: int) -> None:
-    """Gradients are taken at y, between z, which moves, and x, the average of all z (Defazio et al. 2024, arXiv:2405.15682, as
-    schedulefree.AdamWScheduleFree)."""
-    z, v, total = slots
-    if update == 1:
-        z.copy_(y)
-    total.add_(s.lr**2)
-    share = s.lr**2 / total
-    v.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-    step = g / (v / (1 - s.beta2**update)).sqrt_().add_(s.eps)
-    step.add_(y, alpha=s.weight_decay)
-    y.lerp_(z, share).add_(step * (s.lr * (s.beta1 * (1 - share) - 1)))
-    z.sub_(step, alpha=s.lr)
-
-
-def average(y: Tensor, slots: list[Tensor], s: ScheduleFreeSettings) -> Tensor:
-    return y.lerp(slots[0], 1 - 1 / s.beta1)
+    weight, length = parameter.norm(w), parameter.norm(g)
+    local = torch.where(weight > 0, s.trust * weight / (length + s.weight_decay * weight), 1.0)
+    m.mul_(s.momentum).add_(g.add(w, alpha=s.weight_decay).mul_(local * s.lr))
+    w.sub_(m)
 
 
 OPTIMIZERS = {
-    "schedule-free": Optimizer(
-        why="an average in place of a schedule", settings=ScheduleFreeSettings(), temporary_bytes=8, implementation=HERE + "schedule_free",
-        evaluated=HERE + "average",
-        slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False), Slot(name="weight_sum", signed=False, shape=lambda p: (1,)))),
-    "lamb": Optimizer(why="a trust ratio", settings=LambSettings(), slots=optimizers.OPTIMIZERS["adamw"].slots, told=True,
-                      temporary_bytes=8, implementation=HERE + "lamb"),
-    "muon": Optimizer(why="orthogonal steps", settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),), told=True, gathers=True,
-                      temporary_bytes=4, whole_bytes=newton_schulz_bytes, flops=newton_schulz_flops, implementation=HERE + "muon"),
-    "adafactor": Optimizer(why="rows and columns", settings=AdafactorSettings(), told=True, temporary_bytes=8, implementation=HERE + "adafactor",
-                           slots=(Slot(name="row", signed=False, shape=of_rows), Slot(name="column", signed=False, shape=of_columns),
-                                  Slot(name="exp_avg_sq", signed=False, shape=of_vectors))),
+    "lars": Optimizer(why="a trust ratio", settings=LarsSettings(), slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
+                      implementation=HERE + "lars"),
 }
-BY_ADAMW = ("embed*:optimizer=adamw:lr_scale=0.05:beta2=0.99", "positions*:optimizer=adamw:lr_scale=0.05", "*norm*:optimizer=adamw:lr_scale=0.05",
-            "*.bias:optimizer=adamw:lr_scale=0.05")
 SAYS = {    # what a Config says of each
+    "lars": {"optimizer": "lars", "optimizer.lr": 1.0},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
-    "muon": {"optimizer": "muon", "optimizer.head_dim": 16, "optimizer.groups": BY_ADAMW},
+    "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},
+    "adam": {"optimizer": "adam", "optimizer.weight_decay": 0.01},
     "schedule-free": {"optimizer": "schedule-free", "optimizer.lr": 1e-2},
 }
+RULES = (*SAYS,)        # of this module and of the kit
 
 
 # ---- objectives

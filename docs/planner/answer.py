@@ -9,15 +9,16 @@ from shlex import join
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.predict.device import by_cost
 from lpkit.predict.evidence import STACKS
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE
+from lpkit.predict.plan import powers_of_two
 from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS, preset
-from lpkit.techniques.layouts import AXES, Layout, check, divisors, powers_of_two
+from lpkit.techniques.layouts import AXES, Layout, check, divisors
 from lpkit.techniques.machines import CATALOGUE
-from lpkit.techniques.memory import by_cost
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Count, Positive, PositiveOrZero, Text, checked
 

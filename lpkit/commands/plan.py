@@ -15,6 +15,7 @@ from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import text_table
+from lpkit.techniques.optimizers import OPTIMIZERS
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
@@ -36,8 +37,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", action="append", metavar="NAME",
                         help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's "
                         "setting; by default the config's; repeatable")
-    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by "
-                        "default the config's")
+    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
+                        f"by default the config's")
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
     parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")

@@ -11,6 +11,7 @@ from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
 from lpkit.predict.evidence import STACKS
 from lpkit.predict.units import between, duration, quantity
+from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "fits")
     parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-fp32-grads, bf16-pure "
                         "(weights in 16 bits); by default the config's")
-    parser.add_argument("--optimizer", help="adamw, lion, momentum, sgd: the state it keeps; by "
-                        "default the config's")
+    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
+                        f"by default the config's")
     parser.add_argument("--recompute", help="none, selective, block or core-attention; by default "
                         "the config's, or the first of the first three that fits")
     parser.add_argument("--measure", action="store_true", help="also run an update here, and put "

@@ -44,7 +44,7 @@ class Scratch:
 
     def mapped(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Room for a tensor, zeros. Raises ConfigError when the disk has none."""
-        nbytes = max(1, shape.numel() * dtype.itemsize)
+        nbytes = max(1, shape.numel()) * dtype.itemsize
         if self.segment is None or self.taken + nbytes > len(self.segment):
             size = max(nbytes, SEGMENT)
             with tempfile.TemporaryFile() as file:
@@ -52,7 +52,9 @@ class Scratch:
                 self.segment, self.taken = mmap.mmap(file.fileno(), size), 0
         pages, offset = self.segment, self.taken
         self.taken += _whole_pages(nbytes)
-        t = torch.frombuffer(pages, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+        numbers = shape.numel()     # a slot that a parameter does not need has none
+        t = torch.frombuffer(pages, dtype=dtype, count=max(1, numbers), offset=offset)
+        t = t[:numbers].view(shape)
         self.where_is[t.data_ptr()] = pages, offset, nbytes
         return t
 

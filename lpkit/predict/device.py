@@ -17,13 +17,14 @@ from lpkit.predict.activations import saved
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
+from lpkit.predict.updates import update_bytes
 from lpkit.techniques import layouts, optimizers
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.hardware import why_emulated
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import PARAM_DTYPE, recompute_of, rows_of
+from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, recompute_of, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 
@@ -224,9 +225,16 @@ class Device:
         self.resting = step.on.kind in step.techniques["optimizer_state"].leaves
         optimizer, moments = optimizers.find(step.optimizer), config.memory.moment_format.name
         self.weight_itemsize = PARAM_DTYPE[config.memory.param_dtype.name].param_bytes
-        self.updating_bytes = optimizer.update_bytes(moments, self.weight_itemsize)
+        self.updating_bytes = update_bytes(optimizer, moments, self.weight_itemsize)
         self.state_bytes = optimizer.state_bytes(moments) if self.resting else 0.0
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
+
+
+def by_cost() -> tuple[str, ...]:
+    """The rows of RECOMPUTE to try, the cheapest first: without a compiler, and beside a fused
+    attention, which keeps next to nothing."""
+    return tuple(name for name, row in RECOMPUTE.items()
+                 if not (row.needs_compile or row.attention_alone))
 
 
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,

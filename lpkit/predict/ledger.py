@@ -12,6 +12,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -20,11 +21,19 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.device import Step
 from lpkit.predict.messages import buckets
-from lpkit.predict.params import optimizer_work, parameter_count, shapes, trained_count
+from lpkit.predict.params import (
+    optimizer_settings,
+    optimizer_work,
+    parameter_count,
+    shapes,
+    trained_count,
+)
 from lpkit.predict.recipes import PRECISIONS, Precision
+from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.blocks import fused
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
@@ -119,7 +128,7 @@ class Memory:
 def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
                  optimizer: str = "adamw", moment_format: str = "float32", zero: int = 0,
                  devices: int = 1, trained: float = 1.0,
-                 work: optimizers.Work | None = None) -> tuple[Row, ...]:
+                 work: Work | None = None) -> tuple[Row, ...]:
     """Returns what outlives a step, for `count` parameters, of which the share `trained` is.
     `work`: of an optimizer whose state depends on the shapes of parameters.
 
@@ -141,12 +150,12 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
         return Row(name, dict.fromkeys(moments, itemsize * numbers / shards + whole * numbers),
                    f"{itemsize:g} bytes a parameter{sharded}: {why}", ZERO)
 
-    work = work or optimizers.Work(optimizers.find(optimizer).state_bytes(moment_format))
+    work = work or Work(optimizers.find(optimizer).state_bytes(moment_format))
 
     return (row("weights", p.weights, 3, MOMENTS, p.what),
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
             row("optimizer state", work.cut_bytes, 1, MOMENTS,
-                optimizers.describe_state(optimizer, moment_format), work.whole_bytes),
+                describe_state(optimizer, moment_format), work.whole_bytes),
             row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
 
 
@@ -457,12 +466,12 @@ def _message_bytes(m: ModelConfig, most: int, itemsize: int,
 def _update_bytes(d: Walk) -> float:
     """While the largest parameter is updated by itself; a fused step over all needs nothing. Of a
     state that rests elsewhere that of a parameter is fetched, and that of the next one."""
-    step, ops, optimizer = d.step, d.ops, d.step.config.optimizer
+    step, ops, config = d.step, d.ops, d.step.config
+    optimizer = optimizer_settings(config, step.optimizer)
     shards = d.tensor * (step.layout.state_ranks if step.layout.zero else 1)
-    if optimizer.name == step.optimizer and not optimizers.elementwise(optimizer):
-        return optimizers.whole_update_bytes(shapes(d.m), optimizer,
-                                             step.config.memory.moment_format.name,
-                                             d.weight_itemsize, shards)
+    if not elementwise(optimizer):
+        return whole_update_bytes(shapes(d.m), optimizer, config.memory.moment_format.name,
+                                  d.weight_itemsize, shards, partial(fused, d.m))
     weights, fetched = [op.weights for op in ops.linears if op.trained], 0
     if d.state_bytes:
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]

@@ -3,9 +3,10 @@
 import functools
 
 from lpkit.config import Config, ModelConfig
-from lpkit.techniques.blocks import Operations, operations
+from lpkit.predict.updates import Work, elementwise, work
+from lpkit.techniques.blocks import Operations, fused, operations
 from lpkit.techniques.operation import MicroBatch
-from lpkit.techniques.optimizers import OPTIMIZERS, Work, elementwise, work
+from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
 from lpkit.techniques.row import chosen
 
 
@@ -53,15 +54,21 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSettings:
+    """Returns those of the optimizer `asked`, its own where it is not the config's."""
+    if asked in (None, config.optimizer.name):
+        return config.optimizer
+    return chosen(OPTIMIZERS, asked)
+
+
 def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
-    """Returns the work of the optimizer `asked`, with its own settings where it is not the
-    config's; None for one whose work is the same for every number."""
-    settings = config.optimizer
-    if asked not in (None, settings.name):
-        settings = chosen(OPTIMIZERS, asked)
+    """Returns the work of the optimizer `asked`; None for one whose work is the same for every
+    number."""
+    settings = optimizer_settings(config, asked)
     if elementwise(settings):
         return None
-    return work(shapes(config.model), settings, config.memory.moment_format.name)
+    return work(shapes(config.model), settings, config.memory.moment_format.name,
+                functools.partial(fused, config.model))
 
 
 def nonzero_count(model: ModelConfig) -> int:

@@ -25,6 +25,7 @@ from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
 from lpkit.predict.casts import as_run
+from lpkit.predict.device import by_cost
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
@@ -40,12 +41,10 @@ from lpkit.techniques.layouts import (
     Layout,
     check,
     divisors,
-    powers_of_two,
     stages_fit,
     untrained,
 )
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import by_cost
 from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
@@ -375,6 +374,11 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
             found.search(precision, count)
     found.rank("soonest" if budget or devices else "cheapest")
     return found
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """Returns powers of two from `first` (one of them) to at most `last`."""
+    return [first << i for i in range((last // first).bit_length())]
 
 
 def largest_model(machine: "str | Machine", devices: int = 1, *, precision: str = "bf16",

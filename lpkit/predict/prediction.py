@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig
+from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import nonzero_count, parameter_count, parameters
@@ -15,7 +16,6 @@ from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import by_cost
 from lpkit.values import Count, PositiveOrZero, Text, checked
 
 SOURCES = (

@@ -40,14 +40,15 @@ from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import optimizer_work, parameter_count, parameters, trained_count
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
+from lpkit.predict.updates import Work, moved_bytes
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import Layout, check, layers_of_stage
+from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute, recompute_of
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
-from lpkit.techniques.optimizers import Work, find
+from lpkit.techniques.optimizers import find
 from lpkit.techniques.row import Settings
 from lpkit.values import between
 
@@ -215,8 +216,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         recipe, emulated = as_run(config, precision, on)
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     if efficiency.flat is None:
-        moved = find(optimizer or config.optimizer.name).moved_bytes(
-            config.memory.moment_format.name)
+        moved = moved_bytes(find(optimizer or config.optimizer.name),
+                            config.memory.moment_format.name)
         gathered = gathered_itemsizes(config, layout, precision)
         updating = optimizer_work(config, optimizer)
         if updating:
@@ -258,6 +259,15 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
         rows.append(TimeRow(name="recomputation", phases={"backward": again}, formula=formula,
                             source=CHECKPOINTS))
     return rows
+
+
+def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
+    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
+    the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
+    https://arxiv.org/abs/2407.21783, section 3.3.2)."""
+    if layers % stages == 0:
+        return layers // stages, False
+    return (layers + 2) // stages, True
 
 
 class _Rank:

@@ -7,6 +7,7 @@ is one more row here, and a module that its row names; nothing else changes.
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lpkit.techniques.attention_backends import attention
 from lpkit.techniques.operation import (
@@ -110,6 +111,13 @@ BLOCKS: dict[str, Kind] = {
                      "results are added", implementation="lpkit.nn.transformer:Block",
                      source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
 }
+
+
+def fused(m: Any, name: str) -> tuple[int, ...]:
+    """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
+    queries = m.H // m.G * m.E
+    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
+    return next((rows for end, rows in of.items() if name.endswith(end)), ())
 
 
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`

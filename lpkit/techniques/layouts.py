@@ -298,15 +298,6 @@ def refuse_untrainable(config: "Config") -> None:
     raise ConfigError(f"{why}; set {words}{other}")
 
 
-def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
-    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
-    the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
-    https://arxiv.org/abs/2407.21783, section 3.3.2)."""
-    if layers % stages == 0:
-        return layers // stages, False
-    return (layers + 2) // stages, True
-
-
 def stages_fit(layers: int, stages: int, chunks: int) -> bool:
     """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
     return (layers % (stages * chunks) == 0
@@ -347,8 +338,3 @@ def divisors(count: int) -> list[int]:
     """Returns the divisors of count in ascending order."""
     small = [n for n in range(1, int(count**0.5) + 1) if count % n == 0]
     return sorted({*small, *(count // n for n in small)})
-
-
-def powers_of_two(first: int, last: int) -> list[int]:
-    """Returns powers of two from `first` (one of them) to at most `last`."""
-    return [first << i for i in range((last // first).bit_length())]

@@ -262,13 +262,6 @@ def recompute_of(config: Any, asked: Settings | str | None = None) -> tuple[Reco
     return RECOMPUTE[settings.name], settings
 
 
-def by_cost() -> tuple[str, ...]:
-    """The rows of RECOMPUTE to try, the cheapest first: without a compiler, and beside a fused
-    attention, which keeps next to nothing."""
-    return tuple(name for name, row in RECOMPUTE.items()
-                 if not (row.needs_compile or row.attention_alone))
-
-
 def rows_of(config: Any) -> dict[str, Technique]:
     """The row that each field of `config.memory` names."""
     return {key: table[getattr(config.memory, key).name]

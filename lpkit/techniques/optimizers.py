@@ -5,21 +5,22 @@ slot (a moment) costs depends on its shape and on the format in which it is stor
 and both are rows here: bytes of state and of traffic follow from them. `lpkit.optim.stepper` runs
 any rule in any format.
 
-Weight decay is decoupled for every rule, and no part of the gradient: w <- w (1 - lr weight_decay)
-(Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+Weight decay is decoupled, and no part of the gradient: w <- w (1 - lr weight_decay) (Loshchilov &
+Hutter 2019, https://arxiv.org/abs/1711.05101). LAMB's is part of the step
+that it scales, and Adam's of the gradient.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import Positive, PositiveOrZero, Rate, at_least_zero
+from lpkit.values import InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
+NEWTON_SCHULZ = 5       # Muon's steps
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 Shape = tuple[int, ...]
@@ -56,10 +57,30 @@ class AdamWSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScheduleFreeSettings(AdamWSettings):
+    beta1: InnerShare = 0.9     # of the average, in the weights that are trained
+    beta2: Rate = 0.999
+
+
+@dataclass(frozen=True, kw_only=True)
 class LionSettings(OptimizerSettings):
     lr: Positive = 1e-4     # every coordinate moves by lr, so a third to a tenth of AdamW's
     beta1: Rate = 0.9       # of the direction
     beta2: Rate = 0.99      # of the momentum
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSettings(OptimizerSettings):
+    lr: Positive = 0.02     # of a step whose singular values are near 1
+    weight_decay: PositiveOrZero = 0.01
+    momentum: Rate = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdafactorSettings(OptimizerSettings):
+    lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
+    least: Positive = 1e-3
+    decay: Share = 0.8      # a gradient's share in second moments is update^-decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +118,8 @@ class Optimizer(Row):
     A rule that reads more than one number at a time is `told`: its sixth argument is the
     `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
     shape p it holds `whole_bytes(p)` for a while and multiplies matrices with `flops(p)`, on every
-    rank that has some of it; `gathers`: it asks for whole gradients.
+    rank that has some of it; `gathers`: it asks for whole gradients. `matrices`: it updates those
+    alone, and matrices that are fused in p one by one. `groups` come before those of the settings.
 
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
@@ -118,6 +140,8 @@ class Optimizer(Row):
     evaluated: str = ""
     told: bool = False
     gathers: bool = False
+    matrices: bool = False
+    groups: tuple[str, ...] = ()
     whole_bytes: Callable[[Shape], float] = lambda p: 0.0
     flops: Callable[[Shape], float] = lambda p: 0.0
 
@@ -133,28 +157,14 @@ class Optimizer(Row):
         cut = math.prod(p) * shapes.count(None)
         return cut, sum(math.prod(shape) for shape in shapes if shape is not None)
 
+    @property
+    def slots_per_number(self) -> float:
+        """Of a large matrix."""
+        return sum(self.state_numbers((4096, 4096))) / 4096**2
+
     def state_bytes(self, moment_format: str = "float32") -> float:
         """Per parameter, between updates."""
-        return len(self.slots) * find_format(moment_format).bytes
-
-    def moved_bytes(self, moment_format: str = "float32", weight_bytes: int = FLOAT32) -> float:
-        """Per parameter: reads weight, gradient and slots, writes weight and slots."""
-        return 3 * weight_bytes + 2 * self.state_bytes(moment_format)
-
-    def update_bytes(self, moment_format: str = "float32", weight_bytes: int = FLOAT32) -> float:
-        """Temporary, per number of the largest parameter, where it is updated by itself.
-
-        The slots are decoded; then come, one after the other, the rule, the encoding and, for a
-        weight of 16 bits, the noise and the result of its rounding.
-        """
-        stored = find_format(moment_format)
-        decoded = FLOAT32 * len(self.slots) if stored.encoding_bytes else 0
-        encoding = stored.encoding_bytes if self.slots else 0
-        if weight_bytes == FLOAT32:
-            return decoded + max(self.temporary_bytes, encoding)
-        rule = FLOAT32 + self.temporary_bytes       # the gradient in float32
-        rounding = FLOAT32 + BF16
-        return FLOAT32 + decoded + max(rule, encoding, rounding)
+        return self.slots_per_number * find_format(moment_format).bytes
 
 
 MOMENT_FORMATS = {
@@ -169,13 +179,37 @@ MOMENT_FORMATS = {
         implementation="lpkit.optim.moments:BlockwiseInt8"),
 }
 
+MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
+
+BY_ADAMW = tuple(f"{pattern}:optimizer=adamw:lr_scale=0.05" for pattern in (
+    "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
+
 OPTIMIZERS = {
+    "adafactor": Optimizer(
+        why="Adam's step, by sums over rows and columns of a matrix's squares",
+        source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), told=True,
+        slots=tuple(Slot(name=name, signed=False, shape=shape) for name, shape in (
+            ("rows", lambda p: p[:1] if len(p) == 2 else (0,)),
+            ("columns", lambda p: p[1:] if len(p) == 2 else (0,)),
+            ("exp_avg_sq", lambda p: (0,) if len(p) == 2 else None))),
+        temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.adafactor:adafactor"),
+    "adam": Optimizer(
+        why="AdamW, with the weight decay in the gradient",
+        source="Kingma & Ba 2015, arXiv:1412.6980", slots=MOMENTS,
+        settings=AdamWSettings(weight_decay=0.0, beta2=0.999),
+        implementation="lpkit.optim.adam:adam", kernel="lpkit.optim.adam:adam_kernel",
+        fused="lpkit.optim.adam:adam_fused"),
     "adamw": Optimizer(
         why="the mean of gradients over the root of their mean square",
         source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
-        slots=(Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False)),
+        slots=MOMENTS,
         implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
         fused="lpkit.optim.rules:adamw_fused", one_pass="lpkit.optim.one_pass:chosen"),
+    "lamb": Optimizer(
+        why="AdamW's step, made as long as lr times the norm of its parameter",
+        source="You et al. 2019, arXiv:1904.00962, algorithm 2",
+        settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
+        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -186,6 +220,22 @@ OPTIMIZERS = {
         source="Sutskever et al. 2013, https://proceedings.mlr.press/v28/sutskever13.html",
         settings=MomentumSettings(), slots=(Slot(name="momentum_buffer"),),
         implementation="lpkit.optim.rules:momentum"),
+    "muon": Optimizer(
+        why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
+        source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
+        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),), groups=BY_ADAMW,
+        told=True, gathers=True, matrices=True, temporary_bytes=FLOAT32,
+        whole_bytes=lambda p: FLOAT32 * (2 * math.prod(p) + min(p)**2),
+        # a step multiplies for the gram, its square, and that polynomial with the matrix
+        flops=lambda p: NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3),
+        implementation="lpkit.optim.muon:muon"),
+    "schedule-free": Optimizer(
+        why="AdamW, and the average of its weights in place of a falling learning rate",
+        source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
+        slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False),
+               Slot(name="weight_sum", signed=False, shape=lambda p: (1,))),
+        temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.schedule_free:average",
+        implementation="lpkit.optim.schedule_free:schedule_free"),
     "sgd": Optimizer(
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
@@ -199,13 +249,6 @@ def find(name: str) -> Optimizer:
 
 def find_format(name: str) -> MomentFormat:
     return pick(MOMENT_FORMATS, name, "memory.moment_format")
-
-
-def describe_state(name: str, moment_format: str = "float32") -> str:
-    """'two float32 moments'."""
-    count, numbers = len(find(name).slots), find_format(moment_format).numbers
-    words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
-    return words.get(count, f"{count} {numbers} moments")
 
 
 # Groups of parameters by name.
@@ -244,6 +287,10 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
     return pattern, values, replace(chosen(OPTIMIZERS, name), **own)
 
 
+def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSettings | None]]:
+    return [_parsed(group) for group in (*find(settings.name).groups, *settings.groups)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
     """Parameters that share a rule, a learning rate and a weight decay. `settings`: of the rule."""
@@ -260,8 +307,8 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
     The first two are always there, empty or not, so that the first one has the run's lr.
     Raises ConfigError for a pattern that matches no name.
     """
-    special = [_parsed(group) for group in settings.groups]
-    for pattern, *_ in special:
+    special = _groups(settings)
+    for pattern, *_ in special[len(find(settings.name).groups):]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"optimizer.groups: no parameter is called {shown(pattern)}; "
                               f"{nearest(pattern, names)}")
@@ -285,7 +332,7 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
 def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
     """The settings of the rule that updates each parameter, by its name."""
     found = dict.fromkeys(names, settings)
-    for pattern, _, own in map(_parsed, settings.groups):
+    for pattern, _, own in _groups(settings):
         if own:
             found |= {name: own for name in found if fnmatchcase(name, pattern)}
     return found
@@ -293,44 +340,4 @@ def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, Opt
 
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
     """The settings of every rule, that of `settings` first."""
-    return (settings, *(own for _, _, own in map(_parsed, settings.groups) if own))
-
-
-def elementwise(settings: OptimizerSettings) -> bool:
-    """True if one rule updates all parameters, number by number: then shapes do not matter."""
-    return len(rules(settings)) == 1 and find(settings.name).elementwise
-
-
-class Work(NamedTuple):
-    """The bytes and FLOPs of an optimizer, on average for a parameter of the model. A rank has its
-    part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
-    parameters."""
-
-    cut_bytes: float
-    whole_bytes: float = 0.0
-    gathered: float = 0.0
-    flops: float = 0.0
-
-
-def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
-         moment_format: str = "float32") -> Work:
-    """Returns the work of a model whose parameters have these `shapes`, by name."""
-    each, found = find_format(moment_format).bytes, []
-    for name, rule in rules_of(shapes, settings).items():
-        row, p = find(rule.name), shapes[name]
-        cut, whole = row.state_numbers(p)
-        found.append((each * cut, each * whole, row.gathers * math.prod(p), row.flops(p)))
-    count = sum(map(math.prod, shapes.values()))
-    return Work(*(sum(of) / count for of in zip(*found)))
-
-
-def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
-                       moment_format: str = "float32", weight_bytes: int = FLOAT32,
-                       shards: int = 1) -> float:
-    """Temporary, while one parameter is updated by itself: the most of all."""
-    most = 0.0
-    for name, rule in rules_of(shapes, settings).items():
-        row, p = find(rule.name), shapes[name]
-        each = row.update_bytes(moment_format, weight_bytes)
-        most = max(most, each * math.prod(p) / shards + row.whole_bytes(p))
-    return most
+    return (settings, *(own for _, _, own in _groups(settings) if own))

@@ -37,6 +37,7 @@ from lpkit.parallel.sharding import Sharding, local, sharding
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
+from lpkit.techniques.blocks import fused
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
@@ -157,7 +158,8 @@ class Training:
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
-                                  told=shards.told)
+                                  told=lambda name: replace(
+                                      shards.told(name), fused=fused(config.model, name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}

@@ -1,0 +1,48 @@
+"""Muon: every direction of a matrix moves as far (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon; the numbers are those of
+https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py).
+"""
+
+import torch
+from torch import Tensor
+
+from lpkit.contracts import Parameter
+from lpkit.errors import ConfigError
+from lpkit.optim.rules import Slots
+from lpkit.techniques.optimizers import NEWTON_SCHULZ, MuonSettings
+
+A, B, C = 3.4445, -4.7750, 2.0315       # of x, x^3 and x^5 of a singular value x
+LEAST = 1e-7                            # norm of a matrix
+
+
+def orthogonalised(x: Tensor) -> Tensor:
+    """(m, n), overwritten -> (m, n) with its singular vectors, and their values near 1: all but the
+    smallest between 0.7 and 1.2."""
+    if x.shape[0] > x.shape[1]:
+        return orthogonalised(x.mT).mT
+    x.div_(x.norm().clamp(min=LEAST))
+    for _ in range(NEWTON_SCHULZ):
+        gram = x @ x.mT
+        gram = torch.addmm(gram, gram, gram, beta=B, alpha=C)
+        x = torch.addmm(x, gram, x, beta=A)
+    return x
+
+
+def muon(w: Tensor, g: Tensor, slots: Slots, settings: MuonSettings, update: int,
+         parameter: Parameter) -> None:
+    """Nesterov's momentum, orthogonalised: q, k and v, and a gate and what it gates, each by
+    itself. A matrix with more rows than columns moves by the root of their ratio more."""
+    if len(parameter.shape) != 2:
+        raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
+                          f"the shape {parameter.shape}; give it another rule, after the other "
+                          f"ones of optimizer.groups: "
+                          f"{parameter.name}:optimizer=adamw:lr_scale=0.05")
+    (m,) = slots
+    m.lerp_(g, 1 - settings.momentum)
+    whole = parameter.gather(g.lerp(m, settings.momentum))
+    fused, columns = parameter.fused or parameter.shape[:1], parameter.shape[1]
+    for part in whole.unflatten(0, (-1, sum(fused))).split(fused, dim=1):
+        step = orthogonalised(part.flatten(0, 1)).reshape(part.shape)
+        part.copy_(step).mul_(max(1, part.shape[0] * part.shape[1] / columns)**0.5)
+    w.mul_(1 - settings.lr * settings.weight_decay)
+    w.add_(parameter.part(whole), alpha=-settings.lr)

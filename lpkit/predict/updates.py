@@ -1,0 +1,114 @@
+"""What an optimizer's update costs a model: bytes of state, FLOPs and temporary bytes, from its rows
+and the shapes of parameters."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from lpkit.errors import ConfigError
+from lpkit.techniques.optimizers import (
+    BF16,
+    FLOAT32,
+    Optimizer,
+    OptimizerSettings,
+    Shape,
+    find,
+    find_format,
+    rules,
+    rules_of,
+)
+
+
+def describe_state(name: str, moment_format: str = "float32") -> str:
+    """'two float32 moments'."""
+    row, numbers = find(name), find_format(moment_format).numbers
+    words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
+    if row.slots and row.slots_per_number < 1:
+        return f"{numbers} moments of rows and of columns, and of each number of a vector"
+    found = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
+    return f"{found}, and those of other rules by name" if row.groups else found
+
+
+def elementwise(settings: OptimizerSettings) -> bool:
+    """True if one rule updates all parameters, number by number: then shapes do not matter."""
+    return len(rules(settings)) == 1 and find(settings.name).elementwise
+
+
+def moved_bytes(row: Optimizer, moment_format: str = "float32") -> float:
+    """Per parameter: reads weight, gradient and slots, writes weight and slots."""
+    return 3 * FLOAT32 + 2 * row.state_bytes(moment_format)
+
+
+def update_bytes(row: Optimizer, moment_format: str = "float32",
+                 weight_bytes: int = FLOAT32, whole: float = 0.0) -> float:
+    """Temporary, per number of the largest parameter, where it is updated by itself. `whole`: what
+    the rule holds of whole parameters.
+
+    The slots are decoded; then come, one after the other, the rule, the encoding and, for a weight
+    of 16 bits, the noise and the result of its rounding.
+    """
+    stored = find_format(moment_format)
+    decoded = FLOAT32 * row.slots_per_number if stored.encoding_bytes else 0
+    encoding = stored.encoding_bytes * min(1.0, row.slots_per_number)
+    working = row.temporary_bytes + whole
+    if weight_bytes == FLOAT32:
+        return decoded + max(working, encoding)
+    rule = FLOAT32 + working        # the gradient in float32
+    rounding = FLOAT32 + BF16
+    return FLOAT32 + decoded + max(rule, encoding, rounding)
+
+
+Fused = Callable[[str], tuple[int, ...]]    # of a parameter's name, as `techniques.blocks.fused`
+
+
+def _alone(name: str) -> tuple[int, ...]:
+    return ()
+
+
+def matrices(p: Shape, fused: tuple[int, ...] = ()) -> list[Shape]:
+    """The shapes of the matrices that a parameter of shape p is, rows of each by `fused`."""
+    return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused] or [p]
+
+
+class Work(NamedTuple):
+    """The bytes and FLOPs of an optimizer, on average for a parameter of the model. A rank has its
+    part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
+    parameters."""
+
+    cut_bytes: float
+    whole_bytes: float = 0.0
+    gathered: float = 0.0
+    flops: float = 0.0
+
+
+def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
+         moment_format: str = "float32", fused: Fused = _alone) -> Work:
+    """Returns the work of a model whose parameters have these `shapes`, by name. Raises ConfigError
+    for a parameter that its rule cannot update."""
+    each, found = find_format(moment_format).bytes, []
+    for name, rule in rules_of(shapes, settings).items():
+        row, p = find(rule.name), shapes[name]
+        if row.matrices and len(p) != 2:
+            raise ConfigError(f"optimizer={rule.name} updates matrices, and {name} has the shape "
+                              f"{p}; give it another rule, after the other ones of "
+                              f"optimizer.groups: {name}:optimizer=adamw:lr_scale=0.05")
+        cut, whole = row.state_numbers(p)
+        flops = sum(map(row.flops, matrices(p, fused(name))))
+        found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
+    count = sum(map(math.prod, shapes.values()))
+    return Work(*(sum(of) / count for of in zip(*found)))
+
+
+def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
+                       moment_format: str = "float32", weight_bytes: int = FLOAT32,
+                       shards: int = 1, fused: Fused = _alone) -> float:
+    """Temporary, while one parameter is updated by itself: the most of all. A rank with rows of it
+    gathers them into a copy."""
+    most = 0.0
+    for name, rule in rules_of(shapes, settings).items():
+        row, p = find(rule.name), shapes[name]
+        whole, mine = max(map(row.whole_bytes, matrices(p, fused(name)))), math.prod(p) / shards
+        if row.gathers and shards > 1:
+            whole += FLOAT32 * (math.prod(p) + mine)
+        most = max(most, mine * update_bytes(row, moment_format, weight_bytes, whole / mine))
+    return most
