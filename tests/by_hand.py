@@ -165,9 +165,9 @@ class Reader:
     # 09, and casts of 06
 
     @printed("rent-formula-0",
-             r"t_{\text{product}} = \max\left( \max\left( \frac{2 M N K}{P}, \; \frac{2 (M K + K N)}{Q} \right) + \frac{2 M N}{Q}, \; k \right)")
+             r"t_{\text{product}} = \max\left( \max\left( \frac{2 M N K}{P}, \; \frac{2 (M K + K N)}{Q} \right) + \frac{2 M N}{Q} + t_0, \; k \right)")
     def product(self, M: int, N: int, K: int, peak: float, itemsize: int = 2) -> float:
-        return max(max(2 * M * N * K / peak, itemsize * (M * K + K * N) / self.Q) + 2 * M * N / self.Q, self.k)
+        return max(max(2 * M * N * K / peak, itemsize * (M * K + K * N) / self.Q) + 2 * M * N / self.Q + self.start, self.k)
 
     @printed("rent-formula-0", "`(M, N, K)`, `(M, K, N)` and `(N, K, M)`, with `M = B T`")
     def three(self, K: int, N: int, peak: float, itemsize: int = 2) -> list[float]:
@@ -204,9 +204,9 @@ class Reader:
     def seconds(self, *, fp8: bool) -> float:
         q = self.q
         shares = self.tables["rent-formula-1"].column(0, q["machine"])
-        peak, self.fp8_share, attention, bandwidth, fused, kernel = map(float, shares.values())
+        peak, self.fp8_share, attention, bandwidth, fused, start, kernel = map(float, shares.values())
         peak *= q["bf16_flops"]
-        self.Q, self.k = bandwidth * q["bytes_per_second"], kernel / 1e6
+        self.Q, self.start, self.k = bandwidth * q["bytes_per_second"], start / 1e6, kernel / 1e6
         forward = backward = 0.0
         for K, N in self.linears.values():
             y, dx, dw = [self.fp8_linear(K, N) / 3] * 3 if fp8 else self.three(K, N, peak)

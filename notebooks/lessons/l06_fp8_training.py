@@ -424,7 +424,8 @@ def casts_table(model: ModelConfig) -> str:
             continue
         made, dy = on_hardware(name, recipe, model), recipe.dx[0]
         x, w = made.casts["y"]
-        both = [tensor for tensor, operand in (("x", x), ("w", w)) if operand.transposes]
+        both = [tensor for tensor, operand in (("x", x), ("w", w))
+                if operand.transposes or made.one_read(operand)]
         rows.append((name, recipe.y[0].format, dy.format, _block(x.block), _block(w.block),
                      f"{scale_bytes(x):g}", " and ".join(both).replace("x", "x, dy") or "none",
                      f"{made.product_share:g}"))
