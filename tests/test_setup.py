@@ -215,6 +215,8 @@ def test_every_command_of_an_installed_wheel_runs(installed):
     assert lpkit("doctor")["probes"]
     assert lpkit("train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run")["status"] == "complete"
     assert lpkit("warm cpu-3m global_batch=4")["chosen"]
+    assert lpkit("measure cpu-3m global_batch=4 grad_accum_steps=1 --save mine.yaml")["saved"] == "mine.yaml"
+    assert lpkit("predict cpu-3m --machine mine.yaml")["assumptions"]["factor"] != 1
     assert lpkit("sample run --tokens 4")["texts"]
     assert Path(installed.folder, lpkit("export run --out weights")["out"], "model.safetensors").is_file()
     assert lpkit("data prepare python-stdlib --out corpus")["splits"].keys() == {"train", "val"}
