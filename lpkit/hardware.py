@@ -291,14 +291,17 @@ def squares(dtype: str, device: torch.device, *,
     def of(way: Callable, n: int) -> Callable[[], object]:
         return way((n, n), (n, n), dtype, device)
 
-    own = functools.partial(product, fast=fast)
     if device.type == "cuda":
-        return {n: of(own, n) for n in (4096, 8192)}
-    ways = [own, widened] if dtype == "bf16" else [own]
+        return {n: of(functools.partial(product, fast=fast), n) for n in (4096, 8192)}
+    ways = ways_of(dtype, device)
     tried = interleaved_seconds([of(way, PROBE) for way in ways], rounds=9, within_seconds=0.1)
     seconds, way = min(zip(map(min, tried), ways), key=operator.itemgetter(0))
     sizes = [n for n in (1024, 2048) if seconds * (n / PROBE)**3 < SLOW_SECONDS] or [PROBE]
     return {n: of(way, n) for n in sizes}
+
+
+def ways_of(dtype: str, device: torch.device) -> list[Callable]:
+    return [product, widened] if dtype == "bf16" and device.type != "cuda" else [product]
 
 
 def widened(left: tuple[int, ...], right: tuple[int, ...], dtype: str,

@@ -93,11 +93,11 @@ class Claim(Checked):
 
     @property
     def level(self) -> float:
-        """Of the last look, which must see the effect without the others."""
+        """Returns that of the last look, which must see the effect without the others."""
         return referee.levels(self.looks, len(self.arms) - 1)[-1]
 
     def config(self, arm: str, point: Mapping[str, Any] | None = None) -> Config:
-        """An arm with its budget, with seed 0; on one thread, since more add up in other orders."""
+        """Makes an arm with its budget, with seed 0; on one thread: more add in other orders."""
         config = resolve(self.base).replace(self.settings).replace(self.arms[arm] | (point or {}))
         config = config.replace({"seed": 0, "system.threads": config.system.threads or 1})
         kind = next(iter(self.budget), "")
@@ -113,18 +113,18 @@ class Claim(Checked):
         return config.replace({"steps": int(flops / each)})
 
     def grid(self, arm: str) -> list[tuple[dict[str, Any], Config]]:
-        """Every point of the tuning grid, as the config has it, and the arm there."""
+        """Returns each point of the tuning grid, as the config has it, and the arm there."""
         configs = [self.config(arm, dict(zip(self.tuning, one)))
                    for one in itertools.product(*self.tuning.values())]
         return [({key: flat(one)[key] for key in self.tuning}, one) for one in configs]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
-        """The gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are
+        """Returns the gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are
         taken to share nothing."""
         return referee.visible(n, math.sqrt(2) * sigma, self.level, pilot_df)
 
     def seeds_to_see(self, sigma: float, pilot_df: int | None = None) -> int:
-        """The seeds an arm that see the effect. Raises ConfigError where the budget has fewer."""
+        """Returns the seeds an arm that see it. Raises ConfigError where the budget has fewer."""
         n = referee.needed(self.effect, math.sqrt(2) * sigma, self.level, pilot_df)
         if n > self.seeds:
             raise ConfigError(
@@ -139,14 +139,14 @@ def _below(key: str, declared: list[str]) -> bool:
 
 
 def _text(config: Config) -> tuple:
-    """What decides the text of an evaluation."""
+    """Returns what decides the text of an evaluation."""
     piece = config.global_batch // config.grad_accum_steps
     return (config.data.source, config.data.tokenizer, config.data.val_fraction,
             config.model.context, config.eval_batches * piece)
 
 
 def read(path: Path) -> Claim:
-    """The claim in a YAML file. Raises ConfigError before anything runs."""
+    """Reads the claim in a YAML file. Raises ConfigError before anything runs."""
     values, known = read_yaml(path), {f.name: f for f in fields(Claim)}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")

@@ -36,12 +36,12 @@ def t_cdf(t: float, df: int) -> float:
 
 @functools.cache
 def t_quantile(p: float, df: int) -> float:
-    """The inverse of `t_cdf` for p from 0.5 to 1, to 1e-12 of its value."""
+    """Inverts `t_cdf` for p from 0.5 to 1, to 1e-12 of its value."""
     return _least(lambda t: t_cdf(t, df) >= p, 0.0, 1.0, 1e-12)
 
 
 def _least(holds: Callable[[float], bool], low: float, high: float, share: float) -> float:
-    """The least value above `low` that holds, as all above it do, to a share of itself."""
+    """Returns the least value above `low` that holds, as all above it do, to a share of itself."""
     while not holds(high):
         low, high = high, 2 * high
     while high - low > share * high:
@@ -51,14 +51,14 @@ def _least(holds: Callable[[float], bool], low: float, high: float, share: float
 
 
 def levels(looks: int, comparisons: int = 1) -> list[float]:
-    """The error that each look of one comparison may spend: ALPHA / comparisons in all."""
+    """Returns the error that each look of one comparison may spend: ALPHA / comparisons in all."""
     z = NORMAL.inv_cdf(1 - ALPHA / 2)
     spent = [0.0, *(2 - 2 * NORMAL.cdf(z * math.sqrt(looks / k)) for k in range(1, looks)), ALPHA]
     return [(now - before) / comparisons for before, now in itertools.pairwise(spent)]
 
 
 def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
-    """The gain, a share of the loss, that n pairs find POWER of the time at `level`.
+    """Returns the gain, a share of the loss, that n pairs find POWER of the time at `level`.
 
     sd: of a pair's log gain, known (None) or from a pilot of sd_df degrees of freedom
 
@@ -76,12 +76,12 @@ def visible(n: int, sd: float, level: float, sd_df: int | None = None) -> float:
 
 
 def _mean_sigma(df: int) -> float:
-    """The mean of a sample's sigma over the true one; the mean of its square is 1."""
+    """Returns the mean of a sample's sigma over the true one; the mean of its square is 1."""
     return math.sqrt(2 / df) * math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2))
 
 
 def needed(effect: float, sd: float, level: float, sd_df: int | None = None) -> int:
-    """The fewest pairs that see `effect`; MOST where none do."""
+    """Returns the fewest pairs that see `effect`; MOST where none do."""
     def seen(n: float) -> bool:
         return n > MOST - 1 or visible(math.ceil(n), sd, level, sd_df) <= effect
 
@@ -105,7 +105,7 @@ class Verdict:
 
 
 def look(first: Losses, other: Losses, level: float) -> Verdict:
-    """The losses of both arms by seed, held to `level`."""
+    """Judges the losses of both arms by seed, held to `level`."""
     gains = [math.log(a / b) for a, b in zip(first, other, strict=True)]
     mean, sd, n = statistics.fmean(gains), statistics.stdev(gains), len(gains)
     error = sd / math.sqrt(n)

@@ -29,7 +29,7 @@ LOOK_SECONDS = 0.1
 
 @functools.cache
 def code() -> str:
-    """The SHA-256 of the code, the libraries' versions and the processor."""
+    """Returns the SHA-256 of the code, the libraries' versions and the processor."""
     found = hashlib.sha256(repr([cpu_name(), versions(("torch", "triton", "numpy"))]).encode())
     for room in NUMBERS:
         for path in sorted([PACKAGE / room, *(PACKAGE / room).rglob("*")]):
@@ -54,7 +54,7 @@ def name_of(config: Config) -> str:
 def finished(configs: list[Config], out: Path, children: processes.Children,
              at_once: int | None = None, say: Callable[[str], None] = lambda line: None
              ) -> list[dict[str, Any]]:
-    """The records of `configs`, in order; what the folder `out` lacks is run. Raises RunFailedError
+    """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
     for a run that could not go on, OSError; KeyboardInterrupt when `children` were told to end."""
     names = [name_of(config) for config in configs]
     due = {name: config for name, config in zip(names, configs)
@@ -95,7 +95,7 @@ def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_
 
 
 def work(folder: str) -> None:
-    """The process of a worker: its runs, one after the other."""
+    """Makes the runs of a worker, one after the other."""
     from lpkit.training.background import train
     from lpkit.training.runs import Run
 

@@ -34,7 +34,7 @@ class Settling:
         return found
 
     def settle(self, null: bool) -> dict[str, Any]:
-        """What the command prints. `null`: the first arm against itself, with other seeds. Raises
+        """Returns what the command prints. `null`: the first arm against itself, with other seeds. Raises
         ConfigError where the budget cannot see the effect, RunFailedError for an arm that
         diverges."""
         claim, (first, *others) = self.claim, self.claim.arms
@@ -71,7 +71,7 @@ class Settling:
         return sigma, n
 
     def _tune(self, arms: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The best point of each arm's grid, by seeds that are not compared; what that cost."""
+        """Finds the best point of each arm's grid, by seeds that are not compared; and its cost."""
         grids = {arm: self.claim.grid(arm) for arm in arms}
         seeds = range(TUNING_SEED, TUNING_SEED + self.claim.tuning_seeds)
         runs = self.run("tuning", [config.replace({"seed": seed}) for grid in grids.values()
@@ -117,7 +117,7 @@ class Settling:
         return found | {"sentence": sentence(claim, found, tuning_runs)}
 
     def _at_equal_seconds(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
-        """Whether the better arm stays so in the seconds of the other's steps, with a schedule that
+        """Asks whether the better arm stays so in the other's seconds, with a schedule that
         ends there. `ratio`: of the seconds that they took."""
         steps = self.arms[better][0].steps
         if ratio <= SAME_SECONDS:

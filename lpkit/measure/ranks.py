@@ -46,7 +46,7 @@ def _fsdp2(model: nn.Module) -> nn.Module:
 
 
 def _all_gather(place: Place, device: torch.device) -> float:
-    """Bytes a second that a rank hears: the best of several."""
+    """Returns the bytes a second that a rank hears: the best of several."""
     whole = torch.zeros(place.world, 2**26, dtype=torch.uint8, device=device)
 
     def gather() -> None:

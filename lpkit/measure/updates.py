@@ -239,8 +239,8 @@ def row(config: Config, command: str) -> dict[str, Any]:
 
 
 def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ...], float]]:
-    """FLOP/s of every Linear's product and its gradients, by dtype and M, N, K. All come three
-    times: others may slow a moment."""
+    """Measures FLOP/s of every Linear's product and its gradients, by dtype and M, N, K. All come
+    three times: others may slow a moment."""
     shapes = [shape for p in products(config.model, batch=config.micro_batch) if not p.pairs
               for shape in p.shapes.values()]
     rates: dict[str, dict[tuple[int, ...], float]] = {}
@@ -248,10 +248,8 @@ def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ..
         for dtype in (*hardware.DTYPES, *hardware.low_formats(device)):
             if dtype in hardware.LOW and (M % 16 or N % 16 or K % 16):
                 continue        # no kernel takes it
-            ways = [hardware.product]
-            if dtype == "bf16" and device.type == "cpu":    # as `hardware.squares`
-                ways.append(hardware.widened)
-            tries = [way((M, K), (K, N), dtype, device) for way in ways]
+            tries = [way((M, K), (K, N), dtype, device)
+                     for way in hardware.ways_of(dtype, device)]
             least = min(map(min, interleaved_seconds(tries, rounds=9, within_seconds=0.1)))
             each = rates.setdefault(dtype, {})
             each[M, N, K] = max(each.get((M, N, K), 0.0), 2 * M * N * K / least)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 
-from lpkit.optim.rules import Slots, adamw
+from lpkit.optim.rules import Slots, adamw, adamw_fused, adamw_kernel
 from lpkit.techniques.optimizers import AdamWSettings
 
 
@@ -18,15 +18,10 @@ def adam(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: in
 
 
 def adam_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
-    """PyTorch's fused kernel on one parameter: one pass over memory, the bits of `adam_fused`."""
-    m, v = slots
-    before = torch.full((), update - 1.0, device=w.device)  # the kernel adds one
-    torch_adam([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
-               beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps, lr=settings.lr,
-               weight_decay=settings.weight_decay)
+    """PyTorch's fused kernel on one parameter."""
+    adamw_kernel(w, g, slots, settings, update, torch_adam)
 
 
 def adam_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
     """Makes the Adam that updates all parameters at once."""
-    return torch.optim.Adam(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2),
-                            eps=settings.eps, fused=True)
+    return adamw_fused(groups, settings, torch.optim.Adam)

@@ -9,6 +9,8 @@ time has a row that is `told`, and a sixth argument, the `contracts.Parameter`. 
 scales the weight and is no part of the gradient (Loshchilov & Hutter 2019, arXiv:1711.05101).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
@@ -33,19 +35,21 @@ def adamw(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: i
     w.addcdiv_(m, root, value=-settings.lr / (1 - settings.beta1**update))
 
 
-def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
+def adamw_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int,
+                 kernel: Callable = torch_adamw) -> None:
     """PyTorch's fused kernel on one parameter: one pass over memory, the bits of `adamw_fused`."""
     m, v = slots
     before = torch.full((), update - 1.0, device=w.device)  # the kernel adds one
-    torch_adamw([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
-                beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps, lr=settings.lr,
-                weight_decay=settings.weight_decay)
+    kernel([w], [g], [m], [v], [], [before], fused=True, amsgrad=False, maximize=False,
+           beta1=settings.beta1, beta2=settings.beta2, eps=settings.eps, lr=settings.lr,
+           weight_decay=settings.weight_decay)
 
 
-def adamw_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
+def adamw_fused(groups: list[dict], settings: AdamWSettings,
+                kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
     """Makes the AdamW that updates all parameters at once."""
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2),
-                             eps=settings.eps, fused=True)
+    return kind(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps,
+                fused=True)
 
 
 def lion(w: Tensor, g: Tensor, slots: Slots, settings: LionSettings, update: int) -> None:

@@ -146,6 +146,9 @@ STACKS |= {
     # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
     "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
 }
+# facts of a stack that an efficiency has by the same name
+AS_THEY_ARE = ("fused", "overlap", "split_overlap", "layer_seconds", "pooled", "weight_copies",
+               "norm_bytes", "sequence_parallel")
 DEFAULT, FITTED = "compiled", ("eager", "megatron")     # the others have eager's fitted numbers
 
 
@@ -213,10 +216,7 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
                            "fp4": low * FOUR_BITS},
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
-        fused=of("fused"), overlap=of("overlap"),
-        split_overlap=of("split_overlap"), layer_seconds=of("layer_seconds"), pooled=how.pooled,
-        weight_copies=how.weight_copies, norm_bytes=how.norm_bytes,
-        sequence_parallel=how.sequence_parallel,
+        **{field: of(field) for field in AS_THEY_ARE},
         source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
         f"{how.words} was taken: fitted to published runs, data/published/fit.json")
 

@@ -67,7 +67,7 @@ class Link:
 
     @property
     def share(self) -> float:
-        """Of the bytes, what each rank sends in a ring."""
+        """Returns what each rank sends in a ring, of the bytes."""
         return (self.size - 1) / self.size
 
 

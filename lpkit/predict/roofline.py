@@ -45,7 +45,7 @@ class Efficiency:
     flat: float | None = None           # model FLOPs over the peak: replaces all of the above
 
     def share(self, dtype: str, *sizes: int) -> float:
-        """Of the peak, by a product of M, N, K: as the nearest measured shape, if any was."""
+        """Returns that of the peak: by the measured shape nearest to M, N, K, if any was."""
         return min(self.shapes.get(dtype, ()), default=(1, 1, 1, self.products[dtype]),
                    key=lambda one: sum(math.log(a / b)**2 for a, b in zip(sizes, one)))[3]
 

@@ -178,8 +178,8 @@ def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: f
 
 
 def with_step(on: Machine) -> Machine:
-    """What `lpkit measure` wrote: its step over what the formula says of that today is a factor of
-    all seconds. Raises ConfigError."""
+    """Adds to what `lpkit measure` wrote the factor of all seconds: its step over what the formula
+    says of that today. Raises ConfigError."""
     if not (row := on.measured):
         return on
     factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor

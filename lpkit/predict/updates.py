@@ -41,8 +41,8 @@ def moved_bytes(row: Optimizer, moment_format: str = "float32") -> float:
 
 def update_bytes(row: Optimizer, moment_format: str = "float32",
                  weight_bytes: int = FLOAT32, whole: float = 0.0) -> float:
-    """Temporary, per number of the largest parameter, where it is updated by itself. `whole`: what
-    the rule holds of whole parameters.
+    """Returns temporary bytes a number of the largest parameter, where it is updated by itself.
+    `whole`: what the rule holds of whole parameters.
 
     The slots are decoded; then come, one after the other, the rule, the encoding and, for a weight
     of 16 bits, the noise and the result of its rounding.
@@ -66,7 +66,7 @@ def _alone(name: str) -> tuple[int, ...]:
 
 
 def matrices(p: Shape, fused: tuple[int, ...] = ()) -> list[Shape]:
-    """The shapes of the matrices that a parameter of shape p is, rows of each by `fused`."""
+    """Returns the shapes of the matrices that make a parameter, rows of each by `fused`."""
     return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused] or [p]
 
 
@@ -102,8 +102,8 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
 def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                        moment_format: str = "float32", weight_bytes: int = FLOAT32,
                        shards: int = 1, fused: Fused = _alone) -> float:
-    """Temporary, while one parameter is updated by itself: the most of all. A rank with rows of it
-    gathers them into a copy."""
+    """Returns the temporary bytes while one parameter is updated by itself, the most of all. A rank
+    with rows of it gathers them into a copy."""
     most = 0.0
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]

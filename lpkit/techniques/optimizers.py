@@ -159,7 +159,7 @@ class Optimizer(Row):
 
     @property
     def slots_per_number(self) -> float:
-        """Of a large matrix."""
+        """Counts those of a large matrix."""
         return sum(self.state_numbers((4096, 4096))) / 4096**2
 
     def state_bytes(self, moment_format: str = "float32") -> float:

@@ -224,7 +224,6 @@ def step(run: Run, calibration: Calibration | None = None,
     if not (run.interleave or chunks):
         raise ConfigError(f"not stated: the chunks of the {schedule} schedule")
     on = run.source.on(run.machine)
-    # explicit, so that no cap is on it: the best published MFU is of the runs that it is held to
     reached = efficiency or evidence.reached(evidence.generation_of(on), run.stack_row,
                                              numbers or evidence.fitted()["numbers"])
     return step_time(run.config, on, layout, calibration=calibration, stack=run.stack_row,
