@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 
 from lpkit.errors import ConfigError, pick
 from lpkit.files import PACKAGE, append_lines
-from lpkit.machine_facts import gpus
+from lpkit.machine_facts import cores, gpus
 from lpkit.techniques.recipes import RECIPES
 from tests.bench import fused, smoke
 from tests.bench.command import keep
@@ -39,7 +40,7 @@ from tests.bench.harness import Result, paired, provenance
 
 NAME, FOLDER = "evidence", Path("runs/evidence")
 LEAST_SECONDS = 20      # left, for a case to begin
-MOST_SAID = 16_000      # characters of what is no JSON
+MOST_SAID = 60_000      # characters of what is no JSON
 TESTS = PACKAGE.parent / "tests"
 KERNEL_TESTS = ("test_kernels", "test_cast_operand", "test_flash_attention")
 Found = dict[str, Any]
@@ -73,14 +74,16 @@ def _bench(*words: str) -> Callable[[torch.device], Commands]:
 
 def _tests(on: torch.device) -> Commands:
     """The kernels', which compute on a GPU where there is one, and the GPU's own; none where this is
-    no checkout. A CPU's interpreter takes minutes for the kernels': there they are only found."""
+    no checkout. By several processes where pytest-xdist is there: most of it is compilation. A CPU's
+    interpreter takes minutes for the kernels': there they are only found."""
     found = {path.stem: path for path in sorted(TESTS.glob("test_*.py"))}
     marked = [name for name, path in found.items()
               if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|pytest\.mark\.gpu, pytest",
                            path.read_text(), re.M)]
     which = {name: ("-m", "not slow") for name in KERNEL_TESTS if name in found}
     which |= dict.fromkeys(sorted(marked, key=lambda name: name != "test_gpu"), ("-m", "gpu"))
-    only = ("--collect-only",) if on.type == "cpu" else ()
+    only = (("--collect-only",) if on.type == "cpu" else
+            ("-n", str(min(8, cores()))) if find_spec("xdist") else ())
     return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *only, *words,
                    str(found[name])) for name, words in which.items()}
 

@@ -80,12 +80,12 @@ def fused(rounds: int = ROUNDS, *, kernel: str | None = None) -> list[Result]:
 def _timed(name: str, kernel: Kernel, seed: int, device: torch.device) -> Iterator[tuple[str, tuple]]:
     """What the case is called, and arguments. A cast's: as its page has them, for the matrices of
     a step."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator(device).manual_seed(seed)     # a CPU's takes minutes for a GPU's sizes
     if name in TIMED:
         yield from (("", arguments) for arguments in TIMED[name](rng, device))
         return
     for shape in sizes.rows(device):
-        x = torch.randn(shape, generator=rng).to(device, torch.bfloat16)
+        x = torch.randn(shape, generator=rng, device=device).bfloat16()
         for case, (_, *others) in PROOFS[name].typical().items():
             yield f", {case}" if case else "", (x, *(
                 torch.tensor(HISTORY, device=device) if torch.is_tensor(one) else one

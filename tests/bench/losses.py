@@ -134,9 +134,9 @@ PIECE = 4096            # tokens, on a GPU
 
 def shaped(rng: torch.Generator, device: torch.device):
     M, D, V = (256, 64, 1000) if device.type == "cpu" else (32_768, 4096, 128_256)
-    h, w = (torch.randn(shape, generator=rng).mul_(0.02 if i else 1).to(device, torch.bfloat16)
+    h, w = (torch.randn(shape, generator=rng, device=device).mul_(0.02 if i else 1).bfloat16()
             for i, shape in enumerate(((M, D), (V, D))))
-    yield h, w, torch.randint(V, (M,), generator=rng).to(device)
+    yield h, w, torch.randint(V, (M,), generator=rng, device=device)
 
 
 def _ligers(h: Tensor, w: Tensor, y: Tensor, *, implementation: str = "") -> Tensor:
