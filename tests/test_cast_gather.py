@@ -134,7 +134,8 @@ def test_a_cast_that_is_taken_is_the_cast(recipe, backend):
 @pytest.mark.parametrize("recipe, gathered", [("fp32", "float32"), ("fp8-tensorwise", "float32"), ("fp8-tensorwise", "fp8")])
 def test_one_rank_that_shards_has_the_numbers_of_none(device, recipe, gathered, tmp_path):
     """FSDP2 and its messages on one device, to the bit; but for a root of a square in the norm, so nothing is clipped."""
-    config = SMALL.replace({"precision.recipe": recipe, "system.device": device, "optimizer.clip": 0})
+    config = SMALL.replace({"precision.recipe": recipe, "system.device": device, "optimizer.clip": 0, "system.compile": False,
+                             "system.attention": "plain"})      # what is compiled adds embeddings' gradients in any order
     shards = replace(config, parallel=OneRank(zero=3, gathered=gathered))
     with joined(shards, rank=0, world=1, local_rank=0, local_world=1, init_method=f"file://{tmp_path}/store") as ranks:
         runs = Training.build(config), Training.build(shards, ranks=ranks)

@@ -102,7 +102,8 @@ class Stepper(torch.optim.Optimizer):
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
             fast = None
-            on_gpu = any(p.is_cuda for p in its)
+            # PyTorch's fused kernel is one pass over float32, too
+            on_gpu = any(p.is_cuda and not (row.kernel and p.dtype == torch.float32) for p in its)
             if plain and row.one_pass and (on_gpu or asked_of(kernels, of.name) != "auto"):
                 choose = resolve_name(row.one_pass)
                 fast, choices = choose(of.name, kernels, its, by_first)

@@ -84,7 +84,7 @@ def _tests(on: torch.device) -> Commands:
     which |= dict.fromkeys(sorted(marked, key=lambda name: name != "test_gpu"), ("-m", "gpu"))
     only = (("--collect-only",) if on.type == "cpu" else
             ("-n", str(min(8, cores()))) if find_spec("xdist") else ())
-    return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", *only, *words,
+    return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark", *only, *words,
                    str(found[name])) for name, words in which.items()}
 
 
@@ -121,7 +121,7 @@ PIECES: dict[str, Piece] = {        # in order of value: right, before fast
     "kernels": Piece(commands=_kernels, seconds=360),
     "recipes": Piece(commands=_recipes, seconds=150),
     "steps": Piece(commands=_steps, seconds=200),
-    "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=50),
+    "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=90),
     "products": Piece(commands=_bench("fp8-products"), seconds=50),
     "fp8-step": Piece(commands=_bench("fp8-step"), seconds=110),
     # one GPU has nobody to shard over, and CPUs say nothing of GPUs
@@ -199,8 +199,13 @@ def _ended(words: tuple[str, ...], seconds: float, folder: Path) -> Found:
             raise
     found: Found = {"said": _object(said)}
     if child.returncode:
-        found |= {"error": problem[-1000:] or "nothing was said", "exit_code": child.returncode}
+        found |= {"error": _ends(problem) or "nothing was said", "exit_code": child.returncode}
     return found
+
+
+def _ends(problem: str) -> str:
+    """Its first and last 1,500 characters: compilers say what is wrong first, Python last."""
+    return problem if len(problem) <= 3000 else f"{problem[:1500]}\n...\n{problem[-1500:]}"
 
 
 def _object(said: str) -> Any:
