@@ -56,16 +56,22 @@ def test_versions_compute_what_the_definition_says(name):
         if version == PYTORCH or (version == "cuda" and DEVICE.type == "cpu"):      # below; test_cuda_norm.py
             continue
         for i, arguments in enumerate(examples(kernel)):
-            said = difference(kernel, call, arguments)
+            try:
+                said = difference(kernel, call, arguments)
+            except ConfigError:     # rows that it does not hold
+                assert version == "cuda"
+                continue
             assert not said, f"{version}, example {i}: {said}"
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if PYTORCH in KERNELS[name].load().versions])
 def test_pytorch_s_own_is_near_the_definition(name):
-    """It rounds between its operations, and sums the gradients of weights in other ways."""
+    """It rounds between its operations, and sums the gradients of weights in other ways. On a GPU LayerNorm takes no weights of
+    another dtype, and RMSNorm's gradient for numbers of 1e15 is off by 8%."""
     kernel = KERNELS[name].load()
     for arguments in examples(kernel):
-        if arguments[0].numel() > 100 and arguments[0].isfinite().all():
+        mixed = DEVICE.type == "cuda" and "layer" in name and arguments[0].dtype != torch.float32
+        if arguments[0].numel() > 100 and arguments[0].abs().max() < 1e6 and not mixed:
             both = (gradients_of(kernel, call, arguments) for call in (kernel.versions[PYTORCH], kernel.definition))
             assert not far(*both)
 

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="interleaved rounds (%(default)s)")
     parser.add_argument("--configs", type=int, metavar="N",
-                        help="of the ledger's configs, this many, spread over all")
+                        help="of ledger's configs, spread over all, or fp8-step's sizes: this many")
     parser.add_argument("--kernel", metavar="NAME", help="of kernels, this one alone")
     parser.add_argument("--seconds", type=int, metavar="N",
                         help="of evidence: end after these; the same command goes on")

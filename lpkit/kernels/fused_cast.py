@@ -153,7 +153,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         top = tl.where(past > 0, magnitude(past), top)
     s = scale_of(top, TO)
     if tile == 0:
-        tl.atomic_max(bits + 1, magnitude(s))
+        tl.atomic_max(kernel.scale_in(found), magnitude(s))
     across = tl.cdiv(N, BN)
     m = tile // across * BM + tl.arange(0, BM)
     n = tile % across * BN + tl.arange(0, BN)
@@ -163,7 +163,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         met = tl.max(tl.max(magnitude(v), 1), 0)
         tl.atomic_max(bits, met)
         if met >= 0x7F800000:
-            tl.atomic_max(bits + 1, 0x7FC00000)
+            tl.atomic_max(kernel.scale_in(found), 0x7FC00000)
             bad = nonfinite(tl.load(x + at, mask=inside, other=0.0))
             tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))    # else they are counted
     q = rounded(v, s, at, words, TO)
@@ -342,7 +342,7 @@ def _tiles(x, rows, row_scale, columns, column_scale, found, history, words, M, 
         top = tl.max(tl.reshape(top, (BM // 16, 16, BN // 16)), 1)
     s, both, whole = two_levels(top.to(tl.float32, bitcast=True), tl.load(bits), TO)
     if (m0 == 0) & (n0 == 0):
-        tl.store(bits + 1, whole.to(tl.int32, bitcast=True))
+        tl.store(kernel.scale_in(found), whole.to(tl.int32, bitcast=True))
     if TO.square:
         down = tl.broadcast_to(tl.expand_dims(both, 1), (BM // 16, 16, BN // 16))
         both = tl.reshape(down, (BM, BN // 16))
@@ -421,7 +421,7 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
     v, most, inside = _sixteen(x, g, n, G, N, TO)
     s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(bits), TO)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(bits + 1, whole.to(tl.int32, bitcast=True))
+        tl.store(kernel.scale_in(found), whole.to(tl.int32, bitcast=True))
     at = n[None, :].to(tl.int64) * (16 * G) + g[:, None] * 16
     low, high = tl.zeros((BG, BN), tl.int32), tl.zeros((BG, BN), tl.int32)
     for j in tl.static_range(16):
@@ -442,7 +442,7 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
 
 class Launch(NamedTuple):
     """A cast of x (M, N). `ways`: values and scales of x, and of x.T, None where they are not asked
-    for. found (2,) int64: the bits of the largest magnitude and of a scale, and a count."""
+    for. found: `amax.nothing_found`."""
 
     x: Tensor
     sides: tuple[int, int]      # M and N, or how many rows a kernel takes as one, and N

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
-    for option, key, what in (("configs", "only", "ledger"), ("seconds", "seconds", "evidence"),
+    for option, key, what in (("configs", "only", "ledger or fp8-step"), ("seconds", "seconds", "evidence"),
                               ("kernel", "kernel", "kernels"),
                               ("pieces", "pieces", "evidence or reliability")):
         if (given := getattr(args, option)) is not None:

@@ -52,7 +52,8 @@ SMALL = ("model.layers=2", "model.context=512", "global_batch=8", "steps=4")
 TINY = ("model.layers=2", "model.width=128", "model.heads=2", "model.context=128",
         "model.vocab=512", "global_batch=1", "steps=3", "data.tokenizer=bytes")
 LOWS = [name for name, recipe in RECIPES.items() if recipe.products]
-FIRST = ("linear-cross-entropy", "cross-entropy", "rms-norm", "flash-attention")    # of kernels
+FIRST = ("linear-cross-entropy", "cross-entropy", "rms-norm", "flash-attention", "cast-tensor",
+         "adamw", "swiglu")     # of kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ PIECES: dict[str, Piece] = {        # in order of value: right, before fast
     "steps": Piece(commands=_steps, seconds=200),
     "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=90),
     "products": Piece(commands=_bench("fp8-products"), seconds=50),
-    "fp8-step": Piece(commands=_bench("fp8-step"), seconds=110),
+    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1"), seconds=110),
     # one GPU has nobody to shard over, and CPUs say nothing of GPUs
     "fsdp2": Piece(commands=lambda on: _bench("fsdp2")(on) if gpus() > 1 else {}, seconds=60),
     "ledger": Piece(commands=lambda on: {"ledger": _lpkit(
