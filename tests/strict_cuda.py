@@ -122,6 +122,10 @@ class StrictCUDA:
         mx = scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu and scale_a.is_contiguous() and scale_b.is_contiguous()
         done = lambda kind, y: self.done(kind, M, K, N, use_fast_accum, y, bias)
         if eight and float32 and scale_a.numel() == scale_b.numel() == 1:
+            # a graph has no numbers for offsets
+            for scale in () if torch.compiler.is_compiling() else (scale_a, scale_b):       # seen on an H200 under CUDA 13.0, where 16 and 32 were taken
+                need(not scale.storage_offset() * 4 % 16, "CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul: a scale",
+                     4 * scale.storage_offset(), "bytes into a tensor")
             return done("tensor", a.double() @ b.double() * scale_a.double().reshape(()) * scale_b.double().reshape(()))
         if eight and float32 and rows:
             need(self.rowwise, "CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic")

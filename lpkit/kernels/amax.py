@@ -53,14 +53,8 @@ def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
                                     HISTORY=history is not None, BLOCK=BLOCK, num_warps=WARPS)
 
 
-@jit
-def scale_in(found):
-    """Where it has the bits of a scale: cuBLASLt 13.0 takes none 4 bytes into a tensor."""
-    return found.to(tl.pointer_type(tl.int32)) + 64
-
-
 def nothing_found(x: Tensor) -> Tensor:
-    """(64,) int64: the bits of the largest magnitude, a count, and the bits of a scale."""
+    """(64,) int64: a largest magnitude's bits, a count; from byte 256 a scale's, for cuBLASLt 13.0."""
     return x.new_zeros(64, dtype=torch.int64)
 
 

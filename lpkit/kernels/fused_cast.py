@@ -91,16 +91,13 @@ def definition(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     if columns:
         ways.append(ways[0].transposed() if cast.transposes else made(x.T.contiguous()))
     results = [part for way in ways[-(rows + columns):]
-               for part in (_values(way.data, cast), _scales(way.scale, cast, swizzled))]
+               for part in (scales.packed(way.data) if cast.bits == 4 else way.data,
+                            _scales(way.scale, cast, swizzled))]
     if cast.block == WHOLE:
         results.append(ways[0].amax.view(()))
     elif ways[0].tensor is not None:
         results.append(ways[0].tensor)
     return *results, ways[0].nonfinite
-
-
-def _values(data: Tensor, cast: Cast) -> Tensor:
-    return scales.packed(data) if cast.bits == 4 else data
 
 
 def _scales(scale: Tensor, cast: Cast, swizzled: bool) -> Tensor:
@@ -127,13 +124,6 @@ def _check(x: Tensor, cast: Cast, rows: bool, columns: bool) -> None:
 # ---- one scale for the tensor
 
 @jit
-def unit(n):
-    """1.0 for n >= 0, which no compiler knows. Numbers of 8 bits that are stored as they lie and
-    also transposed, ptxas 12.8 loses some of (docs/log.md): these are converted twice."""
-    return 1.0 - (n >> 31)
-
-
-@jit
 def _load(x, m, n, M, N):
     """x (M, N) at rows m and columns n, where that is, and which of it there is."""
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -153,7 +143,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         top = tl.where(past > 0, magnitude(past), top)
     s = scale_of(top, TO)
     if tile == 0:
-        tl.atomic_max(kernel.scale_in(found), magnitude(s))
+        tl.atomic_max(bits + 64, magnitude(s))
     across = tl.cdiv(N, BN)
     m = tile // across * BM + tl.arange(0, BM)
     n = tile % across * BN + tl.arange(0, BN)
@@ -163,7 +153,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         met = tl.max(tl.max(magnitude(v), 1), 0)
         tl.atomic_max(bits, met)
         if met >= 0x7F800000:
-            tl.atomic_max(kernel.scale_in(found), 0x7FC00000)
+            tl.atomic_max(bits + 64, 0x7FC00000)
             bad = nonfinite(tl.load(x + at, mask=inside, other=0.0))
             tl.atomic_add(found + 1, tl.where(past > 0, bad, 0))    # else they are counted
     q = rounded(v, s, at, words, TO)
@@ -171,7 +161,9 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         tl.store(rows + at, stored(q, TO), mask=inside)
     if TO.columns:
         there = n[:, None].to(tl.int64) * M + m[None, :]
-        tl.store(columns + there, stored(tl.trans(q * unit(N)), TO), mask=tl.trans(inside))
+        # 1.0, which no compiler knows: of bytes stored both ways ptxas 12.8 loses some (docs/log.md)
+        again = tl.trans(q * (1.0 - (N >> 31)))
+        tl.store(columns + there, stored(again, TO), mask=tl.trans(inside))
 
 
 # ---- a scale for each row: a program holds it, or reads it again
@@ -301,8 +293,8 @@ def _square(x, rows, row_scale, columns, column_scale, found, history, words, M,
         tl.store(rows + at, stored(q, TO))
         tl.store(row_scale + i.to(tl.int64) * (N // BN) + j, s)
     if TO.columns:
-        tl.store(columns + n[:, None].to(tl.int64) * M + m[None, :],
-                 stored(tl.trans(q * unit(N)), TO))
+        again = tl.trans(q * (1.0 - (N >> 31)))     # as in _cast
+        tl.store(columns + n[:, None].to(tl.int64) * M + m[None, :], stored(again, TO))
         tl.store(column_scale + j.to(tl.int64) * (M // BM) + i, s)
 
 
@@ -342,7 +334,7 @@ def _tiles(x, rows, row_scale, columns, column_scale, found, history, words, M, 
         top = tl.max(tl.reshape(top, (BM // 16, 16, BN // 16)), 1)
     s, both, whole = two_levels(top.to(tl.float32, bitcast=True), tl.load(bits), TO)
     if (m0 == 0) & (n0 == 0):
-        tl.store(kernel.scale_in(found), whole.to(tl.int32, bitcast=True))
+        tl.store(bits + 64, whole.to(tl.int32, bitcast=True))
     if TO.square:
         down = tl.broadcast_to(tl.expand_dims(both, 1), (BM // 16, 16, BN // 16))
         both = tl.reshape(down, (BM, BN // 16))
@@ -421,7 +413,7 @@ def _sixteen_columns(x, rows, row_scale, columns, column_scale, found, history, 
     v, most, inside = _sixteen(x, g, n, G, N, TO)
     s, both, whole = two_levels(most.to(tl.float32, bitcast=True), tl.load(bits), TO)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(kernel.scale_in(found), whole.to(tl.int32, bitcast=True))
+        tl.store(bits + 64, whole.to(tl.int32, bitcast=True))
     at = n[None, :].to(tl.int64) * (16 * G) + g[:, None] * 16
     low, high = tl.zeros((BG, BN), tl.int32), tl.zeros((BG, BN), tl.int32)
     for j in tl.static_range(16):
@@ -457,12 +449,9 @@ class Launch(NamedTuple):
         function[programs or tiles(*self.sides, shape)](
             self.x, *self.ways, self.found, tops, self.noise, *self.sides, TO=self.to, **shape)
 
-    def find_amax(self) -> None:
-        kernel.launch(self.x, self.found, self.history)
-
 
 def _cast_whole(one: Launch) -> None:
-    one.find_amax()
+    kernel.launch(one.x, one.found, one.history)
     one.run(_cast, TILE, one.history, (math.prod(tiles(*one.sides, TILE)),))
 
 
@@ -502,7 +491,7 @@ def _cast_nvfp4(one: Launch) -> None:
     if one.to.mix:
         sixteens.run(_mixed_amax, SIXTEENS)
     else:
-        one.find_amax()
+        kernel.launch(one.x, one.found, one.history)
     if one.to.rows or one.to.square:
         one.run(_tiles, SMALL if one.to.square else WIDE)
     if one.to.columns and not one.to.square:

@@ -4,7 +4,7 @@ A parameter at a time: its slots are fetched while the one before is updated, an
 changes float32 numbers in place; slots are encoded and written back. A weight of 16 bits is widened
 for its update and rounded stochastically (`rounding`). Slots that are stored as float32 beside
 float32 weights give the bits of the rule itself. On a GPU all of it is one kernel where there is
-one (`one_pass`).
+one (`one_pass`) that PyTorch's own, for float32, is not.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class Stepper(torch.optim.Optimizer):
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
             fast = None
-            # PyTorch's fused kernel is one pass over float32, too
             on_gpu = any(p.is_cuda and not (row.kernel and p.dtype == torch.float32) for p in its)
             if plain and row.one_pass and (on_gpu or asked_of(kernels, of.name) != "auto"):
                 choose = resolve_name(row.one_pass)

@@ -118,13 +118,13 @@ PIECES: dict[str, Piece] = {        # in order of value: right, before fast
         "smoke": ("-m", smoke.__name__, "--seconds", "50")}),
     "linear": Piece(commands=_bench("fp8-linear"), seconds=150),
     "nanogpt": Piece(commands=_bench("train-nanogpt"), seconds=200),
-    "tests": Piece(commands=_tests, seconds=300),
+    "tests": Piece(commands=_tests, seconds=200),
     "kernels": Piece(commands=_kernels, seconds=360),
-    "recipes": Piece(commands=_recipes, seconds=150),
+    "recipes": Piece(commands=_recipes, seconds=100),
     "steps": Piece(commands=_steps, seconds=200),
     "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=90),
     "products": Piece(commands=_bench("fp8-products"), seconds=50),
-    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1"), seconds=110),
+    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1"), seconds=200),
     # one GPU has nobody to shard over, and CPUs say nothing of GPUs
     "fsdp2": Piece(commands=lambda on: _bench("fsdp2")(on) if gpus() > 1 else {}, seconds=60),
     "ledger": Piece(commands=lambda on: {"ledger": _lpkit(

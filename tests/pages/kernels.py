@@ -52,6 +52,7 @@ class Compiled:
     narrow_accesses: int    # of less than 32, where a whole row of them would be slow
     fp8_conversions: int
     calls: int              # functions that may be called
+    torn: int               # pairs converted to FP8 that are kept together and also taken apart
 
 
 def compiled(*, quick: bool = False, targets: Collection[str] = ON_PAGE) -> Iterator[Compiled]:
@@ -107,7 +108,18 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
         narrow_accesses=count(r"(LDG|STG)\b.*\.[US](8|16)\b"),
         fp8_conversions=count(r"F2FP.*E[45]M[23]"),
         # a CALL within a function is a jump; guardrails of tensor memory are there for an error
-        calls=count(r"CALL\.ABS") + sum("guardrail" not in name for name in called))
+        calls=count(r"CALL\.ABS") + sum("guardrail" not in name for name in called),
+        torn=_torn(made.asm["ptx"]))
+
+
+def _torn(ptx: str) -> int:
+    """Of such a pair ptxas 12.8 loses the first byte where it is taken apart (docs/log.md)."""
+    lines = [line for line in ptx.splitlines() if "%rs" in line]
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)", ptx)
+    used = [[line for line in lines if re.search(rf"{pair}\b", line) and "satfinite" not in line]
+            for pair in pairs]
+    return sum(0 < sum(bool(re.search(r"mov\.b32\s+%r\d+, \{", line)) for line in each) < len(each)
+               for each in used)
 
 
 def _way(build: Build) -> str:
@@ -150,7 +162,9 @@ kernels move 8, x.T included. A SwiGLU's result is written: 11 bytes forward (4 
 By Triton {version}, for Hopper (sm_90) and Blackwell (sm_100), without a GPU: registers of a
 thread, bytes of its stack, which spills would use, shared memory of a program. `wide` counts global
 loads and stores of 128 bits, `narrow` those of 16 or less, `fp8` conversions by the hardware's
-instruction, `calls` slow paths. `way`: what is switched on, and what a program takes at a time.
+instruction, `calls` slow paths, `torn` pairs of FP8 numbers that are kept together and also taken
+apart, of which ptxas 12.8 loses a byte ([log](log.md)); none is in a cast to FP8. `way`: what is
+switched on, and what a program takes at a time.
 For sm_80, sm_89 and sm_120 tests hold them to the same, and to the shared memory that a
 program may have there; casts to FP8 begin with sm_89.
 
@@ -168,7 +182,7 @@ spill ([log](log.md)).
 """
 NONE = "No GPU was measured yet: `lpkit bench kernels --out data/measured` on one fills this in."
 COLUMNS = ("kernel", "function", "way", "target", "registers", "stack", "shared", "warps", "wide",
-           "narrow", "fp8", "calls")
+           "narrow", "fp8", "calls", "torn")
 
 
 def _row(cells: Iterable[Any]) -> str:
