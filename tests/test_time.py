@@ -1,5 +1,6 @@
 """Seconds of a step: against schedules played out message by message, another formula of the kit, and published runs."""
 
+import json
 import math
 import statistics
 from dataclasses import replace
@@ -33,6 +34,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.recipes import RECIPES
+from tests.bench.nanogpt import ON_A_GPU
 
 H100 = CATALOGUE["h100"]
 SMALL = preset("gpt2-124m")
@@ -344,3 +346,13 @@ def test_published_runs_are_met():
 def test_one_measured_run_predicts_the_larger_ones():
     """Llama 3's row of 8,192 GPUs calibrates those of 16,384."""
     assert calibrated().worst_error < 0.2
+
+
+def test_a_step_on_a_gpu_is_as_long_as_was_predicted_before_any_gpu_had_been_tried():
+    """GPT-2 124M on an H200 (data/measured). Every fitted number is older, and of others' runs."""
+    bench = json.loads((evidence.MEASURED / "train-nanogpt-nvidia-h200.json").read_text())
+    config = Config().replace({**ON_A_GPU[bench["case"]], "precision.recipe": "bf16"})
+    eager, compiled = bench["cases"]
+    assert compiled["ours_median"] == pytest.approx(step_time(config, "h200").step_seconds, rel=0.05)
+    assert compiled["peer_median"] == pytest.approx(step_time(config, "h200", stack="compiled").step_seconds, rel=0.05)
+    assert eager["peer_median"] == pytest.approx(step_time(config, "h200", stack="eager").step_seconds, rel=0.25)

@@ -8,7 +8,8 @@ Four kinds of numbers, kept apart:
   stack's compiler or fused kernels leave, what hides of its messages, what lies between its
   kernels. These are fitted to published runs that may be fitted (data/published/fit.json, by
   `python -m tests.bench.fit`);
-- what `lpkit measure` or a recorded `lpkit bench fp8-linear` of that very machine says, first of all;
+- what `lpkit measure` of that very machine says, first of all, and of FP8 beside bf16 a recorded
+  `lpkit bench fp8-linear`;
 - how wrong that is on runs of sources that nothing was fitted to, by kind (the same file): the
   range of every answer.
 
@@ -187,9 +188,9 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
-                products = {**made.products, **_reached(bench["cases"], machine, made)}
-            made = replace(made, products=products, source=f"products recorded: {path.name}; the "
-                                                           f"rest {made.source}")
+                eight = made.products["bf16"] * _reached(bench["cases"], machine, made)
+            made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 products "
+                           f"beside bf16's recorded: {path.name}; the rest {made.source}")
     return made
 
 
@@ -271,8 +272,9 @@ def catalogued(device: str) -> Machine | None:
 
 
 def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficiency
-             ) -> dict[str, float]:
-    """Shares of the peak that make the formula give the recorded seconds, median over the cases."""
+             ) -> float:
+    """The share of its peak that FP8 reached, to bf16's: those that make the formula give the
+    recorded seconds, median over the cases. What a step keeps of either is fitted to steps."""
     shares: dict[str, list[float]] = {"bf16": [], "fp8": []}
     bandwidth = on.bytes_per_second * assumed.bandwidth
     for case in cases:
@@ -286,7 +288,7 @@ def _reached(cases: Sequence[Mapping[str, Any]], on: Machine, assumed: Efficienc
                                ("fp8", case["ours_median"] - results - casts)):
             if seconds > 0:
                 shares[dtype].append(min(1.0, 6 * M * N * K / on.peak_flops(dtype) / seconds))
-    return {dtype: statistics.median(values) for dtype, values in shares.items() if values}
+    return statistics.median(shares["fp8"]) / statistics.median(shares["bf16"])
 
 
 # How wrong it may be.
