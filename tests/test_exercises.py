@@ -228,6 +228,14 @@ def row_by_row(q, k, v, out, lse, d_out):
     return dq, dk, dv
 
 
+def by_convolution(gains):
+    """How many ways there are to each sum."""
+    ways = {0: 1}
+    for gain in gains:
+        ways = {total: ways.get(total - gain, 0) + ways.get(total + gain, 0) for last in ways for total in (last - gain, last + gain)}
+    return sum(count for total, count in ways.items() if abs(total) >= abs(sum(gains))) / sum(ways.values())
+
+
 def by_cumsum(q, k, v):
     states = (k[:, :, None] * v[:, None]).cumsum(0)
     return torch.einsum("tf,tfe->te", q, states) / (q * k.cumsum(0)).sum(1, keepdim=True)
@@ -408,6 +416,9 @@ OTHERS = {
     "05.scale_for": [lambda g: next(2.0**e for e in range(99) if g * 2.0**e >= 2**-14)],
     "05.state_bytes": [lambda N, low: 14 * N if low else 12 * N],
     "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates, weight.float()).bfloat16()],
+    "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
+    "19.seeds": [lambda effect, sigma: math.ceil(15.6977586 * (sigma / effect) ** 2)],
+    "19.sign_flip": [by_convolution],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],

@@ -19,6 +19,7 @@ from papermill.inspection import inspect_notebook
 import lpkit
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
+from lessons import l19_is_it_progress as chance
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
@@ -288,6 +289,14 @@ def test_answers_about_formats_are_their_values():
     assert low[::-1][:3] == ["14%", "17%", "20%"] and low[0] == "100%" and "14%, 17%, 20%, up to 100%" in said
 
 
+def test_answers_about_chance_are_those_of_the_record():
+    said, (_, losses) = answers_of("19_is_it_progress"), chance.pool()
+    sigma = chance.sigma_of(losses)
+    for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05), (1, 0.0, 0.5)):
+        assert chance.false_gains(losses, seeds=seeds, bar=bar) == pytest.approx(share, abs=0.006)
+    assert 2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05) and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said
+
+
 def test_minutes_stand_below_the_title(book):
     """Those of the exercises are the exercises' own; the whole leaves time to read."""
     tasks = sum(exercise.minutes for name, exercise in EXERCISES.items() if name.startswith(book.cells[0].source[2:4] + "."))
@@ -301,7 +310,7 @@ def test_minutes_stand_below_the_title(book):
 RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
-         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25}
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35}
 
 
 def test_no_guess_is_right_where_it_starts():

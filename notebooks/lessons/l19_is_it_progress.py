@@ -1,0 +1,180 @@
+"""Lesson 19, Is it progress?: its study, its figures and its exercises.
+
+Runs that differ in their seed alone differ in their loss. Here 320 recorded ones stand for all that
+could have been (data/measured/claim-pool.json: one model of a million weights, validation loss in
+nats per token, one run a seed), and changes that do nothing are drawn from them. Gains and sigmas
+are shares of the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from random import Random
+from statistics import NormalDist, fmean, stdev
+from typing import Any
+
+from lpkit.claims import referee
+from lpkit.config import Config
+from lpkit.course.judge import adding_to
+from lpkit.predict.evidence import MEASURED
+from lpkit.presets import preset
+from lpkit.tables import FAINT, html_table
+from lpkit.training.runs import Run
+from lpkit.ui.draw import axis, box, columns, figure, note, rule, scatter
+from lpkit.ui.style import COLOURS
+
+# ---- The study
+
+POOL = MEASURED / "claim-pool.json"
+DRAWN = 20_000      # changes
+TRIES = 50          # changes, one after the other
+
+
+def pool() -> tuple[dict[str, Any], list[float]]:
+    """The settings of the recorded runs over `cpu-3m`, and their losses."""
+    found = json.loads(POOL.read_text())
+    return found["base"], found["losses"]["adamw"]
+
+
+def config(seed: int) -> Config:
+    """What was recorded, with a seed of its own."""
+    return preset("cpu-3m").replace(pool()[0] | {"seed": seed})
+
+
+def sigma_of(losses: Sequence[float]) -> float:
+    return stdev(map(math.log, losses))
+
+
+def false_gains(losses: Sequence[float], *, seeds: int, bar: float, seed: int = 0) -> float:
+    """Share of DRAWN changes that do nothing whose mean loss over as many seeds is lower by at least
+    `bar`. Both arms are drawn from `losses`, no run twice."""
+    rng, seen = Random(seed), 0
+    for _ in range(DRAWN):
+        drawn = rng.sample(losses, 2 * seeds)
+        seen += fmean(drawn[seeds:]) <= fmean(drawn[:seeds]) * (1 - bar)
+    return seen / DRAWN
+
+
+def best_so_far(losses: Sequence[float], tries: int = TRIES, *, seed: int = 0) -> list[float]:
+    """The gain over the first run after each of `tries` changes that do nothing, when a change is
+    kept as soon as it looks better than the best."""
+    drawn = Random(seed).sample(losses, tries + 1)
+    return [1 - best / drawn[0] for best in itertools.accumulate(drawn, min)]
+
+
+def expected_best(n: int) -> float:
+    """The mean of the largest of n normal numbers, in sigmas (Blom 1958)."""
+    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+
+
+def sigma_between(df: int) -> tuple[float, float]:
+    """Where 95 of 100 samples' sigmas lie, in true ones (Wilson and Hilferty 1931)."""
+    low, high = (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df)) for z in (-1.96, 1.96))
+    return max(low, 0.0) ** 1.5, high**1.5
+
+
+def losses_of(runs: Mapping[str, Run]) -> list[float]:
+    return [run.summary["val_loss"] for run in runs.values() if run.summary["status"] == "complete"]
+
+
+# ---- Figures and tables
+
+def difference_view(losses: Sequence[float]):
+    """For an Explorer: by how much the mean of one arm is lower, when nothing was changed."""
+    sigma, edges = sigma_of(losses), [step / 400 for step in range(-16, 17)]
+
+    def show(seeds: int, bar: float) -> dict:
+        rng, found = Random(1), []
+        for _ in range(2000):
+            drawn = rng.sample(losses, 2 * seeds)
+            found.append(1 - fmean(drawn[seeds:]) / fmean(drawn[:seeds]))
+        normal = NormalDist(0, sigma * math.sqrt(2 / seeds))
+        middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+        shares = [sum(a <= gain < b for gain in found) / len(found) for a, b in itertools.pairwise(edges)]
+        by_formula = [normal.cdf(b) - normal.cdf(a) for a, b in itertools.pairwise(edges)]
+        kept = sum(gain >= bar / 100 for gain in found) / len(found)
+        return figure(
+            [columns([100 * m for m in middles], shares, "2,000 changes that do nothing", COLOURS[0],
+                     hover="%{x:.2f}%: %{y:.1%}"),
+             scatter([100 * m for m in middles], by_formula, "formula", COLOURS[1])],
+            f"{seeds} in each arm: {kept:.0%} look better by at least {bar:g}%, "
+            f"{normal.cdf(-bar / 100):.0%} by formula", height=380,
+            xaxis=axis("the new arm's mean loss is lower by, %", range=[-4, 4]),
+            yaxis=axis("share of the changes", tickformat=".0%", rangemode="tozero"),
+            shapes=[rule(x=bar), box(bar, 4, 0, 1, fill=COLOURS[1], yref="paper", opacity=0.12)],
+            bargap=0.05)
+
+    return show
+
+
+def progress_of_nothing(losses: Sequence[float], searches: int = 20) -> dict:
+    """The plotly spec of searches over TRIES changes that do nothing."""
+    sigma, many = sigma_of(losses), range(TRIES + 1)
+    curves = [best_so_far(losses, seed=seed) for seed in range(searches)]
+    data = [scatter(many, [100 * gain for gain in curve], "a search over changes that do nothing",
+                    FAINT, line={"shape": "hv", "width": 1}, showlegend=not i, hover="%{x} tried: %{y:.1f}%")
+            for i, curve in enumerate(curves)]
+    data += [scatter(many, [100 * fmean(column) for column in zip(*curves)], "their mean", COLOURS[0],
+                     line={"width": 3}),
+             scatter(list(many)[1:], [100 * sigma * expected_best(n + 1) for n in many[1:]], "formula",
+                     COLOURS[1], line={"dash": "dash", "width": 3})]
+    return figure(data, "Progress without any", height=400, xaxis=axis("changes tried"),
+                  yaxis=axis("best, below the first run, %"),
+                  annotations=[note(f"sigma of one run: {sigma:.2%}", 1, 0.02, "right bottom",
+                                    xref="paper", yref="paper", font={"color": FAINT})])
+
+
+def sights(sigma: float) -> str:
+    """HTML: what some numbers of seeds can see."""
+    level = referee.levels(1)[0]
+    rows = [(n, f"{referee.visible(n, math.sqrt(2) * sigma, level):.2%}",
+             f"{NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
+    return html_table(("seeds of each arm", "gain that is found 80 times in 100",
+                       "changes that do nothing and look 0.5% better"), rows)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+@exercise("19.false_share", (0.0, 0.01, 1), (0.005, 0.01, 1), (0.01, 0.01, 3), minutes=5,
+          draw=lambda r: (r.uniform(0, 0.01), r.uniform(0.008, 0.02), r.randint(1, 8)),
+          mistakes={"both arms' means vary": lambda bar, sigma, n: NormalDist(
+                        0, sigma / math.sqrt(n)).cdf(-bar),
+                    "what looks worse is not kept": lambda bar, sigma, n: 2 * NormalDist(
+                        0, sigma * math.sqrt(2 / n)).cdf(-bar)})
+def false_share(bar: float, sigma: float, n: int) -> float:
+    return NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-bar)
+
+
+@exercise("19.seeds", (0.01, 0.01), (0.005, 0.0048), minutes=6, stars=2,
+          draw=lambda r: (r.uniform(0.002, 0.02), r.uniform(0.003, 0.02)),
+          mistakes={"both arms vary": lambda effect, sigma: math.ceil((2.8015852 * sigma / effect) ** 2),
+                    "half of such gains would be missed": lambda effect, sigma: math.ceil(
+                        2 * (1.959964 * sigma / effect) ** 2)})
+def seeds(effect: float, sigma: float) -> int:
+    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    return math.ceil(2 * (z * sigma / effect) ** 2)
+
+
+def _flips(gains: Sequence[int]) -> list[int]:
+    return [sum(sign * gain for sign, gain in zip(signs, gains, strict=True))
+            for signs in itertools.product((-1, 1), repeat=len(gains))]
+
+
+@exercise("19.sign_flip", ([1],), ([3, 1, -2],), ([5, 4, 4, 6, 5],), minutes=8, stars=2, drawn=60,
+          draw=lambda r: ([r.randint(-4, 6) for _ in range(r.randint(1, 7))],),
+          mistakes={"a loss would have been a difference, too": lambda gains: fmean(
+                        one >= sum(gains) for one in _flips(gains)),
+                    "what was seen is one of the ways": lambda gains: fmean(
+                        abs(one) > abs(sum(gains)) for one in _flips(gains))})
+def sign_flip(gains: Sequence[int]) -> float:
+    seen, as_far, ways = abs(sum(gains)), 0, 2 ** len(gains)
+    for signs in itertools.product((-1, 1), repeat=len(gains)):
+        as_far += abs(sum(sign * gain for sign, gain in zip(signs, gains, strict=True))) >= seen
+    return as_far / ways
