@@ -26,6 +26,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
 from lpkit.predict.activations import OUTSIDE, kept
 from lpkit.predict.decoding import cache_bytes
+from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
@@ -288,10 +289,18 @@ def flash_attention_10x() -> Numbers:
             for T in less}})
 
 
+def _h200(bench: str) -> list[dict[str, Any]]:
+    return json.loads((MEASURED / f"{bench}-nvidia-h200.json").read_text())["cases"]
+
+
 def flash_attention_speed() -> Numbers:
-    return Numbers(elsewhere={name: _seconds(_of(name, 16, attention="plain"), "a100-80")
-                              / _seconds(_of(name, 16), "a100-80")
-                              for name in ("gpt2-124m", "gpt2-1.5b")})
+    alone = {case["peer"]: case["peer_median"] for case in _h200("kernels")
+             if "16x16x1024x64" in case["case"] and case["case"].endswith("and backward")}
+    return Numbers(elsewhere={**{name: _seconds(_of(name, 16, attention="plain"), "a100-80")
+                                 / _seconds(_of(name, 16), "a100-80")
+                                 for name in ("gpt2-124m", "gpt2-1.5b")},
+                              "attention alone on an H200, FlashAttention 2 by PyTorch":
+                                  alone["reference"] / alone["sdpa, flash"]})
 
 
 # github.com/JonasGeiping/cramming, at 2009755ebe1a, cramming/config/arch/crammed-bert.yaml
@@ -483,7 +492,9 @@ def fp8_doubles() -> Numbers:
         kit={f"{name} on {n} H100{'s' * (n > 1)}": _eight_bits(name, "fp8-tensorwise", n)
              for name, n in (("gpt2-1.5b", 1), ("llama-8b", 8))},
         measured={"0.34 over 0.24 s a step": 0.34 / 0.24},
-        elsewhere={"peak": find("h100").peak_flops("fp8") / find("h100").peak_flops("bf16")})
+        elsewhere={"peak": find("h100").peak_flops("fp8") / find("h100").peak_flops("bf16"),
+                   **{f"a Linear on an H200, {case['case']}": case["ratio"]
+                      for case in _h200("fp8-linear") if case["peer"] == "bf16"}})
 
 
 def fp8_rowwise() -> Numbers:
