@@ -9,6 +9,7 @@ A claim that was stopped goes on by the same command, and no run is done twice.
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,36 @@ from lpkit.errors import ConfigError, named
 from lpkit.predict.units import duration
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="the claim, a YAML file")
-    parser.add_argument("--null", action="store_true",
-                        help="the first arm against itself, with other seeds")
-    parser.add_argument("--out", type=a_folder, default=Path("runs/claims"), metavar="DIR",
-                        help="where runs and verdicts are kept (default: runs/claims)")
+def arguments(parser: argparse.ArgumentParser, what: str = "claim") -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help=f"the {what}, a YAML file")
+    if what == "claim":
+        parser.add_argument("--null", action="store_true",
+                            help="the first arm against itself, with other seeds")
+    parser.add_argument("--out", type=a_folder, default=Path(f"runs/{what}s"), metavar="DIR",
+                        help=f"where runs and what they gave are kept (default: runs/{what}s)")
     parser.add_argument("--processes", type=int, metavar="N",
                         help="runs side by side (default: as many as the cores allow)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit import processes, records
-    from lpkit.claims import protocol, runs
+    from lpkit import records
+    from lpkit.claims import protocol
     from lpkit.claims.settle import Settling
+
+    claim = protocol.read(args.file)
+    result = with_runs(args, lambda *ways: Settling(claim, *ways).settle(args.null))
+    records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
+    return result
+
+
+def with_runs(args: argparse.Namespace, settle: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Returns what `settle(finished, say)` does; its runs end when this process is told to."""
+    from lpkit import processes
+    from lpkit.claims import runs
     from lpkit.course.notebooks import tell
     from lpkit.files import locked
 
-    claim, children = protocol.read(args.file), processes.Children()
+    children = processes.Children()
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
 
@@ -48,15 +61,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             try:
                 stack.enter_context(locked(args.out / ".lock", wait=False))
             except BlockingIOError:
-                raise ConfigError(f"another claim is running in {named(args.out)}; wait for it, or "
-                                  f"choose another --out") from None
-            return Settling(claim, finished, tell).settle(args.null)
+                raise ConfigError(f"another claim or sweep runs in {named(args.out)}; wait for it, "
+                                  f"or choose another --out") from None
+            return settle(finished, tell)
 
     result, heard = processes.hear(work, children.end)
     if heard:
         tell("lpkit: stopped; the same command goes on")
         sys.exit(128 + heard)
-    records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
     return result
 
 
