@@ -19,13 +19,12 @@ from lpkit.errors import ConfigError, named
 from lpkit.predict.units import duration
 
 
-def arguments(parser: argparse.ArgumentParser, what: str = "claim") -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help=f"the {what}, a YAML file")
-    if what == "claim":
-        parser.add_argument("--null", action="store_true",
-                            help="the first arm against itself, with other seeds")
-    parser.add_argument("--out", type=a_folder, default=Path(f"runs/{what}s"), metavar="DIR",
-                        help=f"where runs and what they gave are kept (default: runs/{what}s)")
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="the claim, a YAML file")
+    parser.add_argument("--null", action="store_true",
+                        help="the first arm against itself, with other seeds")
+    parser.add_argument("--out", type=a_folder, default=Path("runs/claims"), metavar="DIR",
+                        help="where runs and verdicts are kept (default: runs/claims)")
     parser.add_argument("--processes", type=int, metavar="N",
                         help="runs side by side (default: as many as the cores allow)")
 
@@ -36,33 +35,31 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.claims.settle import Settling
 
     claim = protocol.read(args.file)
-    result = with_runs(args, lambda *ways: Settling(claim, *ways).settle(args.null))
+    if args.processes is not None and args.processes < 1:
+        raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
+    result = with_runs(args.out, args.processes,
+                       lambda *ways: Settling(claim, *ways).settle(args.null))
     records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
     return result
 
 
-def with_runs(args: argparse.Namespace, settle: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> dict[str, Any]:
     """Returns what `settle(finished, say)` does; its runs end when this process is told to."""
-    from lpkit import processes
+    from lpkit import files, processes
     from lpkit.claims import runs
     from lpkit.course.notebooks import tell
-    from lpkit.files import locked
 
     children = processes.Children()
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
-
-    def finished(what: str, configs: list) -> list[dict]:
-        return runs.finished(configs, args.out, children, args.processes,
-                             lambda line: tell(f"{what}: {line}"))
+    finished = lambda what, configs: runs.finished(
+        configs, out, children, at_once, lambda line: tell(f"{what}: {line}"))
 
     def work() -> dict[str, Any]:
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(args.out / ".lock", wait=False))
+                stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
-                raise ConfigError(f"another claim or sweep runs in {named(args.out)}; wait for it, "
-                                  f"or choose another --out") from None
+                raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
+                                  f"it, or choose another --out") from None
             return settle(finished, tell)
 
     result, heard = processes.hear(work, children.end)
