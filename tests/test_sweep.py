@@ -182,6 +182,7 @@ def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
     found, _ = searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG})
     lost = [one["val_loss"] is None for one in found["trials"]]
     assert 0 < sum(lost[:20]) and sum(lost[20:]) <= 6 and found["best"]["settings"]["optimizer.lr"] <= 1e-3
+    assert found["importance"] is None, "of trials that are alike"
     assert searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG}) == (found, [])
     shown = command.text(found)
     assert shown.splitlines()[1].split()[:2] == [str(found["best"]["trial"]), f"{found['best']['val_loss']:.5g}"]

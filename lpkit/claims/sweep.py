@@ -100,7 +100,7 @@ def settle(sweep: Sweep, out: Path, finished: Callable[[str, list[Config]], list
         study.tell(asked, losses[-1])
     if (least := min(losses)) == math.inf:
         raise RunFailedError(f"none of {number + 1} trials has a number: {trials[0]['error']}")
-    enough = sum(map(math.isfinite, losses)) >= 20      # it is of the best tenth: not of one
+    enough = len({*losses} - {math.inf}) >= 20      # it is of the best tenth: not of one
     return {"best": trials[losses.index(least)], "trials": trials, "journal": str(path),
             "importance": optuna.importance.get_param_importances(study) if enough else None,
             "seconds": math.fsum(line["seconds"] for line in trials)}
