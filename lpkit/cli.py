@@ -27,6 +27,7 @@ COMMANDS = {
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
     "plan": "which layouts train a model on time and within a budget, and why the rest do not",
     "claim": "is X better than Y here? runs both, tuned alike, and says what was seen and what not",
+    "sweep": "which settings are best here? searches any of them by optuna, a run a trial",
     "claims": "what others say of cheaper training, beside what this kit says, with a verdict",
     "advise": "whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",

@@ -212,6 +212,9 @@ def test_every_command_of_an_installed_wheel_runs(installed):
             "settings": {"global_batch": 4, "eval_batches": 1, "model.layers": 1, "model.context": 16}}
     Path(installed.folder, "tiny.yaml").write_text(json.dumps(tiny))       # which is YAML
     assert lpkit("claim tiny.yaml")["verdicts"]
+    few = {"trials": 1, "target": "val_loss", "search": {"optimizer.lr": {"low": 1e-4, "high": 1e-2}}, "settings": {**tiny["settings"], "steps": 2}}
+    Path(installed.folder, "few.yaml").write_text(json.dumps(few))
+    assert lpkit("sweep few.yaml")["best"]
     assert lpkit("doctor")["probes"]
     assert lpkit("train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run")["status"] == "complete"
     assert lpkit("warm cpu-3m global_batch=4")["chosen"]

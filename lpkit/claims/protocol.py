@@ -86,7 +86,7 @@ class Claim(Checked):
                 raise ConfigError(f"{first} and {other} differ in {key} ({shown(ours.get(key))} "
                                   f"and {shown(theirs.get(key))}), which was not declared; make "
                                   f"it the same, or add it to differ")
-        if _text(self.config(first)) != _text(self.config(other)):
+        if evaluated_text(self.config(first)) != evaluated_text(self.config(other)):
             raise ConfigError(f"{first} and {other} are evaluated on other text; make data.source, "
                               f"data.tokenizer, data.val_fraction, model.context and eval_batches "
                               f"* global_batch / grad_accum_steps the same")
@@ -138,21 +138,21 @@ def _below(key: str, declared: list[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in declared)
 
 
-def _text(config: Config) -> tuple:
+def evaluated_text(config: Config) -> tuple:
     """Returns what decides the text of an evaluation."""
     piece = config.global_batch // config.grad_accum_steps
     return (config.data.source, config.data.tokenizer, config.data.val_fraction,
             config.model.context, config.eval_batches * piece)
 
 
-def read(path: Path) -> Claim:
-    """Reads the claim in a YAML file. Raises ConfigError before anything runs."""
-    values, known = read_yaml(path), {f.name: f for f in fields(Claim)}
+def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> Any:
+    """Reads a claim, or another `kind`, of a YAML file. Raises ConfigError before anything runs."""
+    values, known = read_yaml(path), {f.name: f for f in fields(kind)}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
     for key in values:
-        pick(known, key, "key of a claim")
-    for key, what in NEEDED.items():
-        if values.get(key) is None:
+        pick(known, key, f"key of a {kind.__name__.lower()}")
+    for key, what in needed.items():
+        if values.get(key) in (None, {}):
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")
-    return Claim(**values)
+    return kind(**values)

@@ -9,6 +9,7 @@ A claim that was stopped goes on by the same command, and no run is done twice.
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,34 +30,42 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit import processes, records
-    from lpkit.claims import protocol, runs
+    from lpkit import records
+    from lpkit.claims import protocol
     from lpkit.claims.settle import Settling
-    from lpkit.course.notebooks import tell
-    from lpkit.files import locked
 
-    claim, children = protocol.read(args.file), processes.Children()
+    claim = protocol.read(args.file)
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
+    result = with_runs(args.out, args.processes,
+                       lambda *ways: Settling(claim, *ways).settle(args.null))
+    records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
+    return result
 
-    def finished(what: str, configs: list) -> list[dict]:
-        return runs.finished(configs, args.out, children, args.processes,
-                             lambda line: tell(f"{what}: {line}"))
+
+def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> dict[str, Any]:
+    """Returns what `settle(finished, say)` does; its runs end when this process is told to."""
+    from lpkit import files, processes
+    from lpkit.claims import runs
+    from lpkit.course.notebooks import tell
+
+    children = processes.Children()
+    finished = lambda what, configs: runs.finished(
+        configs, out, children, at_once, lambda line: tell(f"{what}: {line}"))
 
     def work() -> dict[str, Any]:
         with ExitStack() as stack:
             try:
-                stack.enter_context(locked(args.out / ".lock", wait=False))
+                stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
-                raise ConfigError(f"another claim is running in {named(args.out)}; wait for it, or "
-                                  f"choose another --out") from None
-            return Settling(claim, finished, tell).settle(args.null)
+                raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
+                                  f"it, or choose another --out") from None
+            return settle(finished, tell)
 
     result, heard = processes.hear(work, children.end)
     if heard:
         tell("lpkit: stopped; the same command goes on")
         sys.exit(128 + heard)
-    records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
     return result
 
 

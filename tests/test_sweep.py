@@ -1,0 +1,269 @@
+"""`lpkit sweep`: what a file is refused for, what is drawn, and that a killed one is the unbroken one."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from lpkit import cli, records
+from lpkit.claims import protocol, runs, sweep
+from lpkit.commands import sweep as command
+from lpkit.errors import ConfigError, RunFailedError
+from lpkit.plain_yaml import read_yaml
+
+optuna = pytest.importorskip("optuna")
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "docs" / "lr-search.yaml"
+LOG = {"low": 1e-5, "high": 1e-1, "log": True}
+TINY = {"settings": {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 16, "global_batch": 4, "eval_batches": 2,
+                     "eval_every": 0, "checkpoint_every": 0, "schedule.warmup_steps": 2, "system.device": "cpu", "steps": 3},
+        "search": {"optimizer": {"choices": ["adamw", "lion"]}, "optimizer.lr": LOG}, "trials": 4, "target": "val_loss", "seed": 3}
+SMALL = TINY["settings"]
+
+
+def written(folder, **changes):
+    path = folder / "few.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (TINY | changes).items() if value is not None}))
+    return path
+
+
+# the file
+
+WRONG = [
+    ({"search": None}, "says no search; give search: a mapping of settings, each to {low: 1e-4"),
+    ({"search": {}}, "says no search; give search"),
+    ({"trials": None}, "says no trials; give trials: how many runs, such as 20"),
+    ({"target": None}, "says no target; give target: val_loss"),
+    ({"target": "val_los"}, "target cannot be 'val_los'; did you mean 'val_loss'?"),
+    ({"sampler": "tpee"}, "sampler cannot be 'tpee'; did you mean 'tpe'?"),
+    ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
+    ({"trials": 0}, "trials must be positive, got 0"),
+    ({"seed": -1}, "seed must be from 0 to 4,294,967,295, got -1"),
+    ({"serach": {}}, "there is no key of a sweep 'serach'; did you mean 'search'?"),
+    ({"settings": {"model.layer": 1}}, "there is no setting 'model.layer'; did you mean 'model.layers'?"),
+    ({"search": {"optimizer.lrr": LOG}}, "there is no setting 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+    ({"search": {"optimiser": {"choices": ["lion"]}}}, "there is no setting 'optimiser'; did you mean 'optimizer'?"),
+    ({"search": {"optimizer": {"choices": ["lions"]}}}, "did you mean 'lion'?"),
+    ({"search": {"optimizer": {"choices": []}}}, "search.optimizer must be {low: 1e-4"),
+    ({"search": {"optimizer": LOG}}, "search.optimizer has low, and 'adamw' is no number; give choices"),
+    ({"search": {"optimizer.lr": 0.1}}, "search.optimizer.lr must be {low: 1e-4"),
+    ({"search": {"optimizer.lr": {"low": 1, "hihg": 2}}}, "search.optimizer.lr must be {low: 1e-4"),
+    ({"search": {"optimizer.lr": {"low": 1e-2, "high": 1e-3}}}, "search.optimizer.lr must have a low below its high, got low=0.01 and high=0.001"),
+    ({"search": {"optimizer.lr": {"low": 0.1, "high": 0.1}}}, "must have a low below its high, got low=0.1 and high=0.1"),
+    ({"search": {"optimizer.lr": {"low": 0.1, "high": ".inf"}}}, "search.optimizer.lr.high must be a number, got '.inf'"),
+    ({"search": {"optimizer.lr": {"low": 0.1, "high": math.inf}}}, "must have a low below its high, got low=0.1 and high=inf"),
+    ({"search": {"optimizer.lr": LOG | {"low": 0}}}, "must have a low below its high, and above 0 as log, got low=0.0"),
+    ({"search": {"model.layers": {"low": 0.5, "high": 3}}}, "search.model.layers.low must be a whole number, got 0.5"),
+    ({"search": {"optimizer.lr": {"low": -1, "high": 1}}}, "optimizer.lr must be positive, got -1.0"),
+    ({"search": {"model.context": {"choices": [16, 32]}}}, "search.model.context would evaluate trials on other text"),
+]
+
+
+@pytest.mark.parametrize("changes, said", WRONG, ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
+def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, "finished", lambda *args: pytest.fail("a run"))
+    assert cli.main(["sweep", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sampler, absent", [("tpe", "optuna"), ("cmaes", "cmaes")])
+def test_what_is_not_installed_is_named(sampler, absent, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
+    assert cli.main(["sweep", str(written(tmp_path, sampler=sampler)), "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert f"lpkit: a sweep needs {absent}, which this Python does not have" in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_optuna_is_imported_where_a_sweep_runs_and_nowhere_else():
+    code = "import sys; import lpkit.commands.sweep, lpkit.claims.sweep; print({'optuna', 'torch', 'cmaes'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout == "set()\n"
+
+
+# trials, with losses that are made up
+
+def bowl(config):
+    """Least at a rate of 1e-3."""
+    return 2 + (math.log10(config.optimizer.lr) + 3) ** 2
+
+
+def searched(folder, loss=bowl, most=None, **changes):
+    """Returns what the command prints, and the configs that were run. `most`: of runs, and then the process is killed."""
+    ran = []
+
+    def finished(what, configs):
+        if len(ran) == most:
+            raise KeyboardInterrupt
+        ran.extend(configs)
+        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x"} for one in configs]
+
+    folder.mkdir(exist_ok=True)
+    told = sweep.Sweep(**TINY | changes)
+    return sweep.settle(told, folder / "few", finished), ran
+
+
+def test_random_values_are_log_uniform_within_bounds(tmp_path):
+    found, ran = searched(tmp_path, sampler="random", trials=400, search={
+        "optimizer.lr": LOG, "optimizer.weight_decay": {"low": 0.1, "high": 0.3}, "schedule.warmup_steps": {"low": 1, "high": 3},
+        "optimizer": {"choices": ["adamw", "lion"]}})
+    assert len(ran) == len(found["trials"]) == 400
+
+    def off(values):
+        """The Kolmogorov-Smirnov distance to the uniform distribution on (0, 1)."""
+        values = sorted(values)
+        assert 0 <= values[0] and values[-1] <= 1
+        return max(max(abs(v - i / 400), abs(v - (i + 1) / 400)) for i, v in enumerate(values))
+
+    settings = [one["settings"] for one in found["trials"]]
+    rates = [one["optimizer.lr"] for one in settings]
+    assert off([(math.log10(rate) + 5) / 4 for rate in rates]) < 1.63 / 20, "the 1% bound of n = 400"
+    assert off([rate / 0.1 for rate in rates]) > 0.5, "of a log range, not uniform in itself"
+    assert off([(one["optimizer.weight_decay"] - 0.1) / 0.2 for one in settings]) < 1.63 / 20
+    for key, values in (("schedule.warmup_steps", (1, 2, 3)), ("optimizer", ("adamw", "lion"))):
+        drawn = [one[key] for one in settings]
+        assert set(drawn) == set(values) and min(map(drawn.count, values)) > 0.8 * 400 / len(values)
+    for config, one in zip(ran, settings):
+        assert (config.optimizer.name, config.optimizer.lr, config.schedule.warmup_steps) == (
+            one["optimizer"], one["optimizer.lr"], one["schedule.warmup_steps"])
+        assert config.system.threads == 1 and config.model.width == 32
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+def test_a_sampler_that_looks_at_losses_finds_the_least(sampler, tmp_path):
+    found, _ = searched(tmp_path, sampler=sampler, trials=40, search={"optimizer.lr": LOG, "optimizer.weight_decay": {"low": 0, "high": 1}})
+    assert found["best"]["val_loss"] == min(one["val_loss"] for one in found["trials"]) < 2.05
+    late = [one["val_loss"] for one in found["trials"][20:]]
+    drawn, _ = searched(tmp_path, sampler="random", trials=40, search={"optimizer.lr": LOG})
+    assert sum(late) / 20 < sum(one["val_loss"] for one in drawn["trials"][20:]) / 20
+    assert found["importance"]["optimizer.lr"] > 0.5 > found["importance"]["optimizer.weight_decay"]
+    assert searched(tmp_path, sampler=sampler, trials=19)[0]["importance"] is None
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes"])
+def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
+    """Past the first ten trials, which TPE draws at random; and then with more trials than were asked for."""
+    whole, ran = searched(tmp_path / "whole", sampler=sampler, trials=25)
+    for most in (0, 3, 14):
+        with pytest.raises(KeyboardInterrupt):
+            searched(tmp_path, sampler=sampler, trials=25, most=most)
+    cut = Path(whole["journal"].replace("/whole", ""))
+    assert len(cut.read_text().splitlines()) == 17
+    with cut.open("a") as file:
+        file.write('{"trial": 17, "settings"')      # torn by the kill
+    found, again = searched(tmp_path, sampler=sampler, trials=22)
+    assert found["trials"] == whole["trials"][:22] and again == ran[17:22], "told anew, it suggests the same"
+    assert searched(tmp_path, sampler=sampler, trials=25) == (whole | {"journal": str(cut)}, ran[22:])
+    other, _ = searched(tmp_path, sampler=sampler, trials=25, seed=4)
+    assert other["trials"] != whole["trials"] and other["journal"] != str(cut)
+
+
+def test_a_line_that_was_altered_is_run_again(tmp_path):
+    whole, ran = searched(tmp_path)
+    path = Path(whole["journal"])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[1].replace('"val_loss": ', '"val_loss": 1'), *lines[2:]]))
+    found, again = searched(tmp_path)
+    assert found == whole and again == ran[1:2]
+
+
+def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
+    """Every rate above 1e-3, half of the range, diverges, and the others are alike: trials that were left out would draw on from there."""
+    flat = lambda config: None if config.optimizer.lr > 1e-3 else 2.0
+    found, _ = searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG})
+    lost = [one["val_loss"] is None for one in found["trials"]]
+    assert 0 < sum(lost[:20]) and sum(lost[20:]) <= 6 and found["best"]["settings"]["optimizer.lr"] <= 1e-3
+    assert found["importance"] is None, "of trials that are alike"
+    assert searched(tmp_path, flat, trials=40, search={"optimizer.lr": LOG}) == (found, [])
+    shown = command.text(found)
+    assert shown.splitlines()[1].split()[:2] == [str(found["best"]["trial"]), f"{found['best']['val_loss']:.5g}"]
+    with pytest.raises(RunFailedError, match="none of 4 trials has a number"):
+        searched(tmp_path, lambda config: None)
+
+
+def test_settings_that_do_not_go_together_are_a_trial_without_a_run(tmp_path):
+    found, ran = searched(tmp_path, sampler="random", trials=12, search={"model.width": {"low": 32, "high": 40}})
+    odd = [one for one in found["trials"] if one["val_loss"] is None]
+    assert odd and len(ran) == 12 - len(odd) and all("model.width" in one["error"] for one in odd)
+    assert searched(tmp_path, sampler="random", trials=12, search={"model.width": {"low": 32, "high": 40}}) == (found, [])
+
+
+def test_a_journal_is_of_one_search_and_one_code(tmp_path, monkeypatch):
+    first = searched(tmp_path)[0]["journal"]
+    names = {first, *(searched(tmp_path, **one)[0]["journal"] for one in (
+        {"sampler": "random"}, {"settings": SMALL | {"steps": 4}}, {"search": {"optimizer.lr": LOG}}))}
+    monkeypatch.setattr(runs, "code", lambda: "other")
+    assert len(names | {searched(tmp_path)[0]["journal"]}) == 5
+    assert searched(tmp_path, trials=5)[1], "more trials go on"
+
+
+# real runs
+
+def started(path, out):
+    return subprocess.Popen([sys.executable, "-m", "lpkit", "sweep", str(path), "--out", str(out), "--json"], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True)
+
+
+def lines(out):
+    return [one for path in out.glob("few-*.jsonl") for one in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path):
+    path, out = written(tmp_path), tmp_path / "out"
+    process = started(path, out)
+    while len(lines(out)) < 2:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not psutil.wait_procs(children, timeout=10)[1], "nothing outlives the command"
+    before = lines(out)
+    assert 2 <= len(before) < 4
+    found = []
+    for folder in (out, tmp_path / "whole"):
+        done = started(path, folder)
+        said, err = done.communicate()
+        assert done.returncode == 0, err
+        found.append(json.loads(said))
+    cut, whole = ([{key: one[key] for key in ("trial", "settings", "val_loss", "name")} for one in one["trials"]] for one in found)
+    assert cut == whole and len(whole) == 4 and found[0]["best"]["val_loss"] == min(one["val_loss"] for one in whole)
+    assert lines(out)[:len(before)] == before and len(lines(out)) == 4, "a trial was done twice, or is left"
+    assert not [one for one in out.iterdir() if one.is_dir()]
+    for one in found[0]["trials"]:
+        record = records.read(out / f"{one['name']}.json")
+        assert record["val_loss"] == one["val_loss"] and record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
+
+
+@pytest.mark.slow
+def test_the_example_of_the_page_runs(tmp_path, capsys):
+    told = read_yaml(EXAMPLE)
+    small = written(tmp_path, **told | {"settings": told["settings"] | SMALL, "trials": 2})
+    assert cli.main(["sweep", str(small), "--out", str(tmp_path / "out")]) == 0
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["trial", "val_loss", *told["search"]] and len(rows) == 2 and last.startswith("the best of 2 trials, which took ")
+
+
+def test_the_page_says_every_key_of_a_file_and_of_the_object(tmp_path):
+    page, keys = (ROOT / "docs" / "sweep.md").read_text(), (ROOT / "docs" / "commands.md").read_text().partition("**`sweep`**")[2].partition("\n\n")[0]
+    assert protocol.read(EXAMPLE, sweep.Sweep, sweep.NEEDED).trials == 20
+    assert not [key for key in sweep.Sweep.__dataclass_fields__ if f"`{key}`" not in page]
+    found, _ = searched(tmp_path)
+    assert not [key for key in {**found, **found["best"]} if f"`{key}`" not in keys]
+
+
+def test_one_command_at_a_time_in_a_folder(tmp_path, capsys):
+    from lpkit.files import locked
+
+    with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="another claim or sweep is running"):
+        command.run(type("Args", (), {"file": written(tmp_path), "out": tmp_path}))
