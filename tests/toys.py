@@ -50,7 +50,7 @@ OPTIMIZERS = {
 }
 SAYS = {    # what a Config says of each
     "lars": {"optimizer": "lars", "optimizer.lr": 1.0},
-    "soap": {"optimizer": "soap"},
+    "soap": {"optimizer": "soap", "optimizer.every": 2, "optimizer.clip": 0.0},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
     "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},

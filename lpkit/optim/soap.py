@@ -3,6 +3,7 @@ order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py)."""
 
 import torch
 from torch import Tensor
+from torch.linalg import householder_product
 
 from lpkit.contracts import Parameter
 from lpkit.optim.rules import Slots
@@ -34,7 +35,7 @@ def soap(w: Tensor, g: Tensor, slots: Slots, settings: SoapSettings, update: int
         gram.addmm_(x, x.mT, beta=settings.beta2, alpha=1 - settings.beta2)
         if turns and n:
             order = (basis * (gram @ basis)).sum(0).argsort(descending=True)
-            basis[:, order] = torch.linalg.qr(gram @ basis[:, order])[0]
+            basis[:, order] = householder_product(*torch.geqrf(gram @ basis[:, order]))
         elif turns:
             basis.copy_(torch.linalg.svd(x, full_matrices=len(x) > x.shape[1])[0])
     if turns:

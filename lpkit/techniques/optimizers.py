@@ -271,7 +271,7 @@ OPTIMIZERS = {
         slots=(*MOMENTS, *(Slot(name=name, shape=lambda p, i=i: (sides(p)[i],) * 2) for name, i in (
             ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
         told=True, gathers=2, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p: FLOAT32 * max(2 * math.prod(p) * any(sides(p)), 3 * max(sides(p))**2),
+        whole_bytes=lambda p: FLOAT32 * max(2 * math.prod(p) * any(sides(p)), 2 * max(sides(p))**2),
         # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
         flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                             + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
