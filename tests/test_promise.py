@@ -337,7 +337,7 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "zero", "by_command"), [("lars", 3, False), ("lars", 1, True)])
+@pytest.mark.parametrize(("name", "zero", "by_command"), [("trust", 3, False), ("trust", 1, True)])
 def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, name, zero, by_command, tmp_path):
     """`lpkit.launch`, and `lpkit train --import` with a file, which imports nothing by itself."""
     (beside[0] / "toy_rows.py").write_text("from tests.toys import add\n\nadd()\n")

@@ -3,7 +3,6 @@ order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py)."""
 
 import torch
 from torch import Tensor
-from torch.linalg import householder_product
 
 from lpkit.contracts import Parameter
 from lpkit.optim.rules import Slots
@@ -17,8 +16,7 @@ def turned(x: Tensor, left: Tensor, right: Tensor, back: bool = False) -> Tensor
 
 def soap(w: Tensor, g: Tensor, slots: Slots, settings: SoapSettings, update: int,
          parameter: Parameter) -> None:
-    """Algorithms 3 and 4, with moments in the bases, which the first update finds and does no more.
-    Eigenvalues order columns for the QR alone, so that v keeps its places."""
+    """Algorithms 3 and 4, with both moments in the bases. The first update finds these alone."""
     m, v, *grams, left, right = slots
     whole, n, turns = parameter.gather(g), update - 1, (update - 1) % settings.every == 0
     if n:
@@ -35,7 +33,7 @@ def soap(w: Tensor, g: Tensor, slots: Slots, settings: SoapSettings, update: int
         gram.addmm_(x, x.mT, beta=settings.beta2, alpha=1 - settings.beta2)
         if turns and n:
             order = (basis * (gram @ basis)).sum(0).argsort(descending=True)
-            basis[:, order] = householder_product(*torch.geqrf(gram @ basis[:, order]))
+            basis[:, order] = torch.orgqr(*torch.geqrf(gram @ basis[:, order]))
         elif turns:
             basis.copy_(torch.linalg.svd(x, full_matrices=len(x) > x.shape[1])[0])
     if turns:

@@ -205,12 +205,21 @@ MOMENT_FORMATS = {
 MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
 
 
+def _muon_bytes(p: Shape) -> float:
+    return FLOAT32 * (2 * math.prod(p) + min(p)**2)
+
+
+def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
+    """A step multiplies for the gram, its square, and that polynomial with the matrix."""
+    return NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3)
+
+
 def sides(p: Shape) -> list[int]:
     """Returns of a matrix's those that SOAP has a basis of, 0 where it has none."""
     return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
 
 
-BY_ADAMW = tuple(f"{pattern}:optimizer=adamw:lr_scale=0.05" for pattern in (
+BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
     "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
 
 OPTIMIZERS = {
@@ -239,6 +248,11 @@ OPTIMIZERS = {
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
         settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
         told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
+    "lars": Optimizer(
+        why="SGD with momentum, whose step is a share of the norm of its parameter",
+        source="You et al. 2017, arXiv:1708.03888, algorithm 1", settings=LarsSettings(),
+        slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
+        implementation="lpkit.optim.lars:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -252,12 +266,17 @@ OPTIMIZERS = {
     "muon": Optimizer(
         why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),), groups=BY_ADAMW,
+        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),),
+        groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
         told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p: FLOAT32 * (2 * math.prod(p) + min(p)**2),
-        # a step multiplies for the gram, its square, and that polynomial with the matrix
-        flops=lambda p, _: NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3),
+        whole_bytes=_muon_bytes, flops=_muon_flops,
         implementation="lpkit.optim.muon:muon"),
+    "normuon": Optimizer(
+        why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
+        source="Li et al. 2025, arXiv:2510.05491, algorithm 1", settings=NorMuonSettings(),
+        slots=(Slot(name="momentum_buffer"), Slot(name="rows", signed=False, shape=lambda p: p[:1])),
+        groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
+        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.normuon:normuon"),
     "schedule-free": Optimizer(
         why="AdamW, and the average of its weights in place of a falling learning rate",
         source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
@@ -265,6 +284,10 @@ OPTIMIZERS = {
                Slot(name="weight_sum", signed=False, shape=lambda p: (1,))),
         temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.schedule_free:average",
         implementation="lpkit.optim.schedule_free:schedule_free"),
+    "sgd": Optimizer(
+        why="the gradient alone",
+        source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
+        implementation="lpkit.optim.rules:sgd"),
     "soap": Optimizer(
         why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
         source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", settings=SoapSettings(),
@@ -276,10 +299,6 @@ OPTIMIZERS = {
         flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                             + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
         implementation="lpkit.optim.soap:soap"),
-    "sgd": Optimizer(
-        why="the gradient alone",
-        source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
-        implementation="lpkit.optim.rules:sgd"),
 }
 
 
