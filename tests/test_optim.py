@@ -590,13 +590,15 @@ def test_what_lars_has_no_ratio_of_moves_as_by_sgd():
 
 @pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2}], ids=str)
 def test_soaps_flops_are_those_that_pytorch_counts(changes):
-    """Of `every` updates; a QR has 8/3 n^3 (Golub & Van Loan: 4/3 for R, and as many for Q), which the counter does not count."""
+    """Of `every` updates. The counter is told what it does not know: a product in place, and that a QR has 8/3 n^3 (Golub & Van Loan, section 5.2:
+    4/3 for R, and as many for Q)."""
     config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": "soap",
                                "optimizer.every": 3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
     training = Training.build(config, data=RandomTokens(config))
     training.forward_backward(training.batch(0))
     training.optimizer.step()
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.geqrf: lambda shape, **_: 8 * shape[0]**3 // 3}) as counter:
+    more = {torch.ops.aten.geqrf: lambda shape, **_: 8 * shape[0]**3 // 3, torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=more) as counter:
         for _ in range(3):
             training.optimizer.step()
     said = optimizer_work(config)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.flops import Product
 from lpkit.predict.params import of
-from lpkit.predict.recipes import BF16, FP32, row_of
+from lpkit.predict.recipes import BF16, FP32, row_of, scale_bytes
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
 from lpkit.techniques.hardware import known_as, multiplied
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept, scale_bytes
+from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
 from lpkit.techniques.recipes import Recipe as Row
 
 ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
