@@ -677,7 +677,7 @@ def test_muon_takes_q_k_and_v_apart(heads, groups):
         assert torch.allclose(got[its], w, atol=1e-12) and not torch.equal(w, whole[its])
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False}, {"model.position": "rope"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False}, {"model.position": "rope"}, {"model.attention.sinks": True}], ids=str)
 @pytest.mark.parametrize("name", ["muon", "normuon"])
 def test_muons_flops_are_those_that_pytorch_counts(name, changes):
     """And its rules are by name: matrices of blocks alone are orthogonalised."""

@@ -50,7 +50,8 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
     for where, group in (("", (ops.embed, ops.positions, ops.norm, ops.head)), *blocks):
         for op in group:
-            for suffix, shape in zip(("weight", "bias"), op.shapes if op.trained else ()):
+            suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
+            for suffix, shape in zip(suffixes, op.shapes if op.trained else ()):
                 found[f"{where}{op.name}.{suffix}"] = shape
     return found
 
