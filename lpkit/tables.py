@@ -1,6 +1,5 @@
 """Tables of words: HTML for a notebook, aligned text for a terminal, Markdown for a page."""
 
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from textwrap import fill
@@ -72,28 +71,3 @@ def beside(name: str, value: str, at: int, width: int) -> str:
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
-
-
-def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[str]]],
-                whole: float) -> str:
-    """HTML: rows that a click opens; the largest is open already. Each: a name, its value, the same
-    in words, what to say beside it, and lines to say inside. Addresses become links."""
-    largest, *_ = max(rows, key=lambda row: row[1])
-    link = (rf"<a style='color:{LINK};text-decoration:underline' target='_blank' "
-            rf"rel='noopener' href='\g<0>'>\g<0></a>")
-    html = (f"<div style='font:13px {escape(FONT)};color:{TEXT};line-height:1.5;max-width:1000px'>"
-            f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>")
-    for name, value, says, beside, lines in rows:
-        html += (f"<details{' open' if name == largest else ''} "
-                 f"style='border-bottom:1px solid {LINE}'>"
-                 f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
-        for text, width, side in ((name, "15em", "left"), (says, "8em", "right"),
-                                  (f"{value / whole:.1%}", "4.5em", "right")):
-            html += (f"<span style='display:inline-block;width:{width};text-align:{side};"
-                     f"white-space:nowrap'>"
-                     f"{escape(text)}</span>")
-        inside = "<br>".join(re.sub(r"https://[^\s,;)]+", link, escape(line))
-                             for line in lines if line)
-        html += (f"<span style='padding-left:1.5em;color:{QUIET}'>{escape(beside)}</span></summary>"
-                 f"<div style='padding:2px 0 6px 2em;color:{QUIET}'>{inside}</div></details>")
-    return html + "</div>"

@@ -24,8 +24,9 @@ from lpkit.kernels.jit import tl, triton
 from lpkit.kernels.rounding import plan
 from lpkit.nn.attention import CAUSAL
 from lpkit.optim import one_pass
+from lpkit.predict.recipes import scale_bytes
 from lpkit.techniques.kernels import KERNELS
-from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast, scale_bytes
+from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast
 
 # What torch 2.11 brings. It keeps 8 bytes of a thread in memory in some builds (docs/gpu.md).
 BY_TRITON_3_6 = triton is not None and triton.__version__.startswith("3.6.")

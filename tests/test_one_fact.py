@@ -23,6 +23,7 @@ from lessons.l09_predict_before_you_rent import Candidate, triangle
 from lpkit import cli
 from lpkit.measure.advice import advise
 from lpkit.predict import memory, predict
+from lpkit.predict.casts import why_emulated
 from lpkit.predict.device import by_cost
 from lpkit.predict.fit import fit
 from lpkit.predict.flops import training_flops, training_flops_per_token
@@ -32,7 +33,7 @@ from lpkit.predict.recipes import precision_of
 from lpkit.predict.time import bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
-from lpkit.techniques import hardware, machines, optimizers
+from lpkit.techniques import machines, optimizers
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
@@ -245,4 +246,4 @@ def test_what_is_emulated_is_what_backends_say_by_rule():
             if row.products:
                 (cell,) = [c for c in matrix.by_rule(name) if (c.recipe, c.backend) == (recipe, "scaled_mm")]
                 native = cell.status == "native" and row.dtype in on.flops
-                assert native == (not hardware.why_emulated(row, on)), (name, recipe)
+                assert native == (not why_emulated(row, on)), (name, recipe)

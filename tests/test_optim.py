@@ -1,7 +1,10 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
 import copy
+import threading
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ from lpkit.predict.ledger import UPDATE
 from lpkit.predict.params import optimizer_work
 from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
-from lpkit.techniques import blocks
+from lpkit.techniques import blocks, optimizers
 from lpkit.techniques.memory import OPTIMIZER_STATE
 from lpkit.techniques.optimizers import (
     MOMENT_FORMATS,
@@ -41,6 +44,7 @@ from tests import toys
 
 CPU = torch.device("cpu")
 TOLD = [name for name, row in (OPTIMIZERS | toys.OPTIMIZERS).items() if row.told]
+MOST = defaultdict(dict, soap={"every": 1})     # settings by which every update needs as many bytes as the largest does
 WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
 
 
@@ -195,11 +199,14 @@ def test_bf16_weights_are_rounded_as_recorded(name):
     """An update of 2^-12 of each weight: nearest rounding loses it, stochastic rounding has it in the mean."""
     model = torch.nn.Linear(256, 256, bias=False).bfloat16()
     torch.nn.init.ones_(model.weight)
-    scale = 256 if name == "muon" else 1       # ones have one singular value, of 256
-    optimizer = build(dict(model.named_parameters()), settings_of(name, lr=scale * 2**-12, weight_decay=0.0))
+    # ones have one singular value, of 256
+    scale = {"muon": 256, "soap": 256, "normuon": 5, "lars": 1000}.get(name, 1)
+    noise = {"eps": 1.0} if name == "soap" else {}      # what rounding leaves in other directions
+    optimizer = build(dict(model.named_parameters()), settings_of(name, lr=scale * 2**-12, weight_decay=0.0, **noise))
     model.weight.grad = torch.ones_like(model.weight)
-    optimizer.step()
-    step = 2**-12 * (orthogonalised(torch.ones(256, 256)).mean().item() * scale if name == "muon" else 1)
+    for _ in range(1 + (name == "soap")):               # whose first update finds a basis
+        optimizer.step()
+    step = 2**-12 * {"muon": orthogonalised(torch.ones(256, 256)).mean().item() * scale, "soap": 256 / 257}.get(name, 1)
     assert recorded(optimizer, {})["rounding"].used == "stochastic"
     spread = (step * 2**-8 / 256**2)**0.5       # of the mean: each draw's variance is at most step * update
     assert model.weight.double().mean().item() == pytest.approx(1 - step, abs=5 * spread)
@@ -222,7 +229,7 @@ def test_a_step_needs_the_temporary_bytes_that_its_row_says(name, moment_format)
         return
     for dtype, weight_bytes in ((torch.float32, 4), (torch.bfloat16, 2)):
         model = torch.nn.Linear(512, 512, bias=False).to(dtype)
-        optimizer = build(dict(model.named_parameters()), settings_of(name), moment_format=moment_format)
+        optimizer = build(dict(model.named_parameters()), settings_of(name, **MOST[name]), moment_format=moment_format)
         trained(name, model=model, optimizer=optimizer, updates=1)
         model.weight.grad = torch.randn(512, 512).to(dtype)
         with Tracker(model, optimizer) as tracker, tracker.optimizing():
@@ -248,7 +255,7 @@ def test_a_restored_stepper_goes_on_bit_for_bit(name):
         again.step()
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
     for p, state in again.state.items():
-        row = OPTIMIZERS["adamw" if name == "muon" and p.ndim == 1 else name]
+        row = OPTIMIZERS["adamw" if OPTIMIZERS[name].matrices and p.ndim == 1 else name]
         assert list(state) == ["update", *(slot.name for slot in row.slots)]
 
 
@@ -508,6 +515,136 @@ def test_lamb_is_algorithm_2_of_the_paper():
     assert torch.allclose(w, torch.full((3,), -0.01))      # zeros have no length: Adam's step
 
 
+def lars_by_hand(x, settings):
+    """You et al. 2017, algorithm 1: lambda = trust |w| / (|g| + beta |w|), v = m v + lr lambda (g + beta w), w = w - v."""
+    v = 0.0
+    for t in range(20):
+        g = gradient(x, t)
+        local = settings.trust * x.norm() / (g.norm() + settings.weight_decay * x.norm())
+        v = settings.momentum * v + settings.lr * local * (g + settings.weight_decay * x)
+        x = x - v
+    return x
+
+
+def normuon_by_hand(x, settings):
+    """Li et al. 2025, algorithm 1, with the polynomial of Newton and Schulz on singular values."""
+    m, v = 0.0, 0.0
+    for t in range(20):
+        m = 0.95 * m + 0.05 * gradient(x, t)
+        u, s, vt = torch.linalg.svd(m, full_matrices=False)
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        o = u * s @ vt
+        v = 0.95 * v + 0.05 * (o**2).mean(1)
+        o = o / (v.sqrt()[:, None] + 1e-10)
+        x = x - settings.lr * settings.weight_decay * x - 0.2 * settings.lr * (x.numel() ** 0.5 / o.norm()) * o
+    return x
+
+
+def soap_by_hand(x, settings, largest=10_000):
+    """Vyas et al. 2024, algorithms 3 and 4: the momentum as it is, and both it and the gradient turned anew; v goes with the columns that the
+    public code sorts. A vector is Adam's, and so is a side above `largest`."""
+    m, v, grams, bases = 0.0, 0.0, [0.0, 0.0], [torch.eye(n, dtype=x.dtype) for n in (*x.shape, 1)[:2]]
+    whole = x.reshape(len(x), -1)
+    for t in range(20):
+        g = gradient(x, t).reshape(whole.shape)
+        grams = [0.95 * gram + 0.05 * of for gram, of in zip(grams, (g @ g.T, g.T @ g))]
+        sides = [i for i, n in enumerate(x.shape) if n <= largest and x.ndim == 2]
+        if t == 0:
+            for i in sides:
+                bases[i] = torch.linalg.eigh(grams[i])[1].flip(1)
+            continue
+        (left, right), m = bases, 0.95 * m + 0.05 * g
+        v = 0.95 * v + 0.05 * (left.T @ g @ right) ** 2
+        step = left @ ((left.T @ m @ right / (1 - 0.95**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)) @ right.T
+        whole = whole - settings.lr * settings.weight_decay * whole - settings.lr * step
+        for i in sides if t % settings.every == 0 else ():
+            order = (bases[i].T @ grams[i] @ bases[i]).diag().argsort(descending=True)
+            v, bases[i] = v.index_select(i, order), torch.linalg.qr(grams[i] @ bases[i][:, order])[0]
+    return whole.reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name, by_hand, shapes, settings", [
+    ("lars", lars_by_hand, VECTORS, {"lr": 10.0, "weight_decay": 0.1}), ("normuon", normuon_by_hand, MATRICES, {"lr": 0.01}),
+    ("soap", soap_by_hand, ((24, 24), (17,)), {"every": 3}), ("soap", soap_by_hand, ((24, 24), (17,)), {}),
+    ("soap", partial(soap_by_hand, largest=30), ((24, 40), (40, 24), (40, 40)), {"every": 3}),      # a side longer than the other has any basis
+], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side"])
+def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
+    """In float64, of whole matrices."""
+    monkeypatch.setattr(optimizers, "LARGEST", getattr(by_hand, "keywords", {"largest": 10_000})["largest"])
+    starts = two_sizes(torch.float64, shapes)
+    for ours, w in zip(after(name, shapes, dtype=dtype, **settings), starts, strict=True):
+        theirs = by_hand(w.detach(), settings_of(name, **settings))
+        assert (ours - theirs).norm() < 1e-6 * theirs.norm() and (dtype == torch.float32 or (ours - theirs).norm() < 1e-9 * (theirs - w).norm())
+
+
+def test_what_lars_has_no_ratio_of_moves_as_by_sgd():
+    settings, rule = settings_of("lars", lr=0.5, weight_decay=0.0), OPTIMIZERS["lars"].load()
+    w, still, of_one = torch.zeros(3), torch.ones(3), torch.ones(3)
+    rule(w, of_one, [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
+    rule(still, torch.zeros(3), [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
+    assert torch.equal(w, torch.full((3,), -0.5)) and torch.equal(still, torch.ones(3))
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2}], ids=str)
+def test_soaps_flops_are_those_that_pytorch_counts(changes):
+    """Of `every` updates. The counter is told what it does not know: a product in place, and that a QR has 8/3 n^3 (Golub & Van Loan, section 5.2:
+    4/3 for R, and as many for Q)."""
+    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": "soap",
+                               "optimizer.every": 3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
+    training = Training.build(config, data=RandomTokens(config))
+    training.forward_backward(training.batch(0))
+    training.optimizer.step()
+    more = {torch.ops.aten.geqrf: lambda shape, **_: 8 * shape[0]**3 // 3, torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=more) as counter:
+        for _ in range(3):
+            training.optimizer.step()
+    said = optimizer_work(config)
+    count = parameter_count(config.model)
+    assert counter.get_total_flops() == pytest.approx(3 * said.flops * count, rel=1e-6) != 0
+    assert said.gathered == 2 and said.whole_bytes * count == sum(
+        t.nbytes for p, state in training.optimizer.state.items() for name, t in state.items() if name.startswith(("left", "right")))
+
+
+@pytest.mark.parametrize("name", ["soap", "normuon"])
+def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
+    """25 rows on two threads, 13 and 12; the same gradients; slots of other shapes whole on both."""
+    w, rows, at, sent = two_sizes(torch.float32, ((25, 24),))[0].detach(), (slice(13), slice(13, 25)), threading.Barrier(2), [None, None]
+    row, settings = OPTIMIZERS[name], settings_of(name, **({"every": 2} if name == "soap" else {}))
+
+    class Cut(Parameter):
+        def gather(self, t):
+            sent[rank := int(threading.current_thread().name)] = t
+            at.wait()
+            whole = torch.cat([one.clone() for one in sent])
+            at.wait()
+            assert rank in (0, 1)
+            return whole
+
+        def part(self, whole):
+            return whole[rows[int(threading.current_thread().name)]]
+
+    def run(parameter, mine):
+        its = w[mine].clone()
+        slots = [torch.zeros(its.shape if (shape := slot.shape((25, 24))) is None else shape) for slot in row.slots]
+        for update in range(1, 8):
+            row.load()(its, gradient(w, update)[mine], slots, settings, update, parameter)
+        return its, slots
+
+    whole, slots = run(Parameter("w", (25, 24)), slice(25))
+    found = [None, None]
+    threads = [threading.Thread(name=str(i), target=lambda i=i: found.__setitem__(i, run(Cut("w", (25, 24)), rows[i]))) for i in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert torch.equal(torch.cat([its for its, _ in found]), whole) and not torch.equal(whole, w)
+    for slot, one, *two in zip(row.slots, slots, *(of for _, of in found)):
+        assert all(torch.equal(t, one[mine] if slot.shape((25, 24)) is None else one) for t, mine in zip(two, rows))
+
+
 def test_muon_turns_singular_values_alone():
     """Those of what is orthogonalised: (a s + b s^3 + c s^5) five times over."""
     g = torch.randn(12, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -540,10 +677,11 @@ def test_muon_takes_q_k_and_v_apart(heads, groups):
         assert torch.allclose(got[its], w, atol=1e-12) and not torch.equal(w, whole[its])
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False}, {"model.position": "rope"}], ids=str)
-def test_muons_flops_are_those_that_pytorch_counts(changes):
+@pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2, "model.tied": False}, {"model.position": "rope"}, {"model.attention.sinks": True}], ids=str)
+@pytest.mark.parametrize("name", ["muon", "normuon"])
+def test_muons_flops_are_those_that_pytorch_counts(name, changes):
     """And its rules are by name: matrices of blocks alone are orthogonalised."""
-    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": "muon",
+    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": name,
                                "precision.recipe": "fp32", "system.device": "cpu"} | changes)
     training = Training.build(config, data=RandomTokens(config))
     training.forward_backward(training.batch(0))
@@ -553,7 +691,7 @@ def test_muons_flops_are_those_that_pytorch_counts(changes):
     names = {p: name for name, p in training.model.named_parameters()}
     for p, rule in training.optimizer.rule_of.items():
         assert rule.row.matrices == (names[p].startswith("blocks.") and p.ndim == 2), names[p]
-        assert rule.settings.name == ("muon" if rule.row.matrices else "adamw")
+        assert rule.settings.name == (name if rule.row.matrices else "adamw")
     found = {training.optimizer.told[p].fused for p, name in names.items() if name.endswith("qkv.weight")}
     assert found == {blocks.fused(config.model, "attention.qkv.weight")} != {()}
 
@@ -577,7 +715,7 @@ def test_a_told_rule_holds_what_its_row_says(told, name):
     """And its slots have the shapes that it says, also of a vector, and through a checkpoint's names."""
     row = OPTIMIZERS[name]
     model = torch.nn.Linear(512, 256, bias=False)
-    optimizer = build(dict(model.named_parameters()), replace(row.settings, name=name))
+    optimizer = build(dict(model.named_parameters()), replace(row.settings, name=name, **MOST[name]))
     for _ in range(2):
         model.weight.grad = torch.randn(256, 512)
         with Tracker(model, optimizer) as tracker, tracker.optimizing():

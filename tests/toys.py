@@ -30,12 +30,12 @@ HERE = f"{__name__}:"
 # ---- optimizers
 
 @dataclass(frozen=True, kw_only=True)
-class LarsSettings(OptimizerSettings):
+class TrustSettings(OptimizerSettings):
     trust: float = 0.01
     momentum: float = 0.9
 
 
-def lars(w: Tensor, g: Tensor, slots: list[Tensor], s: LarsSettings, update: int, parameter: Parameter) -> None:
+def by_trust(w: Tensor, g: Tensor, slots: list[Tensor], s: TrustSettings, update: int, parameter: Parameter) -> None:
     """A learning rate for each parameter: the share of its norm in that of its gradient (You et al. 2017, arXiv:1708.03888, algorithm 1)."""
     (m,) = slots
     weight, length = parameter.norm(w), parameter.norm(g)
@@ -45,11 +45,14 @@ def lars(w: Tensor, g: Tensor, slots: list[Tensor], s: LarsSettings, update: int
 
 
 OPTIMIZERS = {
-    "lars": Optimizer(why="a trust ratio", settings=LarsSettings(), slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
-                      implementation=HERE + "lars"),
+    "trust": Optimizer(why="a trust ratio", settings=TrustSettings(), slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
+                      implementation=HERE + "by_trust"),
 }
 SAYS = {    # what a Config says of each
-    "lars": {"optimizer": "lars", "optimizer.lr": 1.0},
+    "trust": {"optimizer": "trust", "optimizer.lr": 1.0},
+    "lars": {"optimizer": "lars", "optimizer.lr": 10.0},
+    "normuon": {"optimizer": "normuon"},
+    "soap": {"optimizer": "soap", "optimizer.every": 2, "optimizer.clip": 0.0},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
     "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},

@@ -28,21 +28,27 @@ def orthogonalised(x: Tensor) -> Tensor:
     return x
 
 
-def muon(w: Tensor, g: Tensor, slots: Slots, settings: MuonSettings, update: int,
-         parameter: Parameter) -> None:
-    """Nesterov's momentum, orthogonalised: q, k and v, and a gate and what it gates, each by
-    itself. A matrix with more rows than columns moves by the root of their ratio more."""
+def apart(whole: Tensor, parameter: Parameter, settings: MuonSettings) -> tuple[Tensor, ...]:
+    """Rows of a parameter (m, n) -> views (groups, rows, n) of the matrices that are fused in it: q,
+    k and v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
     if len(parameter.shape) != 2:
         raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
                           f"the shape {parameter.shape}; give it another rule, after the other "
                           f"ones of optimizer.groups: "
                           f"{parameter.name}:optimizer=adamw:lr_scale=0.05")
+    fused = parameter.fused or parameter.shape[:1]
+    return whole.unflatten(0, (-1, sum(fused))).split(fused, dim=1)
+
+
+def muon(w: Tensor, g: Tensor, slots: Slots, settings: MuonSettings, update: int,
+         parameter: Parameter) -> None:
+    """Nesterov's momentum, orthogonalised. A matrix with more rows than columns moves by the root of
+    their ratio more."""
     (m,) = slots
     m.lerp_(g, 1 - settings.momentum)
     whole = parameter.gather(g.lerp(m, settings.momentum))
-    fused, columns = parameter.fused or parameter.shape[:1], parameter.shape[1]
-    for part in whole.unflatten(0, (-1, sum(fused))).split(fused, dim=1):
+    for part in apart(whole, parameter, settings):
         step = orthogonalised(part.flatten(0, 1)).reshape(part.shape)
-        part.copy_(step).mul_(max(1, part.shape[0] * part.shape[1] / columns)**0.5)
+        part.copy_(step).mul_(max(1, part.shape[0] * part.shape[1] / part.shape[2])**0.5)
     w.mul_(1 - settings.lr * settings.weight_decay)
     w.add_(parameter.part(whole), alpha=-settings.lr)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.flops import Product
 from lpkit.predict.params import of
-from lpkit.predict.recipes import BF16, FP32, row_of
+from lpkit.predict.recipes import BF16, FP32, row_of, scale_bytes
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
-from lpkit.techniques.hardware import why_emulated
+from lpkit.techniques.hardware import known_as, multiplied
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept, scale_bytes
+from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
 from lpkit.techniques.recipes import Recipe as Row
 
 ON_CHIP = 2**16                     # elements in one kernel that finds the largest: 128 KiB
@@ -108,6 +108,25 @@ def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
         on.peak_flops(row.dtype)        # a backend asked for by name may want what is not there
         return on_hardware(name, row, config.model), ""
     return in_emulation(name, row, config.model, "bf16" if "bf16" in on.flops else "fp32"), why
+
+
+def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
+    """Says why a run there takes wider products for those that `recipe` casts, with the same
+    numbers and more work; empty: the device multiplies them itself, or nothing is cast. A backend
+    that is asked for by name is believed: a run refuses it where it cannot."""
+    if not recipe.products:
+        return ""
+    if on.kind == "cpu":
+        return "a CPU multiplies 8 bits no faster than 16"
+    if backend == "emulated":
+        return "asked for"
+    if backend != "auto":
+        return ""
+    if recipe.dtype not in on.flops:
+        return f"{on.title} has no {recipe.dtype}"
+    known = known_as(on)
+    status, why, _ = multiplied(known, recipe) if known else ("native", "", "")
+    return "" if status == "native" else why
 
 
 @functools.cache

@@ -14,17 +14,17 @@ from typing import Any
 from lpkit.config import Config
 from lpkit.predict import evidence
 from lpkit.predict.activations import saved
+from lpkit.predict.casts import why_emulated
 from lpkit.predict.messages import gathered_itemsizes
-from lpkit.predict.params import parameters
+from lpkit.predict.params import parameters, recompute_of
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.updates import update_bytes
 from lpkit.techniques import layouts, optimizers
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
-from lpkit.techniques.hardware import why_emulated
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, recompute_of, rows_of
+from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.techniques.recipes import resolve, untiled
 

@@ -5,9 +5,10 @@ import functools
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.updates import Work, elementwise, work
 from lpkit.techniques.blocks import Operations, fused, operations
+from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
-from lpkit.techniques.row import chosen
+from lpkit.techniques.row import Settings, chosen
 
 
 @functools.lru_cache(maxsize=256)
@@ -49,7 +50,8 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
     for where, group in (("", (ops.embed, ops.positions, ops.norm, ops.head)), *blocks):
         for op in group:
-            for suffix, shape in zip(("weight", "bias"), op.shapes if op.trained else ()):
+            suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
+            for suffix, shape in zip(suffixes, op.shapes if op.trained else ()):
                 found[f"{where}{op.name}.{suffix}"] = shape
     return found
 
@@ -59,6 +61,16 @@ def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSet
     if asked in (None, config.optimizer.name):
         return config.optimizer
     return chosen(OPTIMIZERS, asked)
+
+
+def recompute_of(config: Config, asked: Settings | str | None = None) -> tuple[Recompute, Settings]:
+    """The row and its settings; of a name that the config does not have, the row's own."""
+    settings = config.memory.recompute
+    if isinstance(asked, Settings):
+        settings = asked
+    elif asked is not None and asked != settings.name:
+        settings = chosen(RECOMPUTE, asked, "memory.recompute")
+    return RECOMPUTE[settings.name], settings
 
 
 def optimizer_work(config: Config, asked: str | None = None) -> Work | None:

@@ -14,9 +14,14 @@ from lpkit.config import Config
 from lpkit.errors import pick
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE
-from lpkit.techniques.recipes import RECIPES, SCALES, Recipe, at_end, resolve, scale_bytes
+from lpkit.techniques.recipes import MX_BLOCK, RECIPES, SCALES, Cast, Recipe, at_end, resolve
 
 FP32, BF16 = 4, 2
+
+
+def scale_bytes(cast: Cast) -> int:
+    """Returns the bytes of one block's scale, where hardware stores it."""
+    return 1 if cast.block == MX_BLOCK else SCALES[cast.scale].bytes
 
 
 @dataclass(frozen=True, kw_only=True)

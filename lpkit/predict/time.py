@@ -37,7 +37,13 @@ from lpkit.predict.evidence import Spread
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
-from lpkit.predict.params import optimizer_work, parameter_count, parameters, trained_count
+from lpkit.predict.params import (
+    optimizer_work,
+    parameter_count,
+    parameters,
+    recompute_of,
+    trained_count,
+)
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import FLOOR, Efficiency
 from lpkit.predict.updates import Work, moved_bytes
@@ -45,7 +51,7 @@ from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.memory import RECOMPUTE, Recompute, recompute_of
+from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import find

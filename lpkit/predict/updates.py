@@ -65,9 +65,9 @@ def _alone(name: str) -> tuple[int, ...]:
     return ()
 
 
-def matrices(p: Shape, fused: tuple[int, ...] = ()) -> list[Shape]:
+def matrices(p: Shape, fused: tuple[int, ...] | bool = ()) -> list[Shape]:
     """Returns the shapes of the matrices that make a parameter, rows of each by `fused`."""
-    return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused] or [p]
+    return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused or ()] or [p]
 
 
 class Work(NamedTuple):
@@ -93,7 +93,7 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                               f"{p}; give it another rule, after the other ones of "
                               f"optimizer.groups: {name}:optimizer=adamw:lr_scale=0.05")
         cut, whole = row.state_numbers(p)
-        flops = sum(map(row.flops, matrices(p, fused(name))))
+        flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and fused(name)))
         found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
     count = sum(map(math.prod, shapes.values()))
     return Work(*(sum(of) / count for of in zip(*found)))
@@ -107,7 +107,8 @@ def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
     most = 0.0
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]
-        whole, mine = max(map(row.whole_bytes, matrices(p, fused(name)))), math.prod(p) / shards
+        parts, mine = matrices(p, row.matrices and fused(name)), math.prod(p) / shards
+        whole = max(map(row.whole_bytes, parts))
         if row.gathers and shards > 1:
             whole += FLOAT32 * (math.prod(p) + mine)
         most = max(most, mine * update_bytes(row, moment_format, weight_bytes, whole / mine))

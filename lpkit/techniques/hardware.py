@@ -84,22 +84,3 @@ def multiplied(machine: str, recipe: Recipe) -> tuple[str, str, str]:
     if machine == "cpu":
         return "emulated", "PyTorch's CPU kernel takes these formats and converts them", TORCH
     return "native", f"compute capability {dotted(capability)}", TORCH
-
-
-def why_emulated(recipe: Recipe, on: Machine, backend: str = "auto") -> str:
-    """Says why a run there takes wider products for those that `recipe` casts, with the same
-    numbers and more work; empty: the device multiplies them itself, or nothing is cast. A backend
-    that is asked for by name is believed: a run refuses it where it cannot."""
-    if not recipe.products:
-        return ""
-    if on.kind == "cpu":
-        return "a CPU multiplies 8 bits no faster than 16"
-    if backend == "emulated":
-        return "asked for"
-    if backend != "auto":
-        return ""
-    if recipe.dtype not in on.flops:
-        return f"{on.title} has no {recipe.dtype}"
-    row = known_as(on)
-    status, why, _ = multiplied(row, recipe) if row else ("native", "", "")
-    return "" if status == "native" else why

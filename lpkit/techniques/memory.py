@@ -14,7 +14,7 @@ from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.techniques.recipes import Recipe
-from lpkit.techniques.row import Settings, Technique, chosen
+from lpkit.techniques.row import Settings, Technique
 from lpkit.values import Count, Share
 
 # Activations that backward computes again. The implementation is f(settings) ->
@@ -250,16 +250,6 @@ def check(config: Any, recipe: Recipe) -> None:
     for name, row in rows_of(config).items():
         if row.problem and (problem := row.problem(config, recipe)):
             raise ConfigError(f"memory.{name}={getattr(config.memory, name).name} {problem}")
-
-
-def recompute_of(config: Any, asked: Settings | str | None = None) -> tuple[Recompute, Settings]:
-    """The row and its settings; of a name that the config does not have, the row's own."""
-    settings = config.memory.recompute
-    if isinstance(asked, Settings):
-        settings = asked
-    elif asked is not None and asked != settings.name:
-        settings = chosen(RECOMPUTE, asked, "memory.recompute")
-    return RECOMPUTE[settings.name], settings
 
 
 def rows_of(config: Any) -> dict[str, Technique]:

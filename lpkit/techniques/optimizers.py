@@ -14,13 +14,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
+from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
+LARGEST = 10_000        # side of a matrix that SOAP has a basis of
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 Shape = tuple[int, ...]
@@ -77,6 +79,20 @@ class MuonSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NorMuonSettings(MuonSettings):
+    lr: Positive = 1e-3     # of a step whose numbers have a root mean square of 0.2
+    beta2: Rate = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapSettings(AdamWSettings):
+    lr: Positive = 3e-3
+    weight_decay: PositiveOrZero = 0.01
+    beta1: Rate = 0.95
+    every: Count = 10       # the bases turn at every n-th update
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdafactorSettings(OptimizerSettings):
     lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
     least: Positive = 1e-3
@@ -86,6 +102,13 @@ class AdafactorSettings(OptimizerSettings):
 @dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
     momentum: Rate = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class LarsSettings(MomentumSettings):
+    lr: Positive = 1.0
+    weight_decay: PositiveOrZero = 5e-4
+    trust: Positive = 1e-3  # of a parameter's norm, how far it moves at lr 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +140,9 @@ class Optimizer(Row):
 
     A rule that reads more than one number at a time is `told`: its sixth argument is the
     `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
-    shape p it holds `whole_bytes(p)` for a while and multiplies matrices with `flops(p)`, on every
-    rank that has some of it; `gathers`: it asks for whole gradients. `matrices`: it updates those
-    alone, and matrices that are fused in p one by one. `groups` come before those of the settings.
+    shape p it holds `whole_bytes(p)` for a while and has `flops(p, settings)` of matrices, on every
+    rank that has some of it; `gathers`: so often it asks for all rows of a matrix. `matrices`: it
+    updates those alone, each that is fused in p by itself. `groups` come before the settings'.
 
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
@@ -139,11 +162,11 @@ class Optimizer(Row):
     temporary_bytes: int = 0
     evaluated: str = ""
     told: bool = False
-    gathers: bool = False
+    gathers: int = 0
     matrices: bool = False
     groups: tuple[str, ...] = ()
     whole_bytes: Callable[[Shape], float] = lambda p: 0.0
-    flops: Callable[[Shape], float] = lambda p: 0.0
+    flops: Callable[[Shape, Any], float] = lambda p, settings: 0.0
 
     @property
     def elementwise(self) -> bool:
@@ -181,7 +204,22 @@ MOMENT_FORMATS = {
 
 MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
 
-BY_ADAMW = tuple(f"{pattern}:optimizer=adamw:lr_scale=0.05" for pattern in (
+
+def _muon_bytes(p: Shape) -> float:
+    return FLOAT32 * (2 * math.prod(p) + min(p)**2)
+
+
+def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
+    """A step multiplies for the gram, its square, and that polynomial with the matrix."""
+    return NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3)
+
+
+def sides(p: Shape) -> list[int]:
+    """Returns of a matrix's those that SOAP has a basis of, 0 where it has none."""
+    return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
+
+
+BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
     "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
 
 OPTIMIZERS = {
@@ -210,6 +248,11 @@ OPTIMIZERS = {
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
         settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
         told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
+    "lars": Optimizer(
+        why="SGD with momentum, whose step is a share of the norm of its parameter",
+        source="You et al. 2017, arXiv:1708.03888, algorithm 1", settings=LarsSettings(),
+        slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
+        implementation="lpkit.optim.lars:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -223,12 +266,17 @@ OPTIMIZERS = {
     "muon": Optimizer(
         why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),), groups=BY_ADAMW,
-        told=True, gathers=True, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p: FLOAT32 * (2 * math.prod(p) + min(p)**2),
-        # a step multiplies for the gram, its square, and that polynomial with the matrix
-        flops=lambda p: NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3),
+        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),),
+        groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
+        told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
+        whole_bytes=_muon_bytes, flops=_muon_flops,
         implementation="lpkit.optim.muon:muon"),
+    "normuon": Optimizer(
+        why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
+        source="Li et al. 2025, arXiv:2510.05491, algorithm 1", settings=NorMuonSettings(),
+        slots=(Slot(name="momentum_buffer"), Slot(name="rows", signed=False, shape=lambda p: p[:1])),
+        groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
+        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.normuon:normuon"),
     "schedule-free": Optimizer(
         why="AdamW, and the average of its weights in place of a falling learning rate",
         source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
@@ -240,6 +288,17 @@ OPTIMIZERS = {
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
         implementation="lpkit.optim.rules:sgd"),
+    "soap": Optimizer(
+        why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
+        source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", settings=SoapSettings(),
+        slots=(*MOMENTS, *(Slot(name=name, shape=lambda p, i=i: (sides(p)[i],) * 2) for name, i in (
+            ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
+        told=True, gathers=2, temporary_bytes=FLOAT32,
+        whole_bytes=lambda p: FLOAT32 * max(2 * math.prod(p) * any(sides(p)), 2 * max(sides(p))**2),
+        # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
+        flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
+                            + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
+        implementation="lpkit.optim.soap:soap"),
 }
 
 

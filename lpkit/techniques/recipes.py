@@ -86,11 +86,6 @@ SCALES = {
 MX_BLOCK = (1, 32)      # the block whose power-of-two scales hardware stores as E8M0, in one byte
 
 
-def scale_bytes(cast: Cast) -> int:
-    """Returns the bytes of one block's scale, where hardware stores it."""
-    return 1 if cast.block == MX_BLOCK else SCALES[cast.scale].bytes
-
-
 # M tokens, K input features, N output features: the sides of each operand, the contracted one last.
 SIDES = {"y": ("MK", "NK"), "dx": ("MN", "KN"), "dw": ("NM", "KM")}
 PRODUCTS = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}     # the operands of each product

@@ -2,11 +2,14 @@
 formula and source; why other layouts are left out; what a budget buys by a scaling law; and days,
 loss and dollars, which cannot all be least."""
 
+import re
+from collections.abc import Sequence
+from html import escape
 
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import opened_rows
+from lpkit.tables import FONT, LINE, LINK, QUIET, TEXT
 from lpkit.ui.style import COLOURS
 
 KINDS = {   # of the rows of a step's time
@@ -18,6 +21,31 @@ KIND_OF = {     # what is not here: communication where the name has a colon, el
     "weight copies": "limited by memory", "optimizer": "limited by memory",
     "recomputation": "recomputation", "pipeline: bubble": "idle", "between kernels": "idle",
 }
+
+
+def opened_rows(title: str, rows: Sequence[tuple[str, float, str, str, Sequence[str]]],
+                whole: float) -> str:
+    """HTML: rows that a click opens; the largest is open already. Each: a name, its value, the same
+    in words, what to say beside it, and lines to say inside. Addresses become links."""
+    largest, *_ = max(rows, key=lambda row: row[1])
+    link = (rf"<a style='color:{LINK};text-decoration:underline' target='_blank' "
+            rf"rel='noopener' href='\g<0>'>\g<0></a>")
+    html = (f"<div style='font:13px {escape(FONT)};color:{TEXT};line-height:1.5;max-width:1000px'>"
+            f"<div style='font-weight:600;padding:8px 0 2px'>{escape(title)}</div>")
+    for name, value, says, beside, lines in rows:
+        html += (f"<details{' open' if name == largest else ''} "
+                 f"style='border-bottom:1px solid {LINE}'>"
+                 f"<summary style='cursor:pointer;font-variant-numeric:tabular-nums'>")
+        for text, width, side in ((name, "15em", "left"), (says, "8em", "right"),
+                                  (f"{value / whole:.1%}", "4.5em", "right")):
+            html += (f"<span style='display:inline-block;width:{width};text-align:{side};"
+                     f"white-space:nowrap'>"
+                     f"{escape(text)}</span>")
+        inside = "<br>".join(re.sub(r"https://[^\s,;)]+", link, escape(line))
+                             for line in lines if line)
+        html += (f"<span style='padding-left:1.5em;color:{QUIET}'>{escape(beside)}</span></summary>"
+                 f"<div style='padding:2px 0 6px 2em;color:{QUIET}'>{inside}</div></details>")
+    return html + "</div>"
 
 
 def opened_memory(held: Memory) -> str:

@@ -40,6 +40,7 @@ from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
 from lpkit.predict.casts import on_hardware
 from lpkit.predict.evidence import MEASURED, whole
+from lpkit.predict.recipes import scale_bytes
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.recipes import (
     PRODUCTS,
@@ -48,7 +49,6 @@ from lpkit.techniques.recipes import (
     SIDES,
     Cast,
     Recipe,
-    scale_bytes,
 )
 from lpkit.training.runs import Run
 from lpkit.ui.controls import Explorer

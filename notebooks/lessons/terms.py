@@ -20,9 +20,10 @@ from typing import Any
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE, kept
 from lpkit.predict.units import quantity
-from lpkit.tables import html_table, opened_rows
+from lpkit.tables import html_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
+from lpkit.ui.plan import opened_rows
 
 ORDER = "LBHGTVEDFMNK"      # of letters in a product
 POWERS = {2: "²", 3: "³"}
