@@ -70,8 +70,9 @@ def test_pytorch_s_own_is_near_the_definition(name):
     another dtype, and RMSNorm's gradient for numbers of 1e15 is off by 8%."""
     kernel = KERNELS[name].load()
     for arguments in examples(kernel):
-        mixed = DEVICE.type == "cuda" and "layer" in name and arguments[0].dtype != torch.float32
-        if arguments[0].numel() > 100 and arguments[0].abs().max() < 1e6 and not mixed:
+        x = arguments[0]
+        unlike = DEVICE.type == "cuda" and (x.abs().max() > 1e6 or ("layer" in name and x.dtype != torch.float32))
+        if x.numel() > 100 and x.isfinite().all() and not unlike:
             both = (gradients_of(kernel, call, arguments) for call in (kernel.versions[PYTORCH], kernel.definition))
             assert not far(*both)
 

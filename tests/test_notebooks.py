@@ -293,7 +293,7 @@ def test_answers_about_chance_are_those_of_the_record():
     said, (_, losses) = answers_of("19_is_it_progress"), chance.pool()
     sigma = chance.sigma_of(losses)
     for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05), (1, 0.0, 0.5)):
-        assert chance.false_gains(losses, seeds=seeds, bar=bar) == pytest.approx(share, abs=0.006)
+        assert chance.share_kept(chance.gains_of_nothing(losses, seeds=seeds), bar) == pytest.approx(share, abs=0.006)
     assert 2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05) and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said
 
 

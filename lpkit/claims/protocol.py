@@ -119,8 +119,8 @@ class Claim(Checked):
         return [({key: flat(one)[key] for key in self.tuning}, one) for one in configs]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
-        """Returns the gain that n seeds an arm find; `sigma`: of one arm's target, a share of it. Pairs are
-        taken to share nothing."""
+        """Returns the gain that n seeds an arm find; `sigma`: of one arm's target, a share of it.
+        Pairs are taken to share nothing."""
         return referee.visible(n, math.sqrt(2) * sigma, self.level, pilot_df)
 
     def seeds_to_see(self, sigma: float, pilot_df: int | None = None) -> int:

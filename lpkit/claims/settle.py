@@ -34,8 +34,8 @@ class Settling:
         return found
 
     def settle(self, null: bool) -> dict[str, Any]:
-        """Returns what the command prints. `null`: the first arm against itself, with other seeds. Raises
-        ConfigError where the budget cannot see the effect, RunFailedError for an arm that
+        """Returns what the command prints. `null`: the first arm against itself, with other seeds.
+        Raises ConfigError where the budget cannot see the effect, RunFailedError for an arm that
         diverges."""
         claim, (first, *others) = self.claim, self.claim.arms
         sigma, n = self._plan(first)

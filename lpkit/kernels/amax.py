@@ -54,7 +54,7 @@ def launch(x: Tensor, found: Tensor, history: Tensor | None = None) -> None:
 
 
 def nothing_found(x: Tensor) -> Tensor:
-    """(64,) int64: a largest magnitude's bits, a count; from byte 256 a scale's, for cuBLASLt 13.0."""
+    """(64,) int64: a largest magnitude's bits, a count; a scale's, where cuBLASLt 13.0 takes it."""
     return x.new_zeros(64, dtype=torch.int64)
 
 

@@ -161,7 +161,7 @@ def _cast(x, rows, row_scale, columns, column_scale, found, history, words, M, N
         tl.store(rows + at, stored(q, TO), mask=inside)
     if TO.columns:
         there = n[:, None].to(tl.int64) * M + m[None, :]
-        # 1.0, which no compiler knows: of bytes stored both ways ptxas 12.8 loses some (docs/log.md)
+        # 1.0, which no compiler knows: ptxas 12.8 loses bytes that are stored both ways (docs/log.md)
         again = tl.trans(q * (1.0 - (N >> 31)))
         tl.store(columns + there, stored(again, TO), mask=tl.trans(inside))
 

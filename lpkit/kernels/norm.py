@@ -122,7 +122,7 @@ def _backward(s, w, dy, ds, mean, r, dx, dw, db, M, N, CENTRED: tl.constexpr, BI
 
 
 def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
-    """As was fastest on an H200 for rows of 1,664 to 14,336 (docs/log.md)."""
+    """Returns a program's shape: the fastest on an H200, of those in docs/log.md."""
     block = triton.next_power_of_2(max(N, 1))
     shape = {"BLOCK": block, "num_warps": min(16, max(1, block // 512))}
     if backward or block < 8192:

@@ -29,8 +29,8 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 def apart(whole: Tensor, parameter: Parameter, settings: MuonSettings) -> tuple[Tensor, ...]:
-    """Rows of a parameter (m, n) -> views (groups, rows, n) of the matrices that are fused in it: q,
-    k and v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
+    """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k and
+    v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
     if len(parameter.shape) != 2:
         raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
                           f"the shape {parameter.shape}; give it another rule, after the other "
@@ -42,7 +42,7 @@ def apart(whole: Tensor, parameter: Parameter, settings: MuonSettings) -> tuple[
 
 def muon(w: Tensor, g: Tensor, slots: Slots, settings: MuonSettings, update: int,
          parameter: Parameter) -> None:
-    """Nesterov's momentum, orthogonalised. A matrix with more rows than columns moves by the root of
+    """Orthogonalises Nesterov's momentum. A matrix with more rows than columns moves by the root of
     their ratio more."""
     (m,) = slots
     m.lerp_(g, 1 - settings.momentum)

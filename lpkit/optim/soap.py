@@ -1,5 +1,5 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321; in the
-order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py)."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, arXiv:2409.11321; in
+the order of https://github.com/nikhilvyas/SOAP/blob/a1e5535/soap.py)."""
 
 import torch
 from torch import Tensor

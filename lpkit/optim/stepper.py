@@ -3,8 +3,8 @@
 A parameter at a time: its slots are fetched while the one before is updated, and decoded; the rule
 changes float32 numbers in place; slots are encoded and written back. A weight of 16 bits is widened
 for its update and rounded stochastically (`rounding`). Slots that are stored as float32 beside
-float32 weights give the bits of the rule itself. On a GPU all of it is one kernel where there is
-one (`one_pass`) that PyTorch's own, for float32, is not.
+float32 weights give the bits of the rule itself. On a GPU all of it is one kernel (`one_pass`) where
+there is one, and PyTorch has none for these weights.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Stepper(torch.optim.Optimizer):
             its = [p for group in self.param_groups if group["settings"] == of
                    for p in group["params"]]
             fast = None
-            on_gpu = any(p.is_cuda and not (row.kernel and p.dtype == torch.float32) for p in its)
-            if plain and row.one_pass and (on_gpu or asked_of(kernels, of.name) != "auto"):
+            serves = any(p.is_cuda and not (row.kernel and p.dtype == torch.float32) for p in its)
+            if plain and row.one_pass and (serves or asked_of(kernels, of.name) != "auto"):
                 choose = resolve_name(row.one_pass)
                 fast, choices = choose(of.name, kernels, its, by_first)
                 self.choices |= choices

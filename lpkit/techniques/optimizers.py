@@ -215,7 +215,7 @@ def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
 
 
 def sides(p: Shape) -> list[int]:
-    """Returns of a matrix's those that SOAP has a basis of, 0 where it has none."""
+    """Returns the sides of a matrix that SOAP has a basis of, 0 for those that it has none of."""
     return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
 
 
@@ -269,12 +269,12 @@ OPTIMIZERS = {
         settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),),
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
         told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=_muon_bytes, flops=_muon_flops,
-        implementation="lpkit.optim.muon:muon"),
+        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:muon"),
     "normuon": Optimizer(
         why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
         source="Li et al. 2025, arXiv:2510.05491, algorithm 1", settings=NorMuonSettings(),
-        slots=(Slot(name="momentum_buffer"), Slot(name="rows", signed=False, shape=lambda p: p[:1])),
+        slots=(Slot(name="momentum_buffer"),
+               Slot(name="rows", signed=False, shape=lambda p: p[:1])),
         groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.normuon:normuon"),
     "schedule-free": Optimizer(

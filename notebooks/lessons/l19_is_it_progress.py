@@ -17,10 +17,8 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from lpkit.claims import referee
-from lpkit.config import Config
 from lpkit.course.judge import adding_to
 from lpkit.predict.evidence import MEASURED
-from lpkit.presets import preset
 from lpkit.tables import FAINT, html_table
 from lpkit.training.runs import Run
 from lpkit.ui.draw import axis, box, columns, figure, note, rule, scatter
@@ -34,44 +32,47 @@ TRIES = 50          # changes, one after the other
 
 
 def pool() -> tuple[dict[str, Any], list[float]]:
-    """The settings of the recorded runs over `cpu-3m`, and their losses."""
+    """Returns the settings of the recorded runs over `cpu-3m`, and their losses."""
     found = json.loads(POOL.read_text())
     return found["base"], found["losses"]["adamw"]
-
-
-def config(seed: int) -> Config:
-    """What was recorded, with a seed of its own."""
-    return preset("cpu-3m").replace(pool()[0] | {"seed": seed})
 
 
 def sigma_of(losses: Sequence[float]) -> float:
     return stdev(map(math.log, losses))
 
 
-def false_gains(losses: Sequence[float], *, seeds: int, bar: float, seed: int = 0) -> float:
-    """Share of DRAWN changes that do nothing whose mean loss over as many seeds is lower by at least
-    `bar`. Both arms are drawn from `losses`, no run twice."""
-    rng, seen = Random(seed), 0
-    for _ in range(DRAWN):
-        drawn = rng.sample(losses, 2 * seeds)
-        seen += fmean(drawn[seeds:]) <= fmean(drawn[:seeds]) * (1 - bar)
-    return seen / DRAWN
+def of_nothing(sigma: float, seeds: int) -> NormalDist:
+    """Returns how the gains of changes that do nothing are spread, by formula."""
+    return NormalDist(0, sigma * math.sqrt(2 / seeds))
+
+
+def gains_of_nothing(losses: Sequence[float], *, seeds: int, drawn: int = DRAWN) -> list[float]:
+    """Draws as many changes that do nothing: both arms from `losses`, no run of a change twice."""
+    rng, gains = Random(0), []
+    for _ in range(drawn):
+        runs = rng.sample(losses, 2 * seeds)
+        gains.append(1 - fmean(runs[seeds:]) / fmean(runs[:seeds]))
+    return gains
+
+
+def share_kept(gains: Sequence[float], bar: float) -> float:
+    return fmean(gain >= bar for gain in gains)
 
 
 def best_so_far(losses: Sequence[float], tries: int = TRIES, *, seed: int = 0) -> list[float]:
-    """The gain over the first run after each of `tries` changes that do nothing, when a change is
+    """Returns the gain over the first run after each of `tries` changes that do nothing, when a change is
     kept as soon as it looks better than the best."""
     drawn = Random(seed).sample(losses, tries + 1)
     return [1 - best / drawn[0] for best in itertools.accumulate(drawn, min)]
 
 
 def expected_best(n: int) -> float:
-    """The mean of the largest of n normal numbers, in sigmas (Blom 1958)."""
+    """Returns the mean of the largest of n normal numbers, in sigmas (Blom 1958)."""
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
 
 def sigma_between(df: int) -> tuple[float, float]:
-    """Where 95 of 100 samples' sigmas lie, in true ones (Wilson and Hilferty 1931)."""
+    """Returns where 95 of 100 samples' sigmas lie, in true ones (Wilson and Hilferty 1931)."""
     low, high = (1 - 2 / (9 * df) + z * math.sqrt(2 / (9 * df)) for z in (-1.96, 1.96))
     return max(low, 0.0) ** 1.5, high**1.5
 
@@ -87,20 +88,15 @@ def difference_view(losses: Sequence[float]):
     sigma, edges = sigma_of(losses), [step / 400 for step in range(-16, 17)]
 
     def show(seeds: int, bar: float) -> dict:
-        rng, found = Random(1), []
-        for _ in range(2000):
-            drawn = rng.sample(losses, 2 * seeds)
-            found.append(1 - fmean(drawn[seeds:]) / fmean(drawn[:seeds]))
-        normal = NormalDist(0, sigma * math.sqrt(2 / seeds))
-        middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
+        found, normal = gains_of_nothing(losses, seeds=seeds, drawn=2000), of_nothing(sigma, seeds)
+        middles = [50 * (a + b) for a, b in itertools.pairwise(edges)]
         shares = [sum(a <= gain < b for gain in found) / len(found) for a, b in itertools.pairwise(edges)]
         by_formula = [normal.cdf(b) - normal.cdf(a) for a, b in itertools.pairwise(edges)]
-        kept = sum(gain >= bar / 100 for gain in found) / len(found)
         return figure(
-            [columns([100 * m for m in middles], shares, "2,000 changes that do nothing", COLOURS[0],
+            [columns(middles, shares, "2,000 changes that do nothing", COLOURS[0],
                      hover="%{x:.2f}%: %{y:.1%}"),
-             scatter([100 * m for m in middles], by_formula, "formula", COLOURS[1])],
-            f"{seeds} in each arm: {kept:.0%} look better by at least {bar:g}%, "
+             scatter(middles, by_formula, "formula", COLOURS[1])],
+            f"{seeds} in each arm: {share_kept(found, bar / 100):.0%} look better by at least {bar:g}%, "
             f"{normal.cdf(-bar / 100):.0%} by formula", height=380,
             xaxis=axis("the new arm's mean loss is lower by, %", range=[-4, 4]),
             yaxis=axis("share of the changes", tickformat=".0%", rangemode="tozero"),
@@ -131,7 +127,7 @@ def sights(sigma: float) -> str:
     """HTML: what some numbers of seeds can see."""
     level = referee.levels(1)[0]
     rows = [(n, f"{referee.visible(n, math.sqrt(2) * sigma, level):.2%}",
-             f"{NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
+             f"{of_nothing(sigma, n).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
     return html_table(("seeds of each arm", "gain that is found 80 times in 100",
                        "changes that do nothing and look 0.5% better"), rows)
 

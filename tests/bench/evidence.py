@@ -85,8 +85,9 @@ def _tests(on: torch.device) -> Commands:
     which |= dict.fromkeys(sorted(marked, key=lambda name: name != "test_gpu"), ("-m", "gpu"))
     only = (("--collect-only",) if on.type == "cpu" else
             ("-n", str(min(8, cores()))) if find_spec("xdist") else ())
-    return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark", *only, *words,
-                   str(found[name])) for name, words in which.items()}
+    return {name: ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-p",
+                   "no:benchmark", *only, *words, str(found[name]))
+            for name, words in which.items()}
 
 
 def _recipes(on: torch.device) -> Commands:

@@ -16,14 +16,14 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import compiled, why_not
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.scales import stored_dtype
+from lpkit.nn import library_attention
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import Cast
 
@@ -434,22 +434,9 @@ def quack_cross_entropy(logits: Tensor, targets: Tensor) -> Results:
 
 # ---- attention
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    from flash_attn import flash_attn_func
-
-    return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True).transpose(1, 2)
-
-
-def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    from flash_attn.cute import flash_attn_func
-
-    out, *_ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
-    return out.transpose(1, 2)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, *_: Any, by: SDPBackend = SDPBackend.FLASH_ATTENTION) -> Tensor:
-    with sdpa_kernel(by):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def attention(by: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
+              rule: Rule) -> Tensor:
+    return getattr(library_attention, by)(q, k, v, documents, sinks, rule=rule)
 
 
 CUTEDSL = "liger, cutedsl"
@@ -462,8 +449,8 @@ PEERS: dict[str, Mapping[str, Version]] = {
     "rotary": {"liger": liger_rotary, "quack": quack_rotary, "transformer-engine": te_rotary},
     "cross-entropy": {"liger": liger_cross_entropy, CUTEDSL: partial(liger_cross_entropy, implementation="cutedsl"),
                       "quack": quack_cross_entropy, "transformer-engine": te_cross_entropy},
-    "flash-attention": {"sdpa, flash": sdpa, "sdpa, cudnn": partial(sdpa, by=SDPBackend.CUDNN_ATTENTION),
-                        "flash-attn": flash_attn, "flash-attn-4": flash_attn_4},
+    "flash-attention": {name: partial(attention, by) for name, by in {
+        "sdpa, flash": "sdpa_flash", "sdpa, cudnn": "sdpa_cudnn", "flash-attn": "flash_attn", "flash-attn-4": "flash_attn_4"}.items()},
     "amax": {"torchao": torchao_amax, "transformer-engine": te_amax},
     "cast-tensor": {"torchao": torchao_tensor, "torchao, triton": torchao_tensor_triton, "transformer-engine": te_tensor},
     "cast-rows": {"torchao": torchao_rows},

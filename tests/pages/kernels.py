@@ -113,7 +113,7 @@ def _compile(name: str, build: Build, target: str) -> Compiled:
 
 
 def _torn(ptx: str) -> int:
-    """Of such a pair ptxas 12.8 loses the first byte where it is taken apart (docs/log.md)."""
+    """Counts such pairs: ptxas 12.8 loses the first byte where one is taken apart (docs/log.md)."""
     lines = [line for line in ptx.splitlines() if "%rs" in line]
     pairs = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+(%rs\d+)", ptx)
     used = [[line for line in lines if re.search(rf"{pair}\b", line) and "satfinite" not in line]
