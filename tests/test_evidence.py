@@ -39,6 +39,7 @@ def hang():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (folder / "child").write_text(str(child.pid))
     print("half of it", flush=True)
+    print("compiling", file=sys.stderr, flush=True)
     time.sleep(100)
 def fail():
     raise ValueError("no such product")
@@ -69,7 +70,7 @@ def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path, monkeypatc
     assert lines["fails"]["error"].endswith("ValueError: no such product") and lines["fails"]["exit_code"] == 1
     assert lines["fails in part"]["error"] == "one of two is wrong" and lines["fails in part"]["said"] == {"value": "what was found"}
     assert lines["crashes"]["error"] == "nothing was said" and lines["crashes"]["exit_code"] == 9
-    assert lines["hangs"]["error"] == "not done after 4 s" and lines["hangs"]["said"] == "half of it"
+    assert lines["hangs"]["error"] == "not done after 4 s: compiling" and lines["hangs"]["said"] == "half of it"
     try:
         status = psutil.Process(int((tmp_path / "child").read_text())).status()
     except psutil.NoSuchProcess:
@@ -82,7 +83,7 @@ def test_what_was_said_before_the_time_ran_out_is_kept_as_it_was_meant(tmp_path,
     monkeypatch.setattr(evidence, "LEAST_SECONDS", 0.1)
     evidence._piece("late", {"one": ("-c", CASE, str(tmp_path), "does not end")}, 3, math.inf, tmp_path)
     assert evidence._lines(tmp_path, "late")["one"] | {"took": 3} == {
-        "case": "one", "said": {"value": "all of it"}, "error": "not done after 3 s", "took": 3}
+        "case": "one", "said": {"value": "all of it"}, "error": "not done after 3 s: nothing was said", "took": 3}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ and torchao's. The rest, which needs a GPU to be imported, is held to the parame
 a double with the signatures of Liger 0.8.5, QuACK 0.5 and Transformer Engine 2.20."""
 
 import ast
+import contextlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lpkit import cli
@@ -23,7 +25,7 @@ from lpkit.kernels.rotary import rotate
 from lpkit.kernels.swiglu import swiglu
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import MX_BLOCK, Cast
-from tests.bench import fused, losses, sizes
+from tests.bench import fused, losses, peers, sizes
 from tests.bench.peers import far
 
 CPU = torch.device("cpu")
@@ -315,6 +317,29 @@ def test_transformer_engine_is_called_as_it_says(name, monkeypatch):
     kernel = fused.kernels()[name]
     for _, arguments in fused._timed(name, kernel, 0, CPU):
         assert not far(gradients_of(kernel, fused.PEERS[name]["transformer-engine"], arguments), gradients_of(kernel, kernel.definition, arguments))
+
+
+def test_a_peer_is_compiled_with_its_arguments(monkeypatch):
+    asked = []
+    monkeypatch.setattr(peers, "compiled", lambda function, *given: asked.append(given) or function(*given))
+    with FakeTensorMode():
+        x = torch.empty(4, 8, device="cuda")
+        assert peers._fused(lambda x, power: x * power, x, 2).shape == (4, 8) and asked == [(x, 2)]
+    assert peers._fused(lambda x, power: x * power, torch.ones(2), 2).tolist() == [2, 2] and len(asked) == 1
+
+
+def test_whether_a_version_runs_is_asked_of_a_call(monkeypatch):
+    """Not of its first tensor, which would be read row by row: for minutes, where it is a weight of 10^8 elements."""
+    seen = []
+    for module in (peers, fused):
+        monkeypatch.setattr(module, "why_not", lambda key, at_hand: seen.append(at_hand) or "runs nowhere")
+    x, lr = torch.ones(4), torch.tensor(0.5)
+    with pytest.raises(ConfigError, match="runs nowhere"):
+        peers._in_triton(x)
+    kernel = SimpleNamespace(definition=lambda x, lr: x * lr, versions={"triton": None}, gradients=(0,))
+    with contextlib.suppress(AssertionError):       # no definition among what runs
+        fused._contenders("none", kernel, (x, lr))
+    assert seen and all(isinstance(at_hand, list) and all(isinstance(call, tuple) for call in at_hand) for at_hand in seen)
 
 
 def test_what_is_not_the_definition_s_is_no_peer():

@@ -5,7 +5,7 @@ on.
 
 The formula is `lpkit predict`'s, of the config as it is: its step and its peak, under the recipe
 and in the base. A recorded `fp8-step` bench of the same model replaces the prediction of the speed,
-and the verdict says so.
+and that of other recipes is corrected by as much; the verdict says so.
 
 A recipe with fewer bits is taken only when its step is MIN_WORTHWHILE_SPEEDUP times as fast: a step
 in 8 bits teaches a little less, and what counts is the time to an equal loss.
@@ -13,6 +13,7 @@ in 8 bits teaches a little less, and what counts is the time to an equal loss.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -147,6 +148,11 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
             status="emulated" if step.emulated else "native", recorded_speedup=speedup,
             why=step.emulated or f"{on.title} multiplies these formats itself", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
+    if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.source != "formula"]:
+        share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
+        said = f"formula, times the {share:.2f} that recorded recipes reached of theirs"
+        plans = [replace(plan, recorded_speedup=share * plan.cost.speedup, source=said)
+                 if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = _verdict(plans, on, base)
     if plain[1].doubt and (config.transforms or config.governors):

@@ -117,19 +117,20 @@ def _kernels(on: torch.device) -> Commands:
 PIECES: dict[str, Piece] = {        # in order of value: right, before fast
     "smoke": Piece(seconds=80, commands=lambda on: {
         "smoke": ("-m", smoke.__name__, "--seconds", "50")}),
-    "linear": Piece(commands=_bench("fp8-linear"), seconds=150),
-    "nanogpt": Piece(commands=_bench("train-nanogpt"), seconds=200),
+    "linear": Piece(commands=_bench("fp8-linear"), seconds=110),
+    "nanogpt": Piece(commands=_bench("train-nanogpt"), seconds=160),
     "tests": Piece(commands=_tests, seconds=200),
-    "kernels": Piece(commands=_kernels, seconds=360),
-    "recipes": Piece(commands=_recipes, seconds=100),
-    "steps": Piece(commands=_steps, seconds=200),
+    "kernels": Piece(commands=_kernels, seconds=300),
+    "recipes": Piece(commands=_recipes, seconds=60),
+    "steps": Piece(commands=_steps, seconds=120),
     "doctor": Piece(commands=lambda on: {"doctor": _lpkit("doctor")}, seconds=90),
-    "products": Piece(commands=_bench("fp8-products"), seconds=50),
-    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1"), seconds=200),
+    "products": Piece(commands=_bench("fp8-products", "--rounds", "1"), seconds=80),
+    "fp8-step": Piece(commands=_bench("fp8-step", "--configs", "1", "--rounds", "3"),
+                      seconds=320),
     # one GPU has nobody to shard over, and CPUs say nothing of GPUs
     "fsdp2": Piece(commands=lambda on: _bench("fsdp2")(on) if gpus() > 1 else {}, seconds=60),
     "ledger": Piece(commands=lambda on: {"ledger": _lpkit(
-        "bench", "ledger", "--configs", "2" if on.type == "cpu" else "4")}, seconds=90),
+        "bench", "ledger", "--configs", "2" if on.type == "cpu" else "6")}, seconds=220),
     "launch": Piece(commands=_bench("launch", "--rounds", "3"), seconds=470, by_name=True),
 }
 
@@ -196,8 +197,10 @@ def _ended(words: tuple[str, ...], seconds: float, folder: Path) -> Found:
         except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
+                problem = (error.stderr or b"").decode(errors="replace").strip()
                 return {"said": _object((error.output or b"").decode(errors="replace").strip()),
-                        "error": f"not done after {seconds:.0f} s"}
+                        "error": f"not done after {seconds:.0f} s: "
+                                 f"{_ends(problem) or 'nothing was said'}"}
             raise
     found: Found = {"said": _object(said)}
     if child.returncode:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from lpkit import hardware
 from lpkit.config import Config
@@ -55,6 +56,7 @@ BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
 LEAST = 0.99            # of the fastest one's speed, by the advisor's choice
 LOSS_TOLERANCE = 0.03   # relative, after as many steps as there are rounds, on the same tokens
 WARM_UP = 3             # steps
+CAREFUL_LR = 1e-5       # so that losses are those of the same weights, whatever chaos there would be
 
 
 def linear(rounds: int = ROUNDS) -> list[Result]:
@@ -176,11 +178,12 @@ def step(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
 
 def compare(configs: Sequence[Config], device: torch.device, on: Machine, rounds: int, *,
             facts: dict[str, Any]) -> list[Result]:
-    """Each config is raced alone. `facts` gets the losses and the advice of each, by its size."""
-    facts |= {"losses": {}, "advice": {}}
+    """Each config is raced alone. `facts` gets the losses and the advice of each, by its size, and by
+    recipe the versions of its kernels and where its time goes on a GPU."""
+    facts |= {"losses": {}, "advice": {}, "chosen": {}, "milliseconds": {}}
     results, native = [], runs_here(device)
     for config in configs:
-        config = config.replace({"system.device": str(device)})
+        config = config.replace({"system.device": str(device), "optimizer.lr": CAREFUL_LR})
         advice, data, runs = advised(config, on, device), RandomTokens(config, device), {}
         for name in dict.fromkeys((BASE, *COMPARED, advice.choice)):
             if name in (BASE, *native):
@@ -191,6 +194,9 @@ def compare(configs: Sequence[Config], device: torch.device, on: Machine, rounds
         _, _, size = case_name("", config).partition(", ")
         facts["losses"][size] = last_losses(losses, BASE, last=1, tolerance=LOSS_TOLERANCE)
         facts["advice"][size] = {"choice": advice.choice, "sentence": advice.sentence}
+        facts["chosen"][size] = {name: run.decisions.record for name, run in runs.items()}
+        facts["milliseconds"][size] = {name: _profiled(run) for name, run in runs.items()
+                                       if device.type == "cuda"}
         results += [paired("fp8-step", ours=seconds[name], peer=seconds[BASE], peer_name=BASE,
                            case=case_name(name, config), facts=facts)
                     for name in runs if name != BASE]
@@ -200,6 +206,17 @@ def compare(configs: Sequence[Config], device: torch.device, on: Machine, rounds
             peer_name=f"the fastest of these, {fastest}", facts=facts,
             case=f"advised: {case_name(advice.choice, config)}"))
     return results
+
+
+def _profiled(run: Training, rows: int = 16) -> dict[str, float]:
+    """Milliseconds of an update by kernel of the GPU, the longest ones, and of all of them."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run.update(0)
+        torch.cuda.synchronize()
+    spent = {event.key[:100]: event.self_device_time_total / 1e3
+             for event in profiler.key_averages()}
+    longest = sorted(spent, key=spent.__getitem__, reverse=True)[:rows]
+    return {"all": sum(spent.values())} | {name: spent[name] for name in longest}
 
 
 def runs_here(device: torch.device) -> list[str]:

@@ -154,7 +154,7 @@ def _contenders(name: str, kernel: Kernel, arguments: tuple) -> tuple[dict[str, 
     want = gradients_of(kernel, kernel.definition, arguments)
     right, missing = {}, {}
     for key, call in {**candidates(kernel), **PEERS.get(name, {})}.items():
-        why = why_not(key, arguments) if key != COMPILE else ""
+        why = why_not(key, [arguments]) if key != COMPILE else ""
         try:
             why = why or far(gradients_of(kernel, call, arguments), want)
         except Exception as error:      # whatever a library raises where it does not run

@@ -55,7 +55,7 @@ def _lacks(what: str, *asked: object) -> None:
 
 def _in_triton(x: Tensor) -> None:
     """Raises ConfigError where Triton does not run."""
-    if why := why_not("triton", (x,)):
+    if why := why_not("triton", [(x,)]):
         raise ConfigError(f"its kernel is Triton's, which {why}")
 
 
@@ -71,7 +71,7 @@ def _both(data: Tensor | bool, turned: Tensor | bool, scale: Tensor) -> Results:
 # ---- torchao
 
 def _fused(function: Callable[..., Any], x: Tensor, *arguments: Any) -> Any:
-    return (compiled(function) if x.is_cuda else function)(x, *arguments)
+    return compiled(function, x, *arguments) if x.is_cuda else function(x, *arguments)
 
 
 def _torchao_amax(x: Tensor) -> Results:
