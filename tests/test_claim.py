@@ -179,7 +179,7 @@ WRONG = [
 
 @pytest.mark.parametrize("changes, said", WRONG, ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
 def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runs, "finished", lambda *args: pytest.fail("a run"))
+    monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     if isinstance(changes.get("arms"), dict) and "a" in changes["arms"]:     # on the preset itself
         changes = {"settings": {}, **changes}
     assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), "--json"]) == 2

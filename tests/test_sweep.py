@@ -69,7 +69,7 @@ WRONG = [
 
 @pytest.mark.parametrize("changes, said", WRONG, ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])
 def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(runs, "finished", lambda *args: pytest.fail("a run"))
+    monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
     assert cli.main(["sweep", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), "--json"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
@@ -165,6 +165,27 @@ def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
     assert searched(tmp_path, sampler=sampler, trials=25) == (whole | {"journal": str(cut)}, ran[22:])
     other, _ = searched(tmp_path, sampler=sampler, trials=25, seed=4)
     assert other["trials"] != whole["trials"] and other["journal"] != str(cut)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+def test_trials_side_by_side_do_not_hear_of_each_other(sampler, tmp_path):
+    """Suggestions of a batch are those that a study gives which is told nothing in between; a killed sweep and one that grows are the
+    unbroken one."""
+    whole, ran = searched(tmp_path / "whole", sampler=sampler, trials=25, at_once=3)
+    liar = {"constant_liar": True} if sampler == "tpe" else {}
+    study = optuna.create_study(sampler=getattr(optuna.samplers, sweep.SAMPLERS[sampler])(seed=3, **liar))
+    domains = {"optimizer": optuna.distributions.CategoricalDistribution(["adamw", "lion"]),
+               "optimizer.lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
+    for first in range(0, 25, 3):
+        for one, line in [(study.ask(domains), line) for line in whole["trials"][first:first + 3]]:
+            assert one.params == line["settings"]
+            study.tell(one, line["val_loss"])
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path, sampler=sampler, trials=25, at_once=3, most=6)
+    found, again = searched(tmp_path, sampler=sampler, trials=14, at_once=3)
+    assert found["trials"] == whole["trials"][:14] and again == ran[6:14]
+    assert searched(tmp_path, sampler=sampler, trials=25, at_once=3)[0]["trials"] == whole["trials"]
+    assert searched(tmp_path / "one", sampler=sampler, trials=25)[0]["trials"] != whole["trials"]
 
 
 def test_a_line_that_was_altered_is_run_again(tmp_path):

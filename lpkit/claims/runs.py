@@ -2,17 +2,20 @@
 NAME is a hash of its config, the code, the data and the machine; NAME/ is one that has begun.
 
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
-no more than the steps since the newest checkpoint, and the same command goes on. Workers have every
-so-manieth run each, under keepers that end them when this process ends, however it does.
+no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
+all runs of a command, under keepers that end them when this process ends, however it does.
 """
 
 import functools
 import hashlib
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,55 +54,89 @@ def name_of(config: Config) -> str:
     return records.digest(told)[:records.MARK_DIGITS]
 
 
-def finished(configs: list[Config], out: Path, children: processes.Children,
-             at_once: int | None = None, say: Callable[[str], None] = lambda line: None
-             ) -> list[dict[str, Any]]:
-    """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
-    for a run that could not go on, OSError; KeyboardInterrupt when `children` were told to end."""
-    names = [name_of(config) for config in configs]
-    due = {name: config for name, config in zip(names, configs)
-           if not (out / f"{name}.json").is_file()}
-    if due:
-        config = configs[0]
-        alone = gpus() and config.system.device != "cpu"
-        beside = 1 if alone else max(1, cores() // config.system.threads)
-        _run(due, out, children, min(len(due), at_once or beside), say)
-    for name in names:
-        remove(out / name)      # of a worker that was killed after its record
-    return [records.read(out / f"{name}.json") for name in names]
+@dataclass
+class _Worker:
+    keeper: subprocess.Popen
+    told: int                   # a pipe: a line for each run
+    name: str = ""              # of the run that it is at
 
 
-def _run(due: Mapping[str, Config], out: Path, children: processes.Children, at_once: int,
-         say: Callable[[str], None]) -> None:
-    told = [(str(out / name), one.imports, one.to_dict()) for name, one in due.items()]
-    # modules are looked for where this process finds them
-    start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
-    done, there = 0, lambda: sum((out / f"{name}.json").is_file() for name in due)
-    with ExitStack() as stack:
-        keepers = []
-        for first in range(at_once):
-            folder = processes.new_folder()
-            keepers.append(stack.enter_context(children.start(
-                [sys.executable, "-P", "-c", f"{start}{str(folder)!r})"], folder, log="log",
-                files={"told": json.dumps(told[first::at_once])})))
-        while any(keeper.poll() is None for keeper in keepers) or done < there():
-            if done < (done := there()):
+class Workers:
+    """Processes that make runs, the next when one has ended; they end when the block does."""
+
+    def __init__(self, out: Path, children: processes.Children, at_once: int | None = None):
+        self.out, self.children, self.at_once = out, children, at_once
+        self.workers: list[_Worker] = []
+        self.stack = ExitStack()
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None
+                 ) -> list[dict[str, Any]]:
+        """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
+        for a run that could not go on, OSError; KeyboardInterrupt when told to end."""
+        names = [name_of(config) for config in configs]
+        due = {name: config for name, config in zip(names, configs) if not self._has(name)}
+        if due:
+            config = configs[0]
+            alone = gpus() and config.system.device != "cpu"
+            beside = 1 if alone else max(1, cores() // config.system.threads)
+            self._run(due, min(len(due), self.at_once or beside), say)
+        for name in names:
+            remove(self.out / name)
+        return [records.read(self.out / f"{name}.json") for name in names]
+
+    def _has(self, name: str) -> bool:
+        return (self.out / f"{name}.json").is_file()
+
+    def _start(self) -> None:
+        # modules are looked for where this process finds them
+        reader, writer = os.pipe()
+        start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
+        keeper = self.children.start([sys.executable, "-P", "-c", f"{start}{reader})"],
+                                     processes.new_folder(), log="log", fds=[reader])
+        os.close(reader)
+        self.workers.append(_Worker(self.stack.enter_context(keeper), writer))
+        self.stack.callback(os.close, writer)
+
+    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
+        waiting, done, dead = list(due), 0, []
+        while done < len(due):
+            dead += [one for one in self.workers if one.keeper.poll() is not None]
+            self.workers = [one for one in self.workers if one not in dead]
+            while waiting and not dead and len(self.workers) < at_once:
+                self._start()
+            for one in self.workers[:at_once]:
+                if waiting and (not one.name or self._has(one.name)):
+                    one.name = waiting.pop(0)
+                    config = due[one.name]
+                    told = str(self.out / one.name), config.imports, config.to_dict()
+                    with suppress(BrokenPipeError):     # it has just died
+                        os.write(one.told, f"{json.dumps(told)}\n".encode())
+            if done < (done := sum(map(self._has, due))):
                 say(f"{done} of {len(due)} runs")
+            elif dead and not any(one.name and not self._has(one.name) for one in self.workers):
+                break
             time.sleep(LOOK_SECONDS)
-        words = " ".join(" ".join(keeper.stdout.read() for keeper in keepers).split())[-600:]
-    if children.over:
-        raise KeyboardInterrupt
-    if done < len(due):
-        raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; the "
-                             f"same command goes on. They said: {words}")
+        if self.children.over:
+            raise KeyboardInterrupt
+        if done < len(due):
+            words = " ".join(" ".join(one.keeper.stdout.read() for one in dead).split())[-600:]
+            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
+                                 f"the same command goes on. They said: {words}")
 
 
-def work(folder: str) -> None:
-    """Makes the runs of a worker, one after the other."""
+def work(told: int) -> None:
+    """Makes the runs of a worker, as it is told them by this pipe, one after the other."""
     from lpkit.training.background import train
     from lpkit.training.runs import Run
 
-    for where, imports, values in json.loads(Path(folder, "told").read_text()):
+    for line in open(told):
+        where, imports, values = json.loads(line)
         path, begun = Path(where), time.perf_counter()
         Config(imports=imports)     # as the process has that started this one
         config = Config.from_dict(values)
@@ -108,13 +145,12 @@ def work(folder: str) -> None:
             if found["status"] != "complete":       # told to stop, it kept a checkpoint
                 sys.exit(1)
         except RunFailedError as error:
-            line = ([{}, *Run.open(path).metrics])[-1]
-            if line.get("loss", 0) is not None and line.get("grad_norm", 0) is not None:
+            last = ([{}, *Run.open(path).metrics])[-1]
+            if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
                 raise
             # a loss that is no number is a result
-            found = line | {"val_loss": None, "error": str(error)}
+            found = last | {"val_loss": None, "error": str(error)}
         keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error")
         records.write(path.with_suffix(".json"), {
             **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
             "seconds": time.perf_counter() - begun})
-        remove(path)

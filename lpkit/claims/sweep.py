@@ -35,6 +35,7 @@ class Sweep(Checked):
     target: Literal["val_loss"]         # at the end, as `Training.evaluate` has it
     sampler: Literal["tpe", "random", "cmaes"] = "tpe"
     seed: Annotated[int, between(0, 2**32 - 1)] = 0     # of the sampler
+    at_once: Count = 1                  # trials side by side, which do not hear of each other
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,28 +79,36 @@ def settle(sweep: Sweep, out: Path, finished: Callable[[str, list[Config]], list
                            runs.name_of(sweep.config({}))])[:records.MARK_DIGITS]
     chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
     known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
-    sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed)
+    liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
+    sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed, **liar)
     study, trials, losses = optuna.create_study(sampler=sampler), [], []
     named = {key: sweep.domain(key) for key in sweep.search}
     domains = {key: getattr(optuna.distributions, name)(**x) for key, (name, x) in named.items()}
-    for number in range(sweep.trials):
-        point = (asked := study.ask(domains)).params
-        line = known.get(number, {})
-        if line.get("settings") != point:
-            line = {"trial": number, "settings": point, "val_loss": None, "seconds": 0.0}
+    while len(trials) < sweep.trials:
+        numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
+        asked = [study.ask(domains) for _ in numbers]
+        lines = [known.get(number, {}) for number in numbers]
+        due: dict[int, Config] = {}
+        for i, (number, one) in enumerate(zip(numbers, asked)):
+            if lines[i].get("settings") == one.params:
+                continue
+            lines[i] = {"trial": number, "settings": one.params, "val_loss": None, "seconds": 0.0}
             try:
-                config = sweep.config(point)
+                due[i] = sweep.config(one.params)
             except ConfigError as error:        # settings that do not go together
-                line["error"] = str(error)
-            else:
-                [run] = finished(f"trial {number + 1} of {sweep.trials}", [config])
-                line |= {key: run[key] for key in ("val_loss", "seconds", "error", "name")}
-            append_lines(path, [chain.line(line)])
-        trials.append(line)
-        losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
-        study.tell(asked, losses[-1])
+                lines[i]["error"] = str(error)
+        if due:
+            word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
+            for i, run in zip(due, finished(word, [*due.values()])):
+                lines[i] |= {key: run[key] for key in ("val_loss", "seconds", "error", "name")}
+        for number, one, line in zip(numbers, asked, lines):
+            if line is not known.get(number):
+                append_lines(path, [chain.line(line)])
+            trials.append(line)
+            losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
+            study.tell(one, losses[-1])
     if (least := min(losses)) == math.inf:
-        raise RunFailedError(f"none of {number + 1} trials has a number: {trials[0]['error']}")
+        raise RunFailedError(f"none of {len(trials)} trials has a number: {trials[0]['error']}")
     enough = len({*losses} - {math.inf}) >= 20      # it is of the best tenth: not of one
     return {"best": trials[losses.index(least)], "trials": trials, "journal": str(path),
             "importance": optuna.importance.get_param_importances(study) if enough else None,

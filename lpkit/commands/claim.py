@@ -50,8 +50,6 @@ def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> di
     from lpkit.course.notebooks import tell
 
     children = processes.Children()
-    finished = lambda what, configs: runs.finished(
-        configs, out, children, at_once, lambda line: tell(f"{what}: {line}"))
 
     def work() -> dict[str, Any]:
         with ExitStack() as stack:
@@ -60,7 +58,9 @@ def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> di
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            return settle(finished, tell)
+            workers = stack.enter_context(runs.Workers(out, children, at_once))
+            return settle(lambda what, configs: workers.finished(
+                configs, lambda line: tell(f"{what}: {line}")), tell)
 
     result, heard = processes.hear(work, children.end)
     if heard:

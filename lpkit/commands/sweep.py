@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     told, out = protocol.read(args.file, sweep.Sweep, sweep.NEEDED), args.out / args.file.stem
     needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"))
-    return claim.with_runs(args.out, 1, lambda finished, _: sweep.settle(told, out, finished))
+    return claim.with_runs(args.out, told.at_once, lambda finished, _: sweep.settle(told, out, finished))
 
 
 def text(result: dict[str, Any]) -> str:
