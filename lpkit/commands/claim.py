@@ -1,8 +1,8 @@
 """Is X better than Y here? A file says what is compared; the verdict says what was seen, and what
 could not have been.
 
-  lpkit claim docs/lion.yaml
-  lpkit claim docs/lion.yaml --null       the first arm against itself: the referee on trial
+  lpkit claim docs/claims/lion.yaml
+  lpkit claim docs/claims/lion.yaml --null       the first arm against itself: the referee on trial
 
 A claim that was stopped goes on by the same command, and no run is done twice.
 """

@@ -28,6 +28,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "low-precision-cpu": ("steps:low_precision_cpu", "a step of each recipe beside bf16's"),
     "mx-qdq": ("kernels:mx_qdq", "MXFP8 and back beside torchao"),
     "planner": ("planner:run", "the planner's page in a browser, against its budgets"),
+    "protocol": ("protocol:run", "published claims about losses, each settled by `lpkit claim`"),
     "published": ("published:run", "predicted seconds beside runs that others published"),
     "qdq": ("kernels:qdq", "E4M3 and back beside ml_dtypes and PyTorch"),
     "recipe-losses": ("recipe_losses:run", "what each recipe costs in loss after 300 steps"),

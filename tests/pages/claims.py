@@ -39,6 +39,7 @@ from lpkit.techniques.machines import Machine, find
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Checked, Text
+from tests.bench import protocol
 
 CONFIRMED, SMALLER, REFUTED, UNTESTED = "confirmed", "smaller", "refuted", "not yet tested"
 ENOUGH, NOTHING = 0.8, 0.2      # of what is promised
@@ -147,7 +148,36 @@ def page() -> str:
         told = dict(opened(row)) | {"shown": shown}
         parts += [f"- **{what}**: " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", said)
                   for what, said in told.items()] + [""]
-    return "\n".join(parts)
+    return "\n".join([*parts, *_by_protocol()])
+
+
+PROTOCOL = """## By protocol
+
+Sentences about the loss, settled by [`lpkit claim`](claim.md): each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
+verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 steps of 512 tokens; a sentence about fewer
+steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a gain of 2% or more was found, *no worse* where a loss of 2%
+is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew.
+"""
+
+
+def _by_protocol() -> list[str]:
+    """Of the newest record of `lpkit bench protocol`."""
+    records = [json.loads(path.read_text()) for path in sorted(MEASURED.glob("protocol-*.json"))]
+    record, rows, parts = max(records, key=lambda one: one["date"]), [], []
+    for name, row in protocol.published().items():
+        found = record["found"][name]
+        [one] = found["verdicts"]
+        low, high = one["interval"]
+        equal = one["equal_seconds"]
+        rows.append((f"[{name}](claims/{name}.yaml)", f"{one['arm']} beside {one['against']}",
+                     f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
+                     f"{one['could_see']:.2%}", "" if equal is None else "yes" if equal["survives"] else "no",
+                     protocol.word(row["expects"], one, found["effect"])))
+        parts += [f"**{name}**: \"{row['says']}\" " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", row["source"])
+                  + f": {row['conditions']}. {row['why']}", ""]
+    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "verdict")
+    return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a gain is a lower loss.", "",
+            markdown_table(heads, rows), "", *parts]
 
 
 # The numbers.
