@@ -20,7 +20,8 @@ from itertools import zip_longest
 
 import torch
 
-from lpkit.course import judge, puzzles, rank_exercises
+from lessons import on_ranks
+from lpkit.course import judge, puzzles
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 10.0      # for one mutant: one that loops raises
@@ -174,7 +175,7 @@ def is_wrong(mutant: Mutant) -> bool:
             names = dict(exercise.spec.__globals__)
             exec(compile(mutant.source, mutant.name, "exec"), names)
             attempt = names[ast.parse(mutant.source).body[0].name]
-            if isinstance(exercise, rank_exercises.OnRanks):
+            if isinstance(exercise, on_ranks.OnRanks):
                 return on_threads(exercise, attempt)
             return judge.check(exercise, attempt).status != "right"
     except Exception:
@@ -194,9 +195,9 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
-def on_threads(exercise: rank_exercises.OnRanks, attempt: Callable) -> bool:
+def on_threads(exercise: on_ranks.OnRanks, attempt: Callable) -> bool:
     """Whether the judge finds an attempt wrong: ranks are threads, collectives a list and a barrier."""
-    world = rank_exercises.WORLD
+    world = on_ranks.WORLD
     told, meet, whys = [None] * world, threading.Barrier(world, timeout=5), []
 
     def rank(own: int) -> None:

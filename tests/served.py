@@ -4,10 +4,13 @@
 wrong: page errors, requests to another host, standard error, failed cells. Nothing leaves 127.0.0.1.
 """
 
+import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 from urllib.parse import quote
 
 from lpkit.course.lab import Server, serve
@@ -21,11 +24,28 @@ SETTINGS = {   # quiet, and every cell in the page whether it is in the viewport
 
 
 @contextmanager
+def user(state: Path, config: Mapping[str, dict], settings: Mapping[str, dict]) -> Iterator[None]:
+    """Somebody whose Jupyter keeps all in `state`: with `config` by class, in a file of its own beside others, and `settings` of JupyterLab
+    by plugin."""
+    folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython",
+               "JUPYTERLAB_SETTINGS_DIR": "lab/settings", "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
+    where = {name: state.resolve() / place for name, place in folders.items()}
+    files = {where["JUPYTER_CONFIG_DIR"] / f"jupyter_{which}_config.json": config for which in ("server", "lab")}
+    for plugin, values in settings.items():
+        files[where["JUPYTERLAB_SETTINGS_DIR"] / f"{plugin.replace(':', '/')}.jupyterlab-settings"] = values
+    for path, values in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    with mock.patch.dict(os.environ, {name: str(path) for name, path in where.items()}):
+        yield
+
+
+@contextmanager
 def served(folder: Path, state: Path) -> Iterator[Server]:
     """JupyterLab over `folder`, as `lpkit lab` serves it; what it writes about itself goes into
     `state`."""
     config = {"LabApp": {"expose_app_in_browser": True}, "ServerApp": {"terminals_enabled": False}}
-    with serve(folder, state=state, settings=SETTINGS, config=config) as server:
+    with user(state, config, SETTINGS), serve(folder) as server:
         yield server
 
 

@@ -131,11 +131,12 @@ RANKS = ("right verdicts into every file", "garbage into every file", "os._exit"
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
+    from lessons import on_ranks
     from lpkit.course import rank_exercises
 
     monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
     source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):", HOSTILE[kind], "return rows")
-    monkeypatch.setattr(rank_exercises, "as_text", lambda *_: source)
+    monkeypatch.setattr(on_ranks, "as_text", lambda *_: source)
     verdict = EXERCISES["15.eight_bits"].judged(None)
     assert verdict.status == "wrong" and len(verdict.detail) > 10, verdict
 

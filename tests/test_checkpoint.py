@@ -32,13 +32,18 @@ TENSORS = {
 STATE = {"optimizer": {"b": 1.5}}
 
 
+def load(folder, only="", into=None):
+    """One checkpoint, once it is verified."""
+    return checkpoint._read(folder, checkpoint.by_first(checkpoint.verify, folder), only, into)
+
+
 def write(root, step, keep=2):
     return checkpoint.save(root, step, {name: t + step if t.dtype.itemsize > 1 else t for name, t in TENSORS.items()},
                            STATE | {"step": step}, keep=keep)
 
 
 def test_every_bit_comes_back(tmp_path):
-    found = checkpoint.load(checkpoint.save(tmp_path, 3, TENSORS, STATE, keep=1))
+    found = load(checkpoint.save(tmp_path, 3, TENSORS, STATE, keep=1))
     assert found.step == 3 and found.state == STATE and found.tensors.keys() == TENSORS.keys()
     for name, t in TENSORS.items():
         assert found.tensors[name].dtype == t.dtype
@@ -117,12 +122,12 @@ def test_any_changed_or_missing_byte_is_found_and_the_one_before_is_used(tmp_pat
         path.write_bytes(whole[:at] if trial % 2 else whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1:])
         changed = path.read_bytes()
         with pytest.raises(DamagedError, match=newest.name):
-            checkpoint.load(newest)
+            load(newest)
         found, problems = checkpoint.load_latest(tmp_path, quarantine=False)
         assert found.step == 1 and newest.name in problems[0]
         assert path.read_bytes() == changed             # a reader leaves it where it is
         path.write_bytes(whole)
-    assert checkpoint.load(newest).step == 2
+    assert load(newest).step == 2
 
 
 def test_a_damaged_checkpoint_is_moved_aside_and_never_deleted(tmp_path):
@@ -156,7 +161,7 @@ def test_a_manifest_that_points_elsewhere_is_refused(tmp_path):
     manifest["files"] = {"../../secret": {"bytes": 0, "sha256": ""}}
     records.write(folder / "manifest.json", manifest)
     with pytest.raises(DamagedError, match="does not describe"):
-        checkpoint.load(folder)
+        load(folder)
 
 
 def same_bits(one, two):
@@ -178,11 +183,11 @@ SHAPES = {"a/b/c.d": torch.randn(3, 4).T, "bool": torch.tensor([True, False]),
 def test_every_number_format_and_shape_comes_back_bit_for_bit(tmp_path):
     tensors = FORMATS | SHAPES
     folder = checkpoint.save(tmp_path, 1, tensors, {}, keep=1)
-    found = checkpoint.load(folder).tensors
+    found = load(folder).tensors
     assert found.keys() == tensors.keys()
     into = {name: torch.empty_like(t, memory_format=torch.contiguous_format)
             for name, t in tensors.items() if t.dtype != torch.float4_e2m1fn_x2}    # no copy_ yet
-    filled = checkpoint.load(folder, into=into).tensors
+    filled = load(folder, into=into).tensors
     assert filled is into
     for name, t in tensors.items():
         same_bits(found[name], t)
@@ -197,10 +202,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
                              ("b", torch.zeros(3, dtype=torch.float64), "float64")):
         into = {"a": torch.zeros(2), name: wrong}
         with pytest.raises(ValueError, match=why) as caught:
-            checkpoint.load(folder, into=into)
+            load(folder, into=into)
         assert not isinstance(caught.value, DamagedError) and not into["a"].any()
     into = {"a": torch.zeros(2), "c": torch.zeros(1)}
-    assert checkpoint.load(folder, only="a", into=into).tensors["a"].all() and not into["c"].any()
+    assert load(folder, only="a", into=into).tensors["a"].all() and not into["c"].any()
 
 
 def test_the_reader_of_torch_reads_the_files_too(tmp_path):
@@ -228,7 +233,7 @@ def test_a_save_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error)
 
 def test_one_process_hears_no_warning(tmp_path):
     with warnings.catch_warnings(action="error"):
-        checkpoint.load(write(tmp_path, 1), into={"model/a": torch.zeros(17, 5)})
+        load(write(tmp_path, 1), into={"model/a": torch.zeros(17, 5)})
 
 
 # Two processes. Each is given its rank and a folder, and leaves there what it found.
@@ -313,7 +318,7 @@ def load_two(rank, folder):
         if root == "root":
             update(model, optimizer, 2)
             keep_whole(model, optimizer, folder / "resumed.safetensors")
-            alone = checkpoint.load(found.path).tensors
+            alone = load(found.path).tensors
             for name, t in load_file(folder / "2.safetensors").items():
                 same_bits(alone[name], t)
 
@@ -392,7 +397,7 @@ def test_two_processes_write_what_one_reads(two):
     model, optimizer = trained(9, 1)
     into = state_of(model, optimizer)
     assert into.keys() == truth.keys()
-    checkpoint.load(found.path, into=into)
+    load(found.path, into=into)
     for name, t in truth.items():
         same_bits(found.tensors[name], t)
         same_bits(state_of(model, optimizer)[name], t)

@@ -24,6 +24,7 @@ from lpkit.course import lab
 from lpkit.errors import ConfigError
 from tests.attack import patience
 from tests.attack import processes as attack
+from tests.served import user
 
 OPEN_DOORS = """
 c.ServerApp.ip = "0.0.0.0"
@@ -114,8 +115,8 @@ def server(project, state, impostor):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
-        with lab.serve(project, port=impostor.port, state=state, settings={TRACKER: {"windowingMode": "none"}},
-                       config={"LabApp": {"expose_app_in_browser": True}}) as server:
+        with (user(state, {"LabApp": {"expose_app_in_browser": True}}, {TRACKER: {"windowingMode": "none"}}),
+              lab.serve(project, port=impostor.port) as server):
             yield server
 
 
@@ -184,11 +185,13 @@ def test_what_it_keeps_is_private(server):
 
 
 def test_settings_are_ours_and_the_users_files_are_untouched(server, state):
-    def default(plugin, key):
-        return json.loads(ask(server, f"/lab/api/settings/{plugin}", token=server.token)[1])["schema"]["properties"][key][
-            "default"]
+    def of_plugin(plugin):
+        return json.loads(ask(server, f"/lab/api/settings/{plugin}", token=server.token)[1])
 
-    assert default(TRACKER, "windowingMode") == "none"
+    def default(plugin, key):
+        return of_plugin(plugin)["schema"]["properties"][key]["default"]
+
+    assert of_plugin(TRACKER)["settings"]["windowingMode"] == "none"
     assert default(NOTIFICATION, "fetchNews") == "false" and default(NOTIFICATION, "checkForUpdates") is False
     page = ask(server, "/lab", token=server.token)[1].decode()
     assert '"exposeAppInBrowser": true' in page and '"news": {"disabled": true}' in page
@@ -310,7 +313,7 @@ def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
     (tmp_path / "config" / "jupyter_lab_config.py").write_text(code)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ConfigError) as caught:
-        with lab.serve(project, state=tmp_path):
+        with user(tmp_path, {}, {}), lab.serve(project):
             pytest.fail("it was yielded")
     assert [words for words in said if words not in str(caught.value)] == []
     assert set(psutil.Process().children(recursive=True)) <= before

@@ -83,7 +83,7 @@ def test_a_count_knows_each_kind_and_leaves_control_apart():
         all_gather(torch.ones(8), torch.ones(2), group=ranks.mesh.get_group("shard"))
         reduce_scatter(torch.ones(2), torch.ones(8))
         ranks.told(3)
-        ranks.tell({"a": 1})
+        ranks.agreed({"a": 1})
     assert count.sent == {Message("all-reduce", 20, 4): 1, Message("all-gather", 32, 4): 1, Message("reduce-scatter", 32, 4): 1}
     assert count.sent_bytes == {"all-reduce": 30.0, "all-gather": 24.0, "reduce-scatter": 24.0}
     assert {message.kind for message in count.control} == {"broadcast_"} and count.control.total() == 3

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import lpkit
+from lessons.heat import METRICS, heat_map, quality_table
 from lessons.l07_when_fp8_fails import telemetry_explorer
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -26,8 +27,6 @@ from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.loop import fit
 from lpkit.training.training import Training
-from lpkit.ui import heat_map
-from lpkit.ui.telemetry import METRICS, quality_table
 from tests.test_cast import hadamard_matrix
 
 TINY = Config().replace({

@@ -23,10 +23,9 @@ import subprocess
 import sys
 import threading
 import webbrowser
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lpkit import processes
 from lpkit.errors import ConfigError
@@ -99,24 +98,16 @@ def listen(asked: int = 0) -> socket.socket:
 
 @contextlib.contextmanager
 def serve(root: Path, *, port: int = 0,
-          config: Mapping[str, Mapping[str, Any]] | None = None,
-          settings: Mapping[str, Mapping[str, Any]] | None = None, state: Path | None = None,
           children: processes.Children | None = None) -> Iterator[Server]:
     """Start JupyterLab in `root`, yield it once it answers, stop it, its kernels and all that they
     and its terminals started at the end, also when this process is killed.
 
     port:     0 for any free one; a taken one moves to the next (compare with `Server.port`)
-    config:   more of Jupyter's own configuration, by class:
-              {"LabApp": {"expose_app_in_browser": True}}
-    settings: JupyterLab defaults, by plugin:
-              {"@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"}}
-    state:    a folder for all that Jupyter keeps (settings, workspaces, history), instead of the
-              user's own
     children: who starts the server, and may end it from another thread
 
     Raises ConfigError for a server that does not start.
     """
-    token, folder, app = secrets.token_hex(24), processes.new_folder(), _merged(QUIET, config or {})
+    token, folder = secrets.token_hex(24), processes.new_folder()
     with listen(port) as listener:
         port = listener.getsockname()[1]
         traits = {"ServerApp": {
@@ -130,16 +121,16 @@ def serve(root: Path, *, port: int = 0,
         # Jupyter reads one file for the server and one for the lab; the same words in both leave no
         # gap.
         files = {"token": token, "locked.json": {"fd": listener.fileno(), "traits": traits},
-                 "config/jupyter_server_config.json": app, "config/jupyter_lab_config.json": app,
-                 "config/labconfig/default_setting_overrides.json":
-                     _merged(QUIET_SETTINGS, settings or {})}
+                 "config/jupyter_server_config.json": QUIET,
+                 "config/jupyter_lab_config.json": QUIET,
+                 "config/labconfig/default_setting_overrides.json": QUIET_SETTINGS}
         # The two endpoints that this warning names (terminals, language servers) check the token
         # themselves. Jupyter would run a configuration file of the current folder.
         keeper = (children or processes.Children()).start(
             [sys.executable, "-P", "-Wignore:Extension endpoints without",
              Path(__file__).with_name("server.py"), folder / "locked.json"],
             folder, files=files, log="server.log", cwd=folder, fds=[listener.fileno()],
-            env=_environment(folder, state))
+            env=_environment(folder))
     with keeper:
         server = Server(port=port, token=token, token_file=folder / "token",
                         log_path=folder / "server.log", process=keeper)
@@ -147,25 +138,11 @@ def serve(root: Path, *, port: int = 0,
         yield server
 
 
-def _merged(*parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Later parts win, key by key."""
-    merged: dict[str, dict[str, Any]] = {}
-    for part in parts:
-        for name, values in part.items():
-            merged.setdefault(name, {}).update(values)
-    return merged
-
-
-def _environment(folder: Path, state: Path | None) -> dict[str, str]:
+def _environment(folder: Path) -> dict[str, str]:
     left_out = ("JUPYTER_TOKEN", "JUPYTER_GATEWAY", "JUPYTER_NO_CONFIG")
     env = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
     paths = [str(folder / "config"), env.get("JUPYTER_CONFIG_PATH")]
     env["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, paths))
-    if state is not None:
-        folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data",
-                   "IPYTHONDIR": "ipython", "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
-                   "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
-        env |= {name: str(state.resolve() / place) for name, place in folders.items()}
     # the token and the keys of kernels: they go when the server goes
     env["JUPYTER_RUNTIME_DIR"] = str(folder / "runtime")
     return env

@@ -25,7 +25,7 @@ DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
 
 class MessageCount(TorchDispatchMode):
     """`with MessageCount() as count: training.update(0)`, then `count.sent`. What else travels
-    (`Ranks.told`, `tell`, `heard`: from host to host) is in `control`, by c10d's name."""
+    (`Ranks.told`, `agreed`: from host to host) is in `control`, by c10d's name."""
 
     def __init__(self):
         super().__init__()

@@ -83,20 +83,12 @@ class Ranks:
         dist.broadcast(said, 0)
         return int(said)
 
-    def tell(self, what: Any) -> None:
-        """The first process, to all others: they call `heard`. What becomes JSON."""
-        if self.mesh is not None:
-            _said(what)
-
-    def heard(self) -> Any:
-        return _said(None)
-
     def by_first(self, work: Callable[[], Any]) -> Any:
         """Does as the function `by_first`; alone, `work` is done here."""
         return work() if self.mesh is None else by_first(work)
 
     def agreed(self, what: Any) -> Any:
-        """Returns what the first process has."""
+        """Returns what the first process has, which becomes JSON; the others' is not looked at."""
         return what if self.mesh is None else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:

@@ -148,25 +148,34 @@ class Background:
         return self._outcome.result()
 
 
-class Handle(Background):
-    """A run in a background thread, once it has been told to `begin`. Its result is the Run."""
+class OneRun(Background):
+    """A run, once it has been told to `begin`. Its result is the Run."""
 
-    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
-                 observers: Iterable[Observer] = (), control: Control | None = None):
+    def __init__(self, config: Config, out: str | Path | None, observers: Iterable[Observer],
+                 control: Control | None = None):
         self.config, self.planned_steps = config, config.steps
         self.path = Path(out or default_folder())
         self.title = self.path.name
         self.records: list[StepRecord] = []
-        self._observers, self._resume = Observers([self.records.append, *observers]), resume
+        self._observers = Observers([self.records.append, *observers])
         super().__init__(f"train {self.title}", control)
+
+    def subscribe(self, observer: Observer) -> None:
+        """Call `observer(record)` after every step, on the thread of the run. One that raises is
+        dropped."""
+        self._observers.add(observer)
+
+
+class Handle(OneRun):
+    """A run in a background thread."""
+
+    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
+                 observers: Iterable[Observer] = (), control: Control | None = None):
+        super().__init__(config, out, observers, control)
+        self._resume = resume
 
     def _do(self) -> Run:
         return _fit(self.config, self.path, self._resume, self._observers, self._control)
-
-    def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step, on the training thread. One that raises is
-        dropped."""
-        self._observers.add(observer)
 
 
 class Series(Background):

@@ -114,9 +114,9 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     seams.refuse(config)
     refuse_sizes(config)
     if not ranks.first:
-        return _decide(config, {"chosen": ranks.heard()}, ranks)
+        return _decide(config, {"chosen": ranks.agreed(None)}, ranks)
     decisions = _decide(config, before, ranks)
-    ranks.tell(decisions.record)
+    ranks.agreed(decisions.record)
     return decisions
 
 

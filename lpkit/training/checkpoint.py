@@ -7,7 +7,7 @@ the newest folder whose manifest verifies; a damaged one is moved to `quarantine
 deleted.
 No pickle is read or written: tensors are safetensors, everything else is JSON.
 
-In a process group every process calls `save`, `load`, `load_latest` and `sweep`, in the same order.
+In a process group every process calls `save`, `load_latest` and `sweep`, in the same order.
 Process 0 makes, checks, renames and removes folders, and the others learn what came of it.
 """
 
@@ -115,17 +115,6 @@ def verify(folder: Path, run: str = "") -> dict[str, Any]:
     return manifest
 
 
-def load(folder: Path, *, only: shards.Prefix = "",
-         into: dict[str, Tensor] | None = None) -> Checkpoint:
-    """A verified checkpoint; `only` keeps the tensors whose name starts so.
-
-    The (D)tensors of `into` are filled in place, however many processes saved them and however
-    they were cut; without it whole tensors come back. Raises DamagedError, and ValueError when a
-    tensor of `into` is not there in this shape and number format.
-    """
-    return _read(folder, by_first(verify, folder), only, into)
-
-
 def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
           into: dict[str, Tensor] | None, blank: shards.Blank = shards.whole) -> Checkpoint:
     paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
@@ -140,7 +129,10 @@ def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
                 quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
 
-    `into` as in `load`; `blank` as in `shards.load`.
+    `only` keeps the tensors whose name starts so. The (D)tensors of `into` are filled in place,
+    however many processes saved them and however they were cut; without it whole tensors come back,
+    or what `blank` makes, as in `shards.load`. Raises ValueError when a tensor of `into` is not
+    there in this shape and number format.
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)

@@ -19,18 +19,17 @@ from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores, gpus
 from lpkit.parallel.processes import PROGRESS_SECONDS, TIMEOUT_SECONDS, Processes, WarmParent
 from lpkit.techniques import layouts
-from lpkit.training.background import Background, default_folder, refuse
+from lpkit.training.background import OneRun, refuse
 from lpkit.training.control import signals_stop
-from lpkit.training.runs import METRICS, Observers, Run
+from lpkit.training.runs import METRICS, Run
 from lpkit.values import Count, Folder, Positive, checked
 
 TRAIN = "lpkit.training.rank:train"
 DEAF_SECONDS = 0.5      # ranks that take a step hear within a micro-batch that they are to stop
 
 
-class Launched(Background):
-    """A run on several processes, once it has been told to `begin`. Its result is the Run; it has
-    what a `Handle` has.
+class Launched(OneRun):
+    """A run on several processes.
 
     ranks: by rank, the newest of what each said of itself: its process id `pid`, step,
            step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for
@@ -41,15 +40,10 @@ class Launched(Background):
                  resume: bool = False, timeout_seconds: float = TIMEOUT_SECONDS,
                  progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = (),
                  parent: WarmParent | None = None):
-        self.config, self.planned_steps = config, config.steps
-        self.path = Path(out or default_folder())
+        super().__init__(config, out, observers)
         refuse(config, self.path, resume)
         self._before = self._written()
-        self.title = self.path.name
-        self.records: list[StepRecord] = []
         self.ranks: dict[int, dict[str, Any]] = {}
-        self._observers = Observers([self.records.append, *observers])
-        super().__init__(f"train {self.title}")
         self._stepped = threading.Event()       # or ended without a step
         self.on_done(self._stepped.set)
         told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
@@ -74,10 +68,6 @@ class Launched(Background):
         """Returns how long the run's metrics are, in bytes."""
         metrics = self.path / METRICS
         return metrics.stat().st_size if metrics.exists() else 0
-
-    def subscribe(self, observer: Observer) -> None:
-        """Call `observer(record)` after every step. One that raises is dropped."""
-        self._observers.add(observer)
 
     def pause(self) -> None:
         super().pause()

@@ -13,7 +13,6 @@ _NAMES = {
     "lpkit.ui.plan": "opened_memory opened_time",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun race_figure training_figure",
-    "lpkit.ui.telemetry": "heat_map quality_table",
     "lpkit.ui.waiting": "progress",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -17,9 +17,9 @@ import ipywidgets as widgets
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
-from lpkit.ui.draw import SECONDS, axis, figure, heat, note, rule, scatter
+from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS, DECIBELS, lines_of
+from lpkit.ui.style import COLOURS, lines_of
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
 PERIOD_SECONDS = 1 / 8      # at least, between two redraws
@@ -211,12 +211,10 @@ class LiveRun(Stored, widgets.VBox):
 
 # Recipes, one run after the other.
 
-def race_figure(losses: Mapping[str, Mapping[int, float]],
-                samples: Mapping[str, Sequence[Any]] | None = None, *, title: str = "",
+def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
-    """The plotly spec of runs as they go: training losses by step; what each lies above the first;
-    and, from telemetry samples by run, how noisy each layer is at the last sampled step; None: no
-    room for it. `paired`: the runs that met the batches of the first; None: all."""
+    """The plotly spec of runs as they go: training losses by step; what each lies above the first.
+    `paired`: the runs that met the batches of the first; None: all."""
     base, first = next(iter(losses.items()), ("the first", {}))
     data: list[dict] = []
     lines = lines_of(losses)
@@ -229,35 +227,11 @@ def race_figure(losses: Mapping[str, Mapping[int, float]],
         data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
                  scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
                          xaxis="x2", yaxis="y2", **shared)]
-    if samples:
-        data.append(_noise_map(samples))
-    reach = {"range": [0, planned_steps], "autorange": False} if planned_steps else {}
-    left = {"domain": [0, 1 if samples is None else 0.46], **reach}
-    noise = {}
-    if samples is not None:
-        small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
-        noise = {"xaxis3": {**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
-                 "yaxis3": {**small, "anchor": "x3", "autorange": "reversed"},
-                 "annotations": [note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
-                                      "right bottom", xref="paper", yref="paper",
-                                      font={"size": 12})]}
+    left: dict[str, Any] = {"domain": [0, 1]}
+    if planned_steps:
+        left |= {"range": [0, planned_steps], "autorange": False}
     return figure(
         data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
         xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
         yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
-        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"), **noise)
-
-
-def _noise_map(samples: Mapping[str, Sequence[Any]]) -> dict:
-    layers = list(dict.fromkeys(sample.layer for of_run in samples.values() for sample in of_run))
-    worst: dict[tuple[str, str], float] = {}
-    for name, of_run in samples.items():
-        last = max((sample.step for sample in of_run), default=0)
-        for sample in of_run:
-            cell, db = (sample.layer, name), getattr(sample.own, "sqnr_db", None)
-            if sample.step == last and sample.role in ("x", "w", "dy") and db is not None:
-                worst[cell] = min(db, worst.get(cell, db))
-    values = [[worst.get((layer, name)) for name in samples] for layer in layers]
-    return heat([escape(name) for name in samples], layers, values, ends=DECIBELS, bar={"x": 1.01},
-                xaxis="x3", yaxis="y3",
-                hovertemplate="%{x}, %{y}: %{z:.1f} dB<extra></extra>")
+        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"))

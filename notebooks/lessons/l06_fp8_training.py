@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lessons.draws import FP8, UNCLAMPED, normal
+from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
@@ -55,7 +56,6 @@ from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
 from lpkit.ui.runs import LiveRun, race_figure
 from lpkit.ui.style import COLOURS, ROLE_COLOURS, lines_of
-from lpkit.ui.telemetry import Samples, _cell, _explorer
 
 # ---- The study
 
@@ -337,10 +337,10 @@ class LiveRuns(LiveRun):
         losses = {name: {record.step: record.loss for record in list(one.records)}
                   for name, one in begun.items()}
         first = next(iter(configs.values())).seed
-        samples = self._samples(begun) if self._read else None
-        return race_figure(losses, samples, planned_steps=self.handle.planned_steps,
+        race = race_figure(losses, planned_steps=self.handle.planned_steps,
                            title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
                            paired=[name for name in begun if configs[name].seed == first])
+        return beside_race(race, self._samples(begun)) if self._read else race
 
     def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:
         """Of a run that has ended they are read once."""
@@ -409,11 +409,11 @@ def telemetry_of_runs(runs: Mapping[str, Samples], *,
     held = {name: list(samples) for name, samples in runs.items() if samples}
 
     def show(run: str, **choices: Any) -> tuple[dict, str]:
-        return _cell(held[run], title=f"Trained with {run}", **choices)
+        return cell_and_table(held[run], title=f"Trained with {run}", **choices)
 
-    return _explorer(show, [sample for samples in held.values() for sample in samples], start,
-                     run=list(held),
-                     labels={"run": "trained with", "role": "tensor", "recipe": "looked at"})
+    return explorer(show, [sample for samples in held.values() for sample in samples], start,
+                    run=list(held),
+                    labels={"run": "trained with", "role": "tensor", "recipe": "looked at"})
 
 
 def casts_table(model: ModelConfig) -> str:

@@ -52,6 +52,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lessons.draws import normal
+from lessons.heat import Samples, cell_and_table, explorer
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, nearest, pick
@@ -68,7 +69,6 @@ from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
 from lpkit.ui.figure import Stored
 from lpkit.ui.questions import Question
 from lpkit.ui.style import COLOURS, WARNING
-from lpkit.ui.telemetry import Samples, _cell, _explorer
 
 # ---- The study
 
@@ -690,7 +690,7 @@ def telemetry_explorer(samples: Samples, *, start: Mapping[str, Any] | None = No
     """An Explorer over samples: metric, role, recipe, and the cell, by menu or by a click into the
     map. Raises ConfigError when there is nothing to show."""
     samples = list(samples)
-    return _explorer(lambda **choices: _cell(samples, title=title, **choices), samples, start)
+    return explorer(lambda **choices: cell_and_table(samples, title=title, **choices), samples, start)
 
 
 # ---- Exercises

@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.draws import normal
+from lessons.on_ranks import WORLD, OnRanks
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.rank_exercises import WORLD, OnRanks
 from lpkit.errors import ConfigError
 from lpkit.measure.messages import DATA
 from lpkit.measure.tracking import Footprint

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lessons.draws import normal
 from lessons.l14_data_parallel_and_zero import rows_of_rank
+from lessons.on_ranks import WORLD, OnRanks
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.rank_exercises import WORLD, OnRanks
 from lpkit.predict.ledger import memory
 from lpkit.predict.messages import messages, sent_bytes
 from lpkit.predict.time import step_time

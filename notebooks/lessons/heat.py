@@ -1,5 +1,6 @@
 """What number formats do to the tensors of a run, drawn from the samples of
-`lpkit.measure.telemetry.read`: layers by steps in colour, and one cell as a histogram."""
+`lpkit.measure.telemetry.read`: layers by steps in colour, and one cell as a histogram; layers by
+runs, beside a race."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -149,30 +150,59 @@ def quality_table(sample: Any) -> str:
                       caption=f"{sample.role} of {sample.layer}, step {sample.step}; {drawn}")
 
 
-def _explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
-              start: Mapping[str, Any] | None, **more: Any) -> Explorer:
+def explorer(show: Callable[..., tuple[dict, str]], samples: Samples,
+             start: Mapping[str, Any] | None, **more: Any) -> Explorer:
     """Menus over all that was sampled; they begin at the last step. A click into the map chooses
     the cell."""
     if not samples:
         raise ConfigError("there are no samples to show; the first comes with step 1")
     steps = sorted(_values(samples, "step"))
     others = max((sample.others for sample in samples), key=len)
-    explorer = Explorer(show, **more, metric=list(METRICS), role=_values(samples, "role"),
-                        recipe=[AS_RUN, *others], layer=_values(samples, "layer"), step=steps,
-                        start={"step": steps[-1], **(start or {})})
+    shown = Explorer(show, **more, metric=list(METRICS), role=_values(samples, "role"),
+                     recipe=[AS_RUN, *others], layer=_values(samples, "layer"), step=steps,
+                     start={"step": steps[-1], **(start or {})})
 
     def clicked(change: dict) -> None:
         point = change["new"]
         if point.get("curve") == 0:
-            explorer.set(layer=point["y"], step=int(point["x"]))
+            shown.set(layer=point["y"], step=int(point["x"]))
 
-    explorer.figure.observe(clicked, names="clicked")
-    return explorer
+    shown.figure.observe(clicked, names="clicked")
+    return shown
 
 
-def _cell(samples: Samples, *, role: str, layer: str, step: int,
-          **choices: Any) -> tuple[dict, str]:
+def cell_and_table(samples: Samples, *, role: str, layer: str, step: int,
+                   **choices: Any) -> tuple[dict, str]:
     """The map with one cell chosen, and the table of that cell."""
     ours = [sample for sample in samples if sample.role == role]
     table = quality_table(_chosen(ours, layer, step)) if ours else ""
     return heat_map(samples, role=role, layer=layer, step=step, **choices), table
+
+
+def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
+    """`race`, the plotly spec of `lpkit.ui.race_figure`, with room on its right for how noisy each
+    layer is at the last sampled step, from samples by run; without any the room is empty."""
+    layout = {**race["layout"]}
+    for name in ("xaxis", "xaxis2"):
+        layout[name] = {**layout[name], "domain": [0, 0.46]}
+    small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
+    return {"data": [*race["data"], *([_noise_map(samples)] if samples else [])], "layout": {
+        **layout, "xaxis3": {**small, "domain": [0.64, 1], "anchor": "y3", "tickangle": -40},
+        "yaxis3": {**small, "anchor": "x3", "autorange": "reversed"},
+        "annotations": [note("signal over noise of the worst of x, w and dy, dB", 1, 1.01,
+                             "right bottom", xref="paper", yref="paper", font={"size": 12})]}}
+
+
+def _noise_map(samples: Mapping[str, Samples]) -> dict:
+    layers = list(dict.fromkeys(sample.layer for of_run in samples.values() for sample in of_run))
+    worst: dict[tuple[str, str], float] = {}
+    for name, of_run in samples.items():
+        last = max((sample.step for sample in of_run), default=0)
+        for sample in of_run:
+            cell, db = (sample.layer, name), getattr(sample.own, "sqnr_db", None)
+            if sample.step == last and sample.role in ("x", "w", "dy") and db is not None:
+                worst[cell] = min(db, worst.get(cell, db))
+    values = [[worst.get((layer, name)) for name in samples] for layer in layers]
+    return heat([escape(name) for name in samples], layers, values, ends=DECIBELS, bar={"x": 1.01},
+                xaxis="x3", yaxis="y3",
+                hovertemplate="%{x}, %{y}: %{z:.1f} dB<extra></extra>")

@@ -1,0 +1,141 @@
+"""Exercises whose answer runs on several processes, which exchange real tensors.
+
+The attempt's text alone goes into the processes (`lpkit.course.rank_exercises`). A rank that raises
+ends the others, and those that wait for one another for ever are ended after some seconds; both are
+sentences.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lpkit.course import judge, lessons, rank_exercises
+from lpkit.course.attempts import SECONDS, Answer, Attempt, limit_memory
+from lpkit.course.judge import ENDED, Exercise, Verdict, answer, difference, short
+from lpkit.course.puzzles import as_text
+from lpkit.course.rank_exercises import called, meet_as, on_ranks
+from lpkit.errors import ConfigError
+from lpkit.parallel.processes import Place
+from lpkit.parallel.ranks import all_gather, reduce_scatter
+from lpkit.training.runs import RunFailedError
+
+WORLD = 2
+DRAWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnRanks(Exercise):
+    """`spec`, `mistakes` and an attempt are what a rank does. Of a case's tensors each rank gets its
+    line, and then `rank`, `ranks` and those of COLLECTIVES that the spec names."""
+
+    drawn: int = DRAWN
+
+    def judged(self, attempt: Callable[..., Any]) -> Verdict:
+        source = as_text(self, attempt)
+        if isinstance(source, Verdict):
+            return source
+        try:
+            results = on_ranks(judge_on_rank, WORLD, name=self.name, source=source,
+                               seconds=rank_exercises.PROGRESS_SECONDS + SECONDS)
+        except (RunFailedError, ConfigError, OSError) as error:
+            return Verdict("wrong", str(error).partition("\n")[0], self.solution)
+        whys = [one["why"] for one in results if one["why"]]
+        if not whys:
+            return Verdict("right", "", self.solution)
+        _, why = min(whys)
+        hints = [hint for hint in self.mistakes if all(hint in one["hints"] for one in results)]
+        return Verdict("wrong", "; ".join((why, *hints[:1])), self.solution)
+
+
+# In a rank.
+
+def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+    """`why`: the number of the first case that is wrong, and what to say. `hints`: of the mistakes
+    that an attempt agrees with in every case. The attempt answers in a fork of this rank, which
+    meets the other ranks' forks; then the definition runs, here."""
+    exercise, answers = lessons.exercise(told["name"]), []
+    cases = list(exercise.all_cases())
+    with Attempt(partial(_attempt, place, exercise, told["source"]), told["seconds"]) as attempt:
+        given = iter(attempt)
+        for number in range(len(cases)):
+            place.at(number, "your function")
+            answers.append(one := next(given, ENDED))
+            if one.why or one.to_do:
+                raise RunFailedError(f"{one.why or 'it is still to do'}{one.line}{attempt.printed}")
+    meet_as(place, "definition")
+    why: list[Any] = []
+    hints = dict(exercise.mistakes)
+    for number, (case, one) in enumerate(zip(cases, answers)):
+        place.at(number, "the definition")
+        given = partial(_given, exercise.spec, case, place)
+        want, others = judge.expected(exercise, given), judge.disturbed(exercise, given)
+        if not why and (unlike := difference(one.value, want, exercise.tolerance, others)):
+            named = zip(inspect.signature(exercise.spec).parameters, given())
+            said = ", ".join(f"{name}={short(value)}" for name, value in named
+                             if name not in COLLECTIVES)
+            why = [number, f"on rank {place.rank}, for {said}: {unlike}"]
+        for hint, mistake in exercise.mistakes.items():     # on all ranks: they tell one another
+            with judge.Unsaturated():
+                theirs = mistake(*given())
+            if difference(one.value, theirs, exercise.tolerance):
+                hints.pop(hint, None)
+    return {"why": why, "hints": list(hints)}
+
+
+def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
+    place.page.close()          # the ranks' own
+    meet_as(place, "attempt")
+    limit_memory()
+    attempt = called(source)
+    for case in exercise.all_cases():
+        yield answer(exercise, attempt, _given(exercise.spec, case, place))
+
+
+def _given(spec: Callable, case: tuple, place: Place) -> tuple:
+    lines = (one[place.rank].clone() if isinstance(one, Tensor) else one for one in case)
+    names = inspect.signature(spec).parameters
+    named = [COLLECTIVES[name] for name in names if name in COLLECTIVES]
+    return *lines, place.rank, place.world, *named
+
+
+def _scattered(x: Tensor) -> Tensor:
+    """This rank's part of the sum of all ranks' x (numbers,)."""
+    if len(x) % dist.get_world_size():
+        raise ValueError(f"reduce_scatter cuts {len(x)} numbers into "
+                         f"{dist.get_world_size()} parts of one size; that does not come out even")
+    part = x.new_empty(len(x) // dist.get_world_size())
+    reduce_scatter(part, x.contiguous())
+    return part
+
+
+def _gathered(part: Tensor) -> Tensor:
+    """The parts (numbers,) of all ranks, one after the other."""
+    whole = part.new_empty(len(part) * dist.get_world_size())
+    all_gather(whole, part.contiguous())
+    return whole
+
+
+def _gathered_bytes(part: Tensor) -> Tensor:
+    """The same of bytes."""
+    if part.dtype != torch.uint8:
+        raise ValueError(f"all_gather_bytes sends uint8, and this is {part.dtype}; of 8-bit numbers "
+                         f".view(torch.uint8) are the bytes")
+    return _gathered(part)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """Returns the largest of all ranks, number by number."""
+    x = x.clone()
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "reduce_scatter": _scattered, "all_gather": _gathered, "all_gather_bytes": _gathered_bytes,
+    "all_reduce_max": _largest}
