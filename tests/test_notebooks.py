@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
@@ -24,6 +25,7 @@ from lessons import l20_optimizers as optimizers
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
+from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
@@ -313,6 +315,13 @@ def test_answers_about_optimizers_are_those_of_the_explorer():
     assert drawn("cpu-3m", 90_000, "muon", 1) == pytest.approx(1, abs=0.01) and "from 90,000 tokens on" in said
     config = lpkit.preset("cpu-3m").replace({"optimizer": "muon"})
     assert optimizers.published(config) == 0.3125 and optimizers.published(config) * 4096 / 128_000 == pytest.approx(0.01) and "`T m / B` says 128,000" in said
+
+
+def test_newton_schulz_of_singular_values_is_muons():
+    m, v = torch.randn(48, 20), torch.rand(48, 20)
+    steps = muon.orthogonalised(m.double().clone())
+    torch.testing.assert_close(optimizers.newton_schulz(optimizers.spectra(m, v)["momentum"], muon.NEWTON_SCHULZ),
+                               optimizers.over_rms(torch.linalg.svdvals(steps)))
 
 
 def test_minutes_stand_below_the_title(book):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -42,15 +43,15 @@ from lpkit.ui.style import COLOURS
 # how a rule's state may be stored between updates
 FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
          "on a disk": {"memory.optimizer_state": "disk"}}
-TINY = {"model.layers": 2, "model.context": 32, "global_batch": 2}     # bytes of state, in no time
+TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # bytes of state, in no time
 # an update of so many sequences, by whom "Tm / B" was published, and their B in tokens
 PUBLISHED = {"gpt2-124m": 524_288, "llama-405b": 16_000_000}
 
 
-def count(config: Config, form: str) -> int:
-    """Returns the bytes of a config's state, tensor by tensor. It knows four things that a number
-    of bytes a parameter does not: shapes, whole blocks of 8-bit numbers, the counter that PyTorch's
-    own kernel keeps of each tensor, and that no file is empty."""
+def count(config: Config, form: str = "") -> int:
+    """Returns the bytes of a config's state, tensor by tensor. `form`, of FORMS: with all that is
+    no slot's number, which are whole blocks in 8 bits, the counter that PyTorch's own kernel keeps
+    of each tensor, and on a disk a number where a slot is empty. "": float32, the slots alone."""
     found, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
@@ -136,7 +137,8 @@ class Passes(TorchDispatchMode):
         return out
 
 
-def passes(name: str, side: int = 256) -> tuple[float, float]:
+@cache
+def passes(name: str, side: int = 128) -> tuple[float, float]:
     """Returns bytes that the definition of a rule moves a number, operation by operation, and the
     operations of its update that are no products; of a square matrix, not its first update."""
     row, p = OPTIMIZERS[name], (side, side)
@@ -208,39 +210,43 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
 # What orthogonalising does.
 
 def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns AdamW's two moments of each matrix of the first block after some updates on text."""
+    """Returns AdamW's two moments of each matrix of the first block after some updates on text; of
+    queries, keys and values each, as Muon takes them."""
     training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
     for step in range(updates):
         training.update(step)
-    held = training.optimizer.state
-    return {name.removeprefix("blocks.0.").removesuffix(".weight"):
-            (held[p]["exp_avg"].float().cpu(), held[p]["exp_avg_sq"].float().cpu())
-            for name, p in training.model.named_parameters()
-            if name.startswith("blocks.0.") and p.ndim == 2}
+    found = {}
+    for name, p in training.model.named_parameters():
+        if name.startswith("blocks.0.") and p.ndim == 2:
+            one = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
+            held, own = training.optimizer.state[p], OPTIMIZERS["muon"].settings
+            parts = [muon.apart(held[slot].float().cpu(), one, own)
+                     for slot in ("exp_avg", "exp_avg_sq")]
+            short = name.removeprefix("blocks.0.").removesuffix(".weight")
+            names = [f"{short}, {what}" for what in ("query", "key", "value")]
+            for each, *pair in zip(names if one.fused else [short], *parts):
+                found[each] = tuple(t.flatten(0, 1) for t in pair)
+    return found
 
 
-def spectrum(x: Tensor) -> Tensor:
-    """Returns singular values, the largest first, over their root mean square: 1 if all directions
-    move as far."""
-    values = torch.linalg.svdvals(x.double())
+def over_rms(values: Tensor) -> Tensor:
+    """1 if all directions move as far."""
     return values / values.square().mean().sqrt()
 
 
-def newton_schulz(x: Tensor, steps: int) -> Tensor:
-    """Returns `x` after some steps, as `lpkit.optim.muon.orthogonalised` takes them."""
-    x = x.double() / x.double().norm()
-    x = x.mT if x.shape[0] > x.shape[1] else x
+def spectra(m: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Returns the singular values of what three rules step by, from the same moments; the largest
+    first, over their root mean square."""
+    steps = {"momentum": m, "AdamW": m / (v.sqrt() + 1e-8), "Lion": m.sign()}
+    return {name: over_rms(torch.linalg.svdvals(step.double())) for name, step in steps.items()}
+
+
+def newton_schulz(values: Tensor, steps: int) -> Tensor:
+    """Returns what Muon's steps make of singular values: they leave the vectors as they are."""
+    x = values / values.norm()
     for _ in range(steps):
-        gram = x @ x.mT
-        x = muon.A * x + (muon.B * gram + muon.C * gram @ gram) @ x
-    return x
-
-
-def steps_of(moments: tuple[Tensor, Tensor], steps: int) -> dict[str, Tensor]:
-    """The spectra of what some rules would step by, from the same moments."""
-    m, v = moments
-    return {"momentum": spectrum(m), "AdamW": spectrum(m / (v.sqrt() + 1e-8)),
-            "Lion": spectrum(m.sign()), f"Muon, {steps} steps": spectrum(newton_schulz(m, steps))}
+        x = muon.A * x + muon.B * x**3 + muon.C * x**5
+    return over_rms(x.sort(descending=True).values)
 
 
 # ---- Figures and tables
@@ -268,13 +274,11 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
         numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
         for name in OPTIMIZERS:
             config = models[model].replace({"optimizer": name})
-            kept = sum(FLOAT32 * math.prod(slot.shape(p) or p) for p, rule_of in zip(
-                shapes(one).values(), rules_of(shapes(one), config.optimizer).values())
-                for slot in find(rule_of.name).slots)
-            own[name] = (kept / numbers, (flops(config) + made[name] * numbers) / whole)
+            products = flops(config)
+            own[name] = (count(config) / numbers, (products + made[name] * numbers) / whole,
+                         COLOURS[2 if products else 0])
         order = sorted(own, key=lambda name: own[name])
-        colours = [COLOURS[2] if flops(models[model].replace({"optimizer": name})) else COLOURS[0]
-                   for name in order]
+        colours = [own[name][2] for name in order]
         left = bars(order, [own[name][0] for name in order], "kept", colours, showlegend=False,
                     hover="%{y}: %{x:.3f} bytes a parameter",
                     text=[f"{own[name][0]:.3g}" for name in order])
@@ -293,16 +297,17 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
 
 def spectrum_view(moments: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[..., dict]:
     """For an Explorer: the singular values of a step, by rule."""
+    known = {matrix: spectra(*pair) for matrix, pair in moments.items()}
 
     def show(matrix: str, steps: int) -> dict:
-        found = steps_of(moments[matrix], steps)
+        last = newton_schulz(known[matrix]["momentum"], steps)
+        found = {**known[matrix], f"Muon, {steps} steps": last}
         colours = (FAINT, COLOURS[0], COLOURS[1], COLOURS[2])
         share = [100 * (i + 0.5) / len(found["momentum"]) for i in range(len(found["momentum"]))]
         lines = [scatter(share, values.clamp(min=1e-4).tolist(), name, colour,
                          line={"width": 4 if name.startswith("Muon") else 2},
                          hover="%{x:.0f}%: %{y:.3g}")
                  for (name, values), colour in zip(found.items(), colours)]
-        last = list(found.values())[-1]
         near = float(((last > 0.5) & (last < 2)).double().mean())
         return figure(lines, f"{matrix}: {near:.0%} of Muon's directions within a factor of 2 of "
                              f"their root mean square", height=420,
@@ -357,7 +362,7 @@ def why_table(found: Timed, config: Config) -> str:
     return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.where)
 
 
-def moved_table(found: Timed, parameters: int) -> str:
+def moved_table(found: Timed) -> str:
     """HTML: the bytes that a rule moves a parameter: in one pass, and by its definition."""
     lines = []
     for name in ("adamw", "lion"):
@@ -416,7 +421,8 @@ def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float,
     return w * (1 - lr * decay) - lr * step, m, v
 
 
-def _lion(w: Tensor, m: Tensor, direction: Tensor, lr: float, decay: float) -> tuple[Tensor, Tensor]:
+def _lion(w: Tensor, m: Tensor, direction: Tensor, lr: float,
+          decay: float) -> tuple[Tensor, Tensor]:
     return w * (1 - lr * decay) - lr * direction, m
 
 
