@@ -404,7 +404,9 @@ def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, d
           (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
            0.1, 0.0),
           (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.ones(1, 2), torch.ones(1, 2), 3,
-           0.1, 0.5), minutes=6,
+           0.1, 0.5),
+          (torch.ones(1, 2), torch.tensor([[1e-8, 0.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
+           0.1, 0.0), minutes=6,
           draw=lambda r: ((one := _case(r)) + (one[2].square() + 0.01, r.randint(1, 9),
                                                r.uniform(0.01, 0.2), r.uniform(0, 0.5))),
           mistakes={"both means begin at 0: divide them by 1 - beta^update":
@@ -426,7 +428,7 @@ def _lion(w: Tensor, m: Tensor, direction: Tensor, lr: float,
     return w * (1 - lr * decay) - lr * direction, m
 
 
-@exercise("20.lion", (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.zeros(1, 2), 0.1, 0.0),
+@exercise("20.lion", (torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2), 0.1, 0.0),
           (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.tensor([[-0.05, 0.5]]), 0.1, 0.5),
           minutes=5, draw=lambda r: (*_case(r), r.uniform(0.01, 0.2), r.uniform(0, 0.5)),
           mistakes={"the direction has a beta of its own, 0.9": lambda w, g, m, lr, decay: _lion(
