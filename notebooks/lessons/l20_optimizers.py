@@ -27,6 +27,7 @@ from lpkit.course.judge import adding_to
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.optim import muon
 from lpkit.predict import memory, parameter_count
+from lpkit.predict.compare import disturbance
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import optimizer_work, shapes
 from lpkit.predict.updates import matrices
@@ -165,6 +166,10 @@ class Timed:
     products: float
     others: float           # share of the cores that other processes took
     where: str
+
+    @property
+    def caption(self) -> str:
+        return "; ".join(filter(None, (self.where, disturbance(self.others))))
 
     def share(self, name: str) -> float:
         """The rule's work, in forward and backward."""
@@ -346,7 +351,7 @@ def seconds_table(found: Timed, config: Config) -> str:
                       f"{share:.1%}" if share else "no products",
                       f"{found.gain(name, 'adamw'):.3f} times"))
     return html_table(("rule", "its work", "over forward and backward", "of their FLOPs",
-                       "a whole update, as fast as AdamW's"), lines, caption=found.where)
+                       "a whole update, as fast as AdamW's"), lines, caption=found.caption)
 
 
 def why_table(found: Timed, config: Config) -> str:
@@ -359,7 +364,7 @@ def why_table(found: Timed, config: Config) -> str:
                  ("the same in float32", whole, found.forward_backward_fp32),
                  ("Newton-Schulz alone, float32", own, found.products),
                  ("Muon's whole work", own, found.optimizer["muon"]))]
-    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.where)
+    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.caption)
 
 
 def moved_table(found: Timed) -> str:
@@ -371,7 +376,7 @@ def moved_table(found: Timed) -> str:
                       "PyTorch's fused kernel" if row.fused else "its definition",
                       f"{1e3 * found.optimizer[name]:.2f} ms"))
     return html_table(("rule", "in one pass, B a parameter", "operation by operation",
-                       "runs here as (CPU)", "takes"), lines)
+                       "runs on a CPU as", "takes"), lines, caption=found.caption)
 
 
 def one_pass(row: Optimizer) -> float:
