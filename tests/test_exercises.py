@@ -6,6 +6,7 @@ import math
 import struct
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -13,12 +14,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lpkit.contracts import Parameter
 from lpkit.course import judge
 from lpkit.course.judge import Disturbed, Exercise, Verdict
 from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
+from lpkit.optim import muon
+from lpkit.optim.adafactor import adafactor
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.attention import Rule
+from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
@@ -236,6 +241,40 @@ def by_convolution(gains):
     return sum(count for total, count in ways.items() if abs(total) >= abs(sum(gains))) / sum(ways.values())
 
 
+def by_the_kit(name, w, g, slots, lr, decay, update=1):
+    """The kit's own rule, in float64."""
+    row = OPTIMIZERS[name]
+    settings = SimpleNamespace(**vars(row.settings) | {"lr": lr, "weight_decay": decay})
+    w, *slots = (t.double().clone() for t in (w, *slots))
+    row.load()(w, g.double(), slots, settings, update)
+    return w, *slots
+
+
+def by_the_kits_adafactor(rows, columns, g, share):
+    """From its step: g over the root of the second moments, before its length is cut."""
+    rows, columns, g = rows.double().clone(), columns.double().clone(), g.double()
+    update, w = 2, torch.zeros_like(g)
+    settings = SimpleNamespace(lr=1.0, weight_decay=0.0, least=1.0, decay=-math.log2(share))
+    adafactor(w, g, [rows, columns, torch.empty(0)], settings, update, Parameter("", tuple(g.shape)))
+    v = rows[:, None] * columns / rows.mean()
+    step = g / v.sqrt()
+    length = step.square().mean().sqrt().clamp(min=1)
+    torch.testing.assert_close(w, -step / length * 2**-0.5)
+    return rows, columns, v
+
+
+def by_counted_products(weights, tokens):
+    """PyTorch counts those of the kit's own rule, and of a Linear forward and backward."""
+    with FlopCounterMode(display=False) as added:
+        for w in weights:
+            muon.orthogonalised(w.clone())
+    with FlopCounterMode(display=False) as whole:
+        for w in weights:
+            x = torch.zeros(tokens, w.shape[1], requires_grad=True)
+            F.linear(x, w.clone().requires_grad_()).sum().backward()
+    return added.get_total_flops() / whole.get_total_flops()
+
+
 def by_cumsum(q, k, v):
     states = (k[:, :, None] * v[:, None]).cumsum(0)
     return torch.einsum("tf,tfe->te", q, states) / (q * k.cumsum(0)).sum(1, keepdim=True)
@@ -419,6 +458,11 @@ OTHERS = {
     "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
     "19.seeds": [lambda effect, sigma: math.ceil(15.6977586 * (sigma / effect) ** 2)],
     "19.sign_flip": [by_convolution],
+    "20.adamw": [lambda w, g, m, v, update, lr, decay: by_the_kit("adamw", w, g, (m, v), lr, decay, update)],
+    "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
+    "20.orthogonalised": [lambda m: muon.orthogonalised(m.double().clone())],
+    "20.factored": [by_the_kits_adafactor],
+    "20.overhead": [by_counted_products],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],

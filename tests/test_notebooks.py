@@ -14,15 +14,18 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l19_is_it_progress as chance
+from lessons import l20_optimizers as optimizers
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
+from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
@@ -297,6 +300,30 @@ def test_answers_about_chance_are_those_of_the_record():
     assert 2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05) and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said
 
 
+def test_answers_about_optimizers_are_those_of_the_explorer():
+    said = answers_of("20_optimizers")
+    show = optimizers.rules_view({name: lpkit.preset(name) for name in ("cpu-3m", "gpt2-124m", "llama-8b")})
+
+    def drawn(model, tokens, rule, panel):
+        bars = show(model, tokens)["data"][panel]
+        return dict(zip(bars["y"], bars["x"]))[rule]
+
+    assert f"{drawn('cpu-3m', 4096, 'muon', 0):.2f} and {drawn('cpu-3m', 4096, 'normuon', 0):.2f} in `cpu-3m`" in said
+    assert f"{drawn('gpt2-124m', 4096, 'soap', 0):.1f} and {drawn('llama-8b', 4096, 'soap', 0):.1f}." in said
+    for tokens in (65_536, 131_072):
+        assert f"{tokens:,} it is {drawn('cpu-3m', tokens, 'muon', 1):.2f}%" in said
+    assert drawn("cpu-3m", 90_000, "muon", 1) == pytest.approx(1, abs=0.01) and "from 90,000 tokens on" in said
+    config = lpkit.preset("cpu-3m").replace({"optimizer": "muon"})
+    assert optimizers.published(config) == 0.3125 and optimizers.published(config) * 4096 / 128_000 == pytest.approx(0.01) and "`T m / B` says 128,000" in said
+
+
+def test_newton_schulz_of_singular_values_is_muons():
+    m, v = torch.randn(48, 20), torch.rand(48, 20)
+    steps = muon.orthogonalised(m.double().clone())
+    torch.testing.assert_close(optimizers.newton_schulz(optimizers.spectra(m, v)["momentum"], muon.NEWTON_SCHULZ),
+                               optimizers.over_rms(torch.linalg.svdvals(steps)))
+
+
 def test_minutes_stand_below_the_title(book):
     """Those of the exercises are the exercises' own; the whole leaves time to read."""
     tasks = sum(exercise.minutes for name, exercise in EXERCISES.items() if name.startswith(book.cells[0].source[2:4] + "."))
@@ -310,7 +337,7 @@ def test_minutes_stand_below_the_title(book):
 RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
-         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35}
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140}
 
 
 def test_no_guess_is_right_where_it_starts():

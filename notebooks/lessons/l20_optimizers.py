@@ -1,0 +1,509 @@
+"""Lesson 20, optimizers: its study, its figures and its exercises.
+
+The kit's own model takes updates by every rule: the bytes of what a rule keeps are counted
+beforehand and in a real update, and the seconds of its work are held against its FLOPs and against
+the bytes that it moves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lessons.draws import normal
+from lpkit import hardware, measure, preset
+from lpkit.config import Config
+from lpkit.contracts import Parameter
+from lpkit.course.judge import adding_to
+from lpkit.measure.updates import Bench, take_turns
+from lpkit.optim import muon
+from lpkit.predict import memory, parameter_count
+from lpkit.predict.compare import disturbance
+from lpkit.predict.flops import training_flops
+from lpkit.predict.params import optimizer_work, shapes
+from lpkit.predict.updates import matrices
+from lpkit.tables import FAINT, html_table
+from lpkit.techniques.blocks import fused
+from lpkit.techniques.optimizers import BLOCK, FLOAT32, OPTIMIZERS, Optimizer, find, rules_of
+from lpkit.timing import Watch
+from lpkit.training.training import Training
+from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
+from lpkit.ui.style import COLOURS
+
+# ---- The study
+
+# how a rule's state may be stored between updates
+FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
+         "on a disk": {"memory.optimizer_state": "disk"}}
+TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # bytes of state, in no time
+# an update of so many sequences, by whom "Tm / B" was published, and their B in tokens
+PUBLISHED = {"gpt2-124m": 524_288, "llama-405b": 16_000_000}
+
+
+def count(config: Config, form: str = "") -> int:
+    """Returns the bytes of a config's state, tensor by tensor. `form`, of FORMS: with all that is
+    no slot's number, which are whole blocks in 8 bits, the counter that PyTorch's own kernel keeps
+    of each tensor, and on a disk a number where a slot is empty. "": float32, the slots alone."""
+    found, each = 0, shapes(config.model)
+    for name, own in rules_of(each, config.optimizer).items():
+        for slot in find(own.name).slots:
+            numbers = math.prod(slot.shape(each[name]) or each[name])
+            if form == "8 bits":
+                found += numbers + FLOAT32 * -(-numbers // BLOCK)
+            else:
+                found += FLOAT32 * max(numbers, form == "on a disk")
+    counted = find(config.optimizer.name).fused and form == "float32"
+    return found + FLOAT32 * len(each) * bool(counted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Bytes of one rule's state. `formula`: a number of bytes a parameter; `counted`: by tensor."""
+
+    formula: float
+    counted: int
+    measured: int
+    peak: int               # of the whole update, all rows
+
+
+def state(config: Config, form: str) -> State:
+    """Takes two real updates, and watches every byte of the second one. Raises ConfigError for a
+    rule that keeps no state."""
+    seen = measure.memory(config.replace(FORMS[form]))
+    here = {"memory.optimizer_state": "device"}
+    if form == "8 bits":
+        here |= FORMS[form]
+    ledger = {row.name: row.bytes for row in memory(config.replace(here), hardware.machine()).rows}
+    row = "optimizer state"
+    measured = seen.offloaded_bytes if form == "on a disk" else seen.most.get(row, 0)
+    return State(formula=ledger.get(row, 0), counted=count(config, form), measured=measured,
+                 peak=seen.peak_bytes)
+
+
+def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | None]]:
+    """Returns each rule's bytes by form; None where it keeps nothing that could be stored."""
+    return {name: {form: state(config.replace({"optimizer": name}), form)
+                   if OPTIMIZERS[name].slots or form == "float32" else None for form in FORMS}
+            for name in names}
+
+
+def flops(config: Config) -> float:
+    """Returns the FLOPs of an update's matrix products; 0 for a rule that has none."""
+    work = optimizer_work(config)
+    return work.flops * parameter_count(config.model) if work else 0.0
+
+
+def overhead(config: Config) -> float:
+    """Returns FLOPs of the update over those of forward and backward, all products counted."""
+    return flops(config) / training_flops(config.model, batch=config.global_batch)
+
+
+def published(config: Config) -> float:
+    """Returns T m / B, the bound of https://kellerjordan.github.io/posts/muon/."""
+    return muon.NEWTON_SCHULZ * config.model.width / config.tokens_per_step
+
+
+# What a rule moves.
+
+PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd")
+
+
+class Passes(TorchDispatchMode):
+    """Counts the bytes that operations read and write, and the numbers that those without a product
+    make."""
+
+    def __init__(self):
+        super().__init__()
+        self.moved, self.made = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or "empty" in func.__name__:
+            return out
+        read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        wrote = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.moved += sum(t.nbytes for t in [*read.values(), *wrote])
+        if func.__name__.partition(".")[0] not in PRODUCTS:
+            self.made += sum(t.numel() for t in wrote)
+        return out
+
+
+@cache
+def passes(name: str, side: int = 128) -> tuple[float, float]:
+    """Returns bytes that the definition of a rule moves a number, operation by operation, and the
+    operations of its update that are no products; of a square matrix, not its first update."""
+    row, p = OPTIMIZERS[name], (side, side)
+    settings, w, g = row.settings, torch.randn(p), torch.randn(p)
+    slots = [torch.zeros(p if (own := slot.shape(p)) is None else own) for slot in row.slots]
+    told = (Parameter("a", p),) if row.told else ()
+    update = row.load()
+    update(w, g, slots, settings, 1, *told)
+    with Passes() as seen:
+        update(w, g, slots, settings, 2, *told)
+    return seen.moved / w.numel(), seen.made / w.numel()
+
+
+# Seconds.
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """The best of rounds in which all rules took turns. `products`: Newton-Schulz alone, of all
+    matrices that Muon updates. Seconds."""
+
+    forward_backward: float
+    forward_backward_fp32: float
+    optimizer: dict[str, float]
+    products: float
+    others: float           # share of the cores that other processes took
+    where: str
+
+    @property
+    def caption(self) -> str:
+        return "; ".join(filter(None, (self.where, disturbance(self.others))))
+
+    def share(self, name: str) -> float:
+        """The rule's work, in forward and backward."""
+        return self.optimizer[name] / self.forward_backward
+
+    def gain(self, name: str, base: str) -> float:
+        """How many times faster a whole update with `name` is than one with `base`."""
+        return (1 + self.share(base)) / (1 + self.share(name))
+
+
+def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
+    """Makes the runner that orthogonalises one matrix of each that Muon updates."""
+    muons, each = config.replace({"optimizer": "muon"}), shapes(config.model)
+    ruled = rules_of(each, muons.optimizer)
+    whole = [torch.randn(shape, device=device) for name, p in each.items()
+             if ruled[name].name == "muon" for shape in matrices(p, fused(config.model, name))]
+
+    def run() -> None:
+        for x in whole:
+            muon.orthogonalised(x.clone())
+
+    return hardware.synchronised(run, device)
+
+
+def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = iter) -> Timed:
+    benches = {name: Bench(config.replace({"optimizer": name})) for name in names}
+    plain = Bench(config.replace({"precision.recipe": "fp32"}))
+    spent: dict[str, list] = {name: [] for name in (*names, "")}
+
+    def runner(name: str, bench: Bench) -> Callable[[], None]:
+        return lambda: spent[name].append(bench.update())
+
+    first = benches[names[0]]
+    each = [*(runner(name, bench) for name, bench in benches.items()), runner("", plain)]
+    times, others = take_turns([*each, orthogonalisation(config, first.device)], rounds, watch)
+    ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # the first one warms up
+    both = {name: min(map(sum, zip(*phases[:2]))) for name, phases in ended.items()}
+    return Timed(forward_backward=min(both[name] for name in names), forward_backward_fp32=both[""],
+                 optimizer={name: min(ended[name][2]) for name in names}, products=min(times[-1]),
+                 others=others, where=f"{first.where}, the best of {rounds} rounds")
+
+
+# What orthogonalising does.
+
+def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns AdamW's two moments of each matrix of the first block after some updates on text; of
+    queries, keys and values each, as Muon takes them."""
+    training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
+    for step in range(updates):
+        training.update(step)
+    found = {}
+    for name, p in training.model.named_parameters():
+        if name.startswith("blocks.0.") and p.ndim == 2:
+            one = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
+            held, own = training.optimizer.state[p], OPTIMIZERS["muon"].settings
+            parts = [muon.apart(held[slot].float().cpu(), one, own)
+                     for slot in ("exp_avg", "exp_avg_sq")]
+            short = name.removeprefix("blocks.0.").removesuffix(".weight")
+            names = [f"{short}, {what}" for what in ("query", "key", "value")]
+            for each, *pair in zip(names if one.fused else [short], *parts):
+                found[each] = tuple(t.flatten(0, 1) for t in pair)
+    return found
+
+
+def over_rms(values: Tensor) -> Tensor:
+    """1 if all directions move as far."""
+    return values / values.square().mean().sqrt()
+
+
+def spectra(m: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Returns the singular values of what three rules step by, from the same moments; the largest
+    first, over their root mean square."""
+    steps = {"momentum": m, "AdamW": m / (v.sqrt() + 1e-8), "Lion": m.sign()}
+    return {name: over_rms(torch.linalg.svdvals(step.double())) for name, step in steps.items()}
+
+
+def newton_schulz(values: Tensor, steps: int) -> Tensor:
+    """Returns what Muon's steps make of singular values: they leave the vectors as they are."""
+    x = values / values.norm()
+    for _ in range(steps):
+        x = muon.A * x + muon.B * x**3 + muon.C * x**5
+    return over_rms(x.sort(descending=True).values)
+
+
+# ---- Figures and tables
+
+def states_table(found: Mapping[str, Mapping[str, State | None]], parameters: int) -> str:
+    """HTML: bytes a parameter by rule and form, and by how many bytes formula and count are off."""
+    lines = []
+    for name, forms in found.items():
+        cells = []
+        for one in forms.values():
+            cells += ["-", "", ""] if one is None else [
+                f"{one.measured / parameters:.3f}", f"{one.formula - one.measured:+,.0f}",
+                f"{one.counted - one.measured:+,}"]
+        lines.append((name, *cells))
+    heads = [head for form in FORMS for head in (f"{form}, B a parameter", "formula", "by tensor")]
+    return html_table(("rule", *heads), lines)
+
+
+def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
+    """For an Explorer: what each rule keeps, and what it computes."""
+    made = {name: passes(name)[1] for name in OPTIMIZERS}
+
+    def show(model: str, tokens: int) -> dict:
+        one, own = models[model].model, {}
+        numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
+        for name in OPTIMIZERS:
+            config = models[model].replace({"optimizer": name})
+            products = flops(config)
+            own[name] = (count(config) / numbers, (products + made[name] * numbers) / whole,
+                         COLOURS[2 if products else 0])
+        order = sorted(own, key=lambda name: own[name])
+        colours = [own[name][2] for name in order]
+        left = bars(order, [own[name][0] for name in order], "kept", colours, showlegend=False,
+                    hover="%{y}: %{x:.3f} bytes a parameter",
+                    text=[f"{own[name][0]:.3g}" for name in order])
+        right = bars(order, [100 * own[name][1] for name in order], "computed", colours,
+                     showlegend=False, xaxis="x2", hover="%{y}: %{x:.3g}%",
+                     text=[f"{100 * own[name][1]:.2g}%" for name in order])
+        return figure(
+            [left, right], f"{model}, {tokens:,} tokens an update", height=460,
+            xaxis=axis("kept, bytes a parameter", domain=[0, 0.44], range=[0, 48]),
+            xaxis2=axis("computed, % of forward and backward", domain=[0.54, 1], type="log",
+                        range=[-4.5, 3.2], anchor="y", dtick=1, exponentformat="power"),
+            yaxis=axis("", **NAMES), bargap=0.3)
+
+    return show
+
+
+def spectrum_view(moments: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[..., dict]:
+    """For an Explorer: the singular values of a step, by rule."""
+    known = {matrix: spectra(*pair) for matrix, pair in moments.items()}
+
+    def show(matrix: str, steps: int) -> dict:
+        last = newton_schulz(known[matrix]["momentum"], steps)
+        found = {**known[matrix], f"Muon, {steps} steps": last}
+        colours = (FAINT, COLOURS[0], COLOURS[1], COLOURS[2])
+        share = [100 * (i + 0.5) / len(found["momentum"]) for i in range(len(found["momentum"]))]
+        lines = [scatter(share, values.clamp(min=1e-4).tolist(), name, colour,
+                         line={"width": 4 if name.startswith("Muon") else 2},
+                         hover="%{x:.0f}%: %{y:.3g}")
+                 for (name, values), colour in zip(found.items(), colours)]
+        near = float(((last > 0.5) & (last < 2)).double().mean())
+        return figure(lines, f"{matrix}: {near:.0%} of Muon's directions within a factor of 2 of "
+                             f"their root mean square", height=420,
+                      xaxis=axis("directions, those that move farthest first, %", range=[0, 100]),
+                      yaxis=axis("singular value over the root mean square", type="log",
+                                 range=[-4, 1.2], dtick=1, exponentformat="power"),
+                      shapes=[rule(y=1)],
+                      annotations=[note("all as far", 99, 0.03, "right bottom",
+                                        font={"color": FAINT})])
+
+    return show
+
+
+def overhead_rows(config: Config) -> str:
+    """HTML: Muon's FLOPs over those of forward and backward, as published and counted."""
+    asked = {"cpu-3m": preset("cpu-3m").tokens_per_step, **PUBLISHED}
+    lines = []
+    for name, tokens in asked.items():
+        one = preset(name).replace({"optimizer": "muon"})
+        counted = flops(one) / (training_flops(one.model) * tokens / one.model.context)
+        bound = muon.NEWTON_SCHULZ * one.model.width / tokens
+        lines.append((name, f"{one.model.width:,}", f"{tokens:,}", f"{bound:.3%}",
+                      f"{counted:.3%}"))
+    here = config.replace({"optimizer": "muon"})
+    lines.append(("here", f"{here.model.width:,}", f"{here.tokens_per_step:,}",
+                  f"{published(here):.1%}", f"{overhead(here):.1%}"))
+    return html_table(("", "m, width", "B, tokens an update", "T m / B", "counted"), lines)
+
+
+def seconds_table(found: Timed, config: Config) -> str:
+    """HTML: each rule's work beside forward and backward."""
+    lines = []
+    for name, seconds in found.optimizer.items():
+        share = overhead(config.replace({"optimizer": name}))
+        lines.append((name, f"{1e3 * seconds:.2f} ms", f"{found.share(name):.1%}",
+                      f"{share:.1%}" if share else "no products",
+                      f"{found.gain(name, 'adamw'):.3f} times"))
+    return html_table(("rule", "its work", "over forward and backward", "of their FLOPs",
+                       "a whole update, as fast as AdamW's"), lines, caption=found.caption)
+
+
+def why_table(found: Timed, config: Config) -> str:
+    """HTML: FLOP/s of the parts whose ratio is the prediction's error."""
+    whole = training_flops(config.model, batch=config.global_batch)
+    own = flops(config.replace({"optimizer": "muon"}))
+    lines = [(name, f"{work / 1e9:.1f}", f"{1e3 * seconds:.1f} ms", f"{work / seconds / 1e9:.0f}")
+             for name, work, seconds in (
+                 ("forward and backward", whole, found.forward_backward),
+                 ("the same in float32", whole, found.forward_backward_fp32),
+                 ("Newton-Schulz alone, float32", own, found.products),
+                 ("Muon's whole work", own, found.optimizer["muon"]))]
+    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.caption)
+
+
+def moved_table(found: Timed) -> str:
+    """HTML: the bytes that a rule moves a parameter: in one pass, and by its definition."""
+    lines = []
+    for name in ("adamw", "lion"):
+        row = OPTIMIZERS[name]
+        lines.append((name, f"{one_pass(row):.0f}", f"{passes(name)[0]:.0f}",
+                      "PyTorch's fused kernel" if row.fused else "its definition",
+                      f"{1e3 * found.optimizer[name]:.2f} ms"))
+    return html_table(("rule", "in one pass, B a parameter", "operation by operation",
+                       "runs on a CPU as", "takes"), lines, caption=found.caption)
+
+
+def one_pass(row: Optimizer) -> float:
+    """Reads weight, gradient and slots, writes weight and slots: bytes a parameter."""
+    return FLOAT32 * (3 + 2 * row.slots_per_number)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _case(r: Random) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (r.randint(1, 4), r.randint(1, 5))
+    return tuple(normal(r, *shape, size=size) for size in (0.5, 1.0, 0.3))
+
+
+def _adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float, decay: float, *,
+           corrected: bool = True, coupled: bool = False, by_lr: bool = True) -> tuple[Tensor, ...]:
+    """AdamW, and what is often written in its place."""
+    g = g + decay * w if coupled else g
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+    m_hat, v_hat = (m / (1 - 0.9**update), v / (1 - 0.95**update)) if corrected else (m, v)
+    kept = 1.0 if coupled else 1 - (lr if by_lr else 1) * decay
+    return w * kept - lr * m_hat / (v_hat.sqrt() + 1e-8), m, v
+
+
+@exercise("20.adamw",
+          (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
+           0.1, 0.0),
+          (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.ones(1, 2), torch.ones(1, 2), 3,
+           0.1, 0.5),
+          (torch.ones(1, 2), torch.tensor([[1e-8, 0.0]]), torch.zeros(1, 2), torch.zeros(1, 2), 1,
+           0.1, 0.0), minutes=6,
+          draw=lambda r: ((one := _case(r)) + (one[2].square() + 0.01, r.randint(1, 9),
+                                               r.uniform(0.01, 0.2), r.uniform(0, 0.5))),
+          mistakes={"both means begin at 0: divide them by 1 - beta^update":
+                        lambda *case: _adamw(*case, corrected=False),
+                    "the decay scales the weight, and is no part of the gradient":
+                        lambda *case: _adamw(*case, coupled=True),
+                    "the decay is a share of lr":
+                        lambda *case: _adamw(*case, by_lr=False)})
+def adamw(w: Tensor, g: Tensor, m: Tensor, v: Tensor, update: int, lr: float,
+          decay: float) -> tuple[Tensor, Tensor, Tensor]:
+    m = 0.9 * m + 0.1 * g
+    v = 0.95 * v + 0.05 * g**2
+    step = (m / (1 - 0.9**update)) / ((v / (1 - 0.95**update)).sqrt() + 1e-8)
+    return w * (1 - lr * decay) - lr * step, m, v
+
+
+def _lion(w: Tensor, m: Tensor, direction: Tensor, lr: float,
+          decay: float) -> tuple[Tensor, Tensor]:
+    return w * (1 - lr * decay) - lr * direction, m
+
+
+@exercise("20.lion", (torch.ones(1, 2), torch.tensor([[1.0, 0.0]]), torch.zeros(1, 2), 0.1, 0.0),
+          (torch.ones(1, 2), torch.tensor([[1.0, -2.0]]), torch.tensor([[-0.05, 0.5]]), 0.1, 0.5),
+          minutes=5, draw=lambda r: (*_case(r), r.uniform(0.01, 0.2), r.uniform(0, 0.5)),
+          mistakes={"the direction has a beta of its own, 0.9": lambda w, g, m, lr, decay: _lion(
+                        w, 0.99 * m + 0.01 * g, (0.99 * m + 0.01 * g).sign(), lr, decay),
+                    "the momentum that stays has a beta of its own, 0.99":
+                        lambda w, g, m, lr, decay: _lion(
+                            w, 0.9 * m + 0.1 * g, (0.9 * m + 0.1 * g).sign(), lr, decay),
+                    "the direction is a sign": lambda w, g, m, lr, decay: _lion(
+                        w, 0.99 * m + 0.01 * g, 0.9 * m + 0.1 * g, lr, decay)})
+def lion(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float) -> tuple[Tensor, Tensor]:
+    direction = torch.sign(0.9 * m + 0.1 * g)
+    return w * (1 - lr * decay) - lr * direction, 0.99 * m + 0.01 * g
+
+
+def _iterated(x: Tensor, steps: int) -> Tensor:
+    a, b, c = 3.4445, -4.7750, 2.0315
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@exercise("20.orthogonalised", (torch.tensor([[2.0]]),), (torch.tensor([[3.0, 0.0], [0.0, 1.0]]),),
+          minutes=8, stars=2, drawn=60,
+          draw=lambda r: (normal(r, r.randint(1, 6), r.randint(1, 6)),),
+          mistakes={"divide by the norm first, so that no singular value is above 1":
+                        lambda m: _iterated(m, 5),
+                    "the norm is the root of the sum of all squares":
+                        lambda m: _iterated(m / torch.linalg.matrix_norm(m, 2), 5),
+                    "five steps": lambda m: _iterated(m / m.norm(), 1)})
+def orthogonalised(m: Tensor) -> Tensor:
+    x = m / m.norm()
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@exercise("20.factored", (torch.zeros(1), torch.zeros(2), torch.tensor([[1.0, 3.0]]), 1.0),
+          (torch.ones(2), torch.ones(2), torch.tensor([[1.0, 2.0], [0.0, 4.0]]), 0.5),
+          minutes=8, stars=2,
+          draw=lambda r: ((g := normal(r, r.randint(1, 4), r.randint(1, 5)))[:, 0].square() + 0.1,
+                          g[0].square() + 0.1, g, r.uniform(0.1, 1)),
+          mistakes={"both sums hold the size of the gradient: divide by their mean, once":
+                        lambda rows, columns, g, share: (
+                            rows + share * ((g**2).mean(1) - rows),
+                            columns + share * ((g**2).mean(0) - columns),
+                            (rows + share * ((g**2).mean(1) - rows))[:, None]
+                            * (columns + share * ((g**2).mean(0) - columns)))})
+def factored(rows: Tensor, columns: Tensor, g: Tensor,
+             share: float) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (1 - share) * rows + share * (g**2).mean(1)
+    columns = (1 - share) * columns + share * (g**2).mean(0)
+    return rows, columns, rows[:, None] * columns / rows.mean()
+
+
+@exercise("20.overhead", ([torch.zeros(4, 4)], 100), ([torch.zeros(8, 2), torch.zeros(2, 2)], 10),
+          minutes=5, drawn=60,
+          draw=lambda r: ([torch.zeros(r.randint(1, 9), r.randint(1, 9))
+                           for _ in range(r.randint(1, 4))], r.randint(10, 1000)),
+          mistakes={"the gram is the smaller of both": lambda weights, tokens: sum(
+                        5 * (4 * w.shape[0]**2 * w.shape[1] + 2 * w.shape[0]**3) for w in weights)
+                        / (6 * tokens * sum(w.numel() for w in weights)),
+                    "five steps": lambda weights, tokens: sum(
+                        4 * min(w.shape) * w.numel() + 2 * min(w.shape)**3 for w in weights)
+                        / (6 * tokens * sum(w.numel() for w in weights))})
+def overhead_of(weights: list[Tensor], tokens: int) -> float:
+    added = whole = 0
+    for w in weights:
+        n, m = sorted(w.shape)
+        added += 5 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
+        whole += 6 * n * m * tokens
+    return added / whole
