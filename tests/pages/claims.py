@@ -153,7 +153,7 @@ def page() -> str:
 
 PROTOCOL = """## By protocol
 
-Sentences about the loss, settled by [`lpkit claim`](claim.md): each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
+Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
 verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 steps of 512 tokens; a sentence about fewer
 steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a gain of 2% or more was found, *no worse* where a loss of 2%
 is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew.
@@ -169,7 +169,7 @@ def _by_protocol() -> list[str]:
         [one] = found["verdicts"]
         low, high = one["interval"]
         equal = one["equal_seconds"]
-        rows.append((f"[{name}](claims/{name}.yaml)", f"{one['arm']} beside {one['against']}",
+        rows.append((f"`{name}`", f"{one['arm']} beside {one['against']}",
                      f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
                      f"{one['could_see']:.2%}", "" if equal is None else "yes" if equal["survives"] else "no",
                      protocol.word(row["expects"], one, found["effect"])))
