@@ -200,7 +200,8 @@ def test_measured_peaks_are_those_that_were_recorded(numbers):
     ratios = []
     for table in found:
         peaks = {row["name"]: row["measured_bytes"] for row in table}
-        ratios += [peaks[f"{style}, bf16, as it is"] / peaks[f"{style}, fp32, as it is"] for style in ("gpt2", "llama")]
+        pairs = [(f"{style}, bf16, as it is", f"{style}, fp32, as it is") for style in ("gpt2", "llama")]
+        ratios += [peaks[low] / peaks[high] for low, high in pairs if {low, high} <= peaks.keys()]     # a GPU's table has one pair
     saved = numbers["mixed-precision-memory"].measured["as it is"]
     assert 1 - max(ratios) <= saved <= 1 - min(ratios) and 0 < saved < 0.5
 
