@@ -135,6 +135,7 @@ def work(told: int) -> None:
     from lpkit.training.background import train
     from lpkit.training.runs import Run
 
+    processes.end_with_parent()     # a keeper that is killed ends nobody
     for line in open(told):
         where, imports, values = json.loads(line)
         path, begun = Path(where), time.perf_counter()
