@@ -1,0 +1,73 @@
+"""Updates to a loss over batch sizes and learning rates, beside what the gradients' noise predicts.
+
+    lpkit bench batch-steps --out data/measured     # under ten minutes of one core
+    lpkit bench width-rates --out data/measured     # the same
+
+A model of 37 thousand weights learns from 4 to 128 sequences at a time until it has reached two
+losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
+of its gradients is measured on the way. The study is notebooks/lessons/l21_batch_schedule_search.py,
+and notebook 21 shows this record. Nothing is timed; runs share the cores, one thread each.
+"""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+from lessons import l21_batch_schedule_search as lesson
+from lpkit.machine_facts import cores
+from tests.bench.harness import Result, paired
+
+
+def run(rounds: int = lesson.SEEDS) -> list[Result]:
+    """One Result for each optimizer, batch and target: the updates of its best rate by seed, beside
+    the prediction. `rounds`: at most as many seeds."""
+    seeds = range(min(rounds, lesson.SEEDS))
+    cases = [(optimizer, batch, lr, seed) for optimizer, rates in lesson.RATES.items()
+             for batch in (lesson.ANCHOR, *reversed(lesson.BATCHES)) for lr in rates for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        reached = list(pool.map(_reached, *zip(*cases)))
+        runs = [dict(zip(("optimizer", "batch", "lr", "seed", "steps"), (*case, steps)))
+                for case, steps in zip(cases, reached)]
+        record = lesson.Record({"runs": runs, "noise": {}})
+        rates = [min(lesson.RATES[name], key=lambda lr, name=name: abs(
+            lr - record.best(name, lesson.ANCHOR, min(lesson.TARGETS)).lr)) for name in lesson.RATES]
+        noise = dict(zip(lesson.RATES, pool.map(_noise, lesson.RATES, rates)))
+    facts = {"runs": runs, "noise": noise, "base": lesson.BASE}
+    record = lesson.Record(facts)
+    return [paired("batch-steps", ours=[record.predicted(name, batch, target).value],
+                   peer=[record.best(name, batch, target).steps], peer_name="measured",
+                   case=f"{name}, {batch} sequences, to {target} nats", better="lower",
+                   unit="updates", facts=facts)
+            for name in lesson.RATES for target in lesson.TARGETS for batch in lesson.BATCHES]
+
+
+def _reached(optimizer: str, batch: int, lr: float, seed: int) -> list[float | None]:
+    training = lesson.Training.build(lesson.config(optimizer, batch, lr, seed))
+    points = list(lesson.curve(training, lesson.held_out(), min(lesson.TARGETS)))
+    return [steps and round(steps, 2) for steps in (
+        lesson.steps_to(points, target) for target in lesson.TARGETS)]
+
+
+def _noise(optimizer: str, lr: float) -> dict:
+    return lesson.noise_on_the_way(optimizer, lr, lesson.held_out())
+
+
+def widths(rounds: int = 2) -> list[Result]:
+    """One Result for each parametrisation: the loss of the widest model at the rate that is best
+    for the narrowest, over the loss at its own best. `rounds`: at most as many seeds of the two."""
+    seeds = range(min(rounds, 2))
+    cases = [(how, width, lr, seed) for width in reversed(lesson.WIDTHS)
+             for how in lesson.PARAMETRISATIONS for lr in lesson.WIDTH_RATES for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        losses = list(pool.map(lesson.loss_of_width, *zip(*cases)))
+    runs = [dict(zip(("how", "width", "lr", "seed", "loss"), (*case, loss)))
+            for case, loss in zip(cases, losses)]
+    results = []
+    for how in lesson.PARAMETRISATIONS:
+        best = lesson.best_by_width(runs, how)
+        moved = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[0]])
+        own = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[-1]])
+        results.append(paired("width-rates", ours=[moved], peer=[own], peer_name="its own best rate",
+                              case=f"{how}: width {lesson.WIDTHS[-1]} at the best rate of width "
+                                   f"{lesson.WIDTHS[0]}", better="lower", unit="nats per token",
+                              facts={"runs": runs}))
+    return results
