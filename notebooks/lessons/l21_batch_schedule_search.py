@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
 from statistics import fmean, linear_regression, stdev
@@ -27,12 +27,16 @@ import torch
 
 from lpkit.config import Config
 from lpkit.contracts import Batch
+from lpkit.course.judge import adding_to
 from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.row import Row
+from lpkit.tables import FAINT, html_table
 from lpkit.training.training import Training
+from lpkit.ui.draw import axis, figure, note, scatter
+from lpkit.ui.style import COLOURS
 
 # ---- Runs, and their noise
 
@@ -43,11 +47,13 @@ BASE = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context":
 BATCHES = (4, 8, 16, 32, 64)    # that are predicted
 ANCHOR = 128                    # from which they are
 TARGETS = (2.6, 2.4)
-LEVELS = (3.2, 2.9, 2.7, 2.6, 2.5, 2.4)     # losses at which the noise is measured
-RATES = {"adamw": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "sgd": (0.2, 0.4, 0.8, 1.6, 3.2)}
-MOST_STEPS = {"adamw": 1500, "sgd": 2000}
+NOISE_FROM, PHASES = 3.3, 5     # nats from which the noise is measured, in as many parts of a run
+RATES = {"adamw": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "sgd": (0.2, 0.4, 0.8, 1.6)}
+NAMES = {"adamw": "AdamW", "sgd": "SGD"}
+MOST_STEPS = {"adamw": 1500, "sgd": 1500}
 SEEDS = 3
-SMALL, PARTS, GROUPS = 4, 16, 40    # sequences of a micro-batch, micro-batches of a group, groups
+SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
+GROUPS = 4              # at each look: 50 looks have 3,200 micro-batches
 HELD = 128                          # validation sequences, the same for all
 
 
@@ -123,7 +129,7 @@ class Estimate:
     value: float
     low: float
     high: float
-    resampled: tuple[float, ...] = ()
+    resampled: tuple[float, ...] = field(default=(), repr=False)
 
 
 def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int = SMALL,
@@ -149,17 +155,31 @@ def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int 
     return Estimate(scale(fmean(small), fmean(large)), low, high, tuple(drawn))
 
 
-def noise_on_the_way(optimizer: str, lr: float, held: Batch) -> dict[str, Any]:
-    """The bench's: one run of ANCHOR sequences down to the last target, and the norms at LEVELS."""
-    training = Training.build(config(optimizer, ANCHOR, lr))
-    points, norms, left = [(0, math.log(256))], [], list(LEVELS)
-    for step, loss in curve(training, held, min(TARGETS)):
-        points.append((step, loss))
-        if left and loss <= left[0]:
-            left = [level for level in left if level < loss]
-            small, large = squared_norms(training)
-            norms.append({"step": step, "loss": loss, "small": small, "large": large})
-    return {"lr": lr, "curve": points, "norms": norms}
+def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: float
+                     ) -> dict[str, Any]:
+    """One run down to the loss `last`, and at each look from NOISE_FROM on the means of both squared
+    norms over GROUPS groups."""
+    training = Training.build(config(optimizer, batch, lr))
+    points, looks = [(0, math.log(256))], []
+    for step, loss in curve(training, held, last):
+        points.append((step, round(loss, 4)))
+        if loss <= NOISE_FROM:
+            small, large = squared_norms(training, first=GROUPS * len(looks))
+            looks.append({"step": step, "loss": round(loss, 4), "small": fmean(small),
+                          "large": fmean(large)})
+    return {"batch": batch, "lr": lr, "curve": points, "looks": looks}
+
+
+def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
+              ) -> list[tuple[float, Estimate]]:
+    """Returns the mean loss and the noise scale of each part of a run, pooled over its looks: at a
+    single one the mean gradient is of one point of a path that swings."""
+    found = []
+    for k in range(phases):
+        part = looks[k * len(looks) // phases:(k + 1) * len(looks) // phases]
+        found.append((fmean(at["loss"] for at in part), noise_scale(
+            [at["small"] for at in part], [at["large"] for at in part], seed=k)))
+    return found
 
 
 # ---- What a record says
@@ -219,9 +239,7 @@ class Record:
     @cached_property
     def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
         """Losses, and the noise scale there, on the way of an optimizer's largest batch."""
-        return {name: [(at["loss"], noise_scale(at["small"], at["large"], seed=i))
-                       for i, at in enumerate(way["norms"])]
-                for name, way in self.found["noise"].items()}
+        return {name: in_phases(way["looks"]) for name, way in self.found["noise"].items()}
 
     def on_the_way(self, optimizer: str, target: float, draw: int | None = None) -> tuple[float, float]:
         """Returns the noise scale of a whole run to `target`, and the share of the anchor's updates
@@ -251,6 +269,14 @@ class Record:
             drawn.append(steps(draw) * math.exp(rng.gauss(0, spread * math.sqrt(2 / SEEDS))))
         drawn.sort()
         return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))
+
+
+    def law(self, optimizer: str, target: float) -> tuple[float, float]:
+        """Returns S_min and B_noise of the law through the updates of the smallest and of the
+        largest batch."""
+        small, large = (self.best(optimizer, batch, target).steps for batch in (BATCHES[0], ANCHOR))
+        scale = (small - large) / (large / BATCHES[0] - small / ANCHOR)
+        return large / (1 + scale / ANCHOR), scale
 
 
 def between(known: Sequence[tuple[float, float]], x: float) -> float:
@@ -359,3 +385,150 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent of the power law through the points, by least squares of logarithms."""
     u, v = list(map(math.log, x)), list(map(math.log, y))
     return linear_regression(u, v).slope
+
+
+# ---- Figures and tables
+
+TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
+
+
+def steps_figure(record: Record, optimizer: str) -> dict:
+    """The plotly spec of updates over batch sizes: measured, and predicted with its interval."""
+    data = []
+    for target, colour in TARGET_COLOURS.items():
+        found = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
+        measured = [record.best(optimizer, batch, target).steps for batch in (*BATCHES, ANCHOR)]
+        data += [
+            scatter([*BATCHES, *reversed(BATCHES)],
+                    [*(e.low for e in found.values()), *(e.high for e in reversed(found.values()))],
+                    f"95% of the prediction to {target}", colour, fill="toself", opacity=0.25,
+                    line={"width": 0}, hover=None),
+            scatter(BATCHES, [e.value for e in found.values()], f"predicted to {target}", colour,
+                    line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
+            scatter((*BATCHES, ANCHOR), measured, f"measured to {target}", colour,
+                    mode="markers", marker={"size": 9}, hover="%{x} sequences: %{y:.0f} updates")]
+    return figure(data, f"Updates to two losses by {NAMES[optimizer]}", height=420,
+                  xaxis=axis("sequences in a batch", type="log", tickvals=[*BATCHES, ANCHOR]),
+                  yaxis=axis("updates", type="log", dtick="D2"),
+                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise", 1, 1,
+                                    "right top", xref="paper", yref="paper", font={"color": FAINT})])
+
+
+def best_rates(record: Record, optimizer: str, target: float = TARGETS[-1]) -> dict[int, float]:
+    return {batch: record.best(optimizer, batch, target).lr for batch in (*BATCHES, ANCHOR)}
+
+
+def rates_figure(record: Record) -> dict:
+    """The plotly spec of the best learning rate over batch sizes, beside both rules."""
+    data, batches = [], (*BATCHES, ANCHOR)
+    for optimizer, colour in zip(RATES, COLOURS):
+        found = best_rates(record, optimizer)
+        start = found[BATCHES[0]]
+        data.append(scatter(batches, found.values(), f"{NAMES[optimizer]}, best", colour,
+                            mode="lines+markers", line={"width": 3},
+                            hover="%{x} sequences: %{y:.4g}"))
+        for rule_name, power, dash in (("linear", 1.0, "dash"), ("square root", 0.5, "dot")):
+            data.append(scatter(batches, [start * (b / BATCHES[0]) ** power for b in batches],
+                                f"{rule_name}, from {BATCHES[0]} sequences", colour, opacity=0.6,
+                                line={"dash": dash, "width": 1.5}, showlegend=optimizer == "sgd"))
+    return figure(data, f"The learning rate that reaches {TARGETS[-1]} nats in the fewest updates",
+                  height=420, xaxis=axis("sequences in a batch", type="log", tickvals=list(batches)),
+                  yaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"))
+
+
+def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
+    """The plotly spec of how far activations moved, over widths. `found`: by parametrisation and
+    width, as `coordinate_check` returns it."""
+    data = []
+    for how, dash in zip(found, ("dot", "solid")):
+        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
+            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}", colour,
+                                mode="lines+markers", line={"dash": dash}, hover="width %{x}: %{y:.3f}"))
+    return figure(data, "How far activations have moved after a few updates at one learning rate", height=420,
+                  xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
+                  yaxis=axis("root mean square of the change", type="log", dtick=1))
+
+
+def width_runs() -> list[dict[str, Any]]:
+    """Returns the runs of `lpkit bench width-rates`."""
+    return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
+
+
+def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec of the loss over learning rates, a line a width; diverged ones are left out."""
+    data = []
+    for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
+        for width, colour in zip(WIDTHS, COLOURS):
+            losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
+            kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
+            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour, mode="lines+markers",
+                                line={"dash": dash}, hover="%{x:.4g}: %{y:.3f} nats"))
+    return figure(data, "Loss after 60 updates over learning rates", height=440,
+                  xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
+                  yaxis=axis("validation loss, nats"))
+
+
+def cells(record: Record, optimizer: str) -> list[tuple[int, float, Estimate, float]]:
+    """Returns batch, target, prediction and measured updates of each cell."""
+    return [(batch, target, record.predicted(optimizer, batch, target),
+             record.best(optimizer, batch, target).steps) for target in TARGETS for batch in BATCHES]
+
+
+def held_cells(record: Record, optimizer: str) -> int:
+    return sum(e.low <= steps <= e.high for _, _, e, steps in cells(record, optimizer))
+
+
+def cells_table(record: Record, optimizer: str) -> str:
+    """HTML: each cell of batch and target."""
+    rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}", f"{steps:.0f}",
+             "yes" if e.low <= steps <= e.high else f"{steps / e.value - 1:+.0%}")
+            for batch, target, e, steps in cells(record, optimizer)]
+    return html_table(("sequences", "target", "predicted", "95% interval", "measured", "holds it"), rows)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+@exercise("21.noise_scale", (2.0, 1.0, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6, stars=2,
+          draw=lambda r: (r.uniform(5, 20), r.uniform(1.5, 4), 2, 2 * r.randint(8, 40)),
+          mistakes={"the large batch's squared norm has noise in it, too": lambda small, large, b, B: (
+                        (small - large) / (1 / b - 1 / B) / large),
+                    "divide by the signal": lambda small, large, b, B: (
+                        (B * large - b * small) / (B - b) / ((small - large) / (1 / b - 1 / B)))})
+def noise_scale_of(small: float, large: float, b: int, B: int) -> float:
+    signal = (B * large - b * small) / (B - b)
+    noise = (small - large) / (1 / b - 1 / B)
+    return noise / signal
+
+
+@exercise("21.price", (8.0, 16.0), (16.0, 16.0), (64.0, 16.0), minutes=4,
+          draw=lambda r: (r.uniform(1, 500), r.uniform(1, 500)),
+          mistakes={"first the updates, then the sequences": lambda batch, scale: (
+                        1 + batch / scale, 1 + scale / batch)})
+def price(batch: float, scale: float) -> tuple[float, float]:
+    return 1 + scale / batch, 1 + batch / scale
+
+
+@exercise("21.adam_at", (0.001, 0.9, 0.95, 4.0), (0.004, 0.9, 0.99, 0.25), minutes=5,
+          draw=lambda r: (r.uniform(1e-4, 1e-2), r.uniform(0.85, 0.95), r.uniform(0.9, 0.999),
+                          r.choice([0.25, 0.5, 2.0, 4.0])),
+          mistakes={"that is the rule of SGD": lambda lr, beta1, beta2, k: (
+                        k * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)),
+                    "what averages over updates averages over more sequences now": lambda lr, beta1, beta2, k: (
+                        math.sqrt(k) * lr, beta1, beta2)})
+def adam_at(lr: float, beta1: float, beta2: float, k: float) -> tuple[float, float, float]:
+    return math.sqrt(k) * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)
+
+
+@exercise("21.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004), ("head", 256, 64, 0.004),
+          ("vector", 256, 64, 0.004), minutes=4,
+          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]), r.choice([64, 128, 512]),
+                          r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
+          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: lr * base / width,
+                    "the head has a width of inputs, too": lambda kind, width, base, lr: (
+                        lr * base / width if kind == "hidden" else lr)})
+def mup_rate(kind: str, width: int, base: int, lr: float) -> float:
+    return lr * base / width if kind in ("hidden", "head") else lr

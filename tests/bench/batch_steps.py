@@ -48,7 +48,8 @@ def _reached(optimizer: str, batch: int, lr: float, seed: int) -> list[float | N
 
 
 def _noise(optimizer: str, lr: float) -> dict:
-    return lesson.noise_on_the_way(optimizer, lr, lesson.held_out())
+    return lesson.noise_on_the_way(optimizer, lesson.ANCHOR, lr, lesson.held_out(),
+                                   min(lesson.TARGETS))
 
 
 def widths(rounds: int = 2) -> list[Result]:
