@@ -259,6 +259,7 @@ SAME = (
     ("05.is_lost", ("update <= 2.0",), "half way is not asked: it goes to the even one"),
     ("05.with_masters", ("master = weight",), "bf16 less float32 is float32"),
     ("19.sign_flip", ("product((1, -1)",), "in another order"),
+    ("21.mup_rate", ("('head', 'hidden')",), "in another order"),
     ("06.fp8_forward", FP8_CLAMPS, "between 432 and 464 all is rounded to 448"),
     ("06.fp8_backward", FP8_CLAMPS, "between 432 and 464 all is rounded to 448"),
     ("06.fp8_backward", ("57345", "57343"), "these are rounded to 57344"),

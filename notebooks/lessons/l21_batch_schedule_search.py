@@ -387,6 +387,37 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return linear_regression(u, v).slope
 
 
+# ---- Search
+
+SEARCHES, TRIALS = 20, 20
+SPACE = {"optimizer.lr": (1e-4, 1e-1, True), "optimizer.beta1": (0.5, 0.99, False),
+         "schedule.warmup_steps": (0, 30, False)}       # low, high, on a log scale
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}     # as lpkit sweep names them
+
+
+def search(sampler: str, seed: int) -> list[float]:
+    """Returns the loss of each of TRIALS runs of 40 updates, whose settings optuna suggests. All
+    have one seed: they differ by their settings alone."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
+    losses = []
+    for _ in range(TRIALS):
+        trial = study.ask()
+        chosen = {key: trial.suggest_int(key, low, high) if isinstance(low, int) else
+                  trial.suggest_float(key, low, high, log=log)
+                  for key, (low, high, log) in SPACE.items()}
+        training = Training.build(config("adamw", 8, 0.001).replace(
+            chosen | {"steps": 40, "eval_batches": 16}))
+        for step in range(40):
+            training.update(step)
+        loss = training.evaluate()
+        study.tell(trial, loss if math.isfinite(loss) else math.inf)
+        losses.append(round(min(loss, 10.0) if math.isfinite(loss) else 10.0, 4))
+    return losses
+
+
 # ---- Figures and tables
 
 TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
@@ -486,14 +517,62 @@ def cells_table(record: Record, optimizer: str) -> str:
     return html_table(("sequences", "target", "predicted", "95% interval", "measured", "holds it"), rows)
 
 
+def scales_table(record: Record) -> str:
+    """HTML: the noise scale along the recorded runs of ANCHOR sequences."""
+    rows = [(NAMES[name], f"{loss:.2f}", f"{e.value:.1f}", f"{e.low:.1f} to {e.high:.1f}")
+            for name, found in record.scales.items() for loss, e in found]
+    return html_table(("optimizer", "loss, nats", "noise scale, sequences", "95% interval"), rows)
+
+
+def law_error(record: Record, optimizer: str, target: float) -> float:
+    """The largest relative error of the law between the two batch sizes that it goes through."""
+    least, scale = record.law(optimizer, target)
+    return max(abs(least * (1 + scale / batch) / record.best(optimizer, batch, target).steps - 1)
+               for batch in BATCHES[1:])
+
+
+def law_table(record: Record) -> str:
+    """HTML: the law through the smallest and the largest batch, beside the noise that was measured."""
+    rows = []
+    for optimizer, target in itertools.product(RATES, TARGETS):
+        least, scale = record.law(optimizer, target)
+        rows.append((NAMES[optimizer], f"{target}", f"{least:.0f}", f"{scale:.1f}",
+                     f"{record.on_the_way(optimizer, target)[0]:.1f}",
+                     f"{law_error(record, optimizer, target):.0%}"))
+    return html_table(("optimizer", "target", "least updates", f"B_noise by the updates of {BATCHES[0]} and {ANCHOR}",
+                       "B_noise by the gradients", "the law is off between them by at most"), rows)
+
+
+def rate_exponent(record: Record, optimizer: str) -> float:
+    """The power of the batch by which the best learning rate grows; 1 is linear, 0.5 its root."""
+    found = best_rates(record, optimizer)
+    return slope(list(found), list(found.values()))
+
+
+def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """HTML: the best learning rate of each width, and what the narrowest one's costs the widest."""
+    rows = []
+    for how in PARAMETRISATIONS:
+        best = best_by_width(runs, how)
+        moved, own = (mean_loss(runs, how, WIDTHS[-1], best[width]) for width in (WIDTHS[0], WIDTHS[-1]))
+        rows.append((how, *(f"{lr:g}" for lr in best.values()), f"{own:.3f}", f"{moved:.3f}"))
+    return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
+                       f"loss of width {WIDTHS[-1]} at its own", f"at that of width {WIDTHS[0]}"), rows)
+
+
 # ---- Exercises
 
 EXERCISES: dict = {}
 exercise = adding_to(EXERCISES)
 
 
-@exercise("21.noise_scale", (2.0, 1.0, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6, stars=2,
-          draw=lambda r: (r.uniform(5, 20), r.uniform(1.5, 4), 2, 2 * r.randint(8, 40)),
+def _norms(r: Random) -> tuple[float, float, int, int]:
+    signal, noise, b, times = r.uniform(0.5, 2), r.uniform(1, 50), r.randint(1, 8), r.randint(2, 40)
+    return signal + noise / b, signal + noise / (b * times), b, b * times
+
+
+@exercise("21.noise_scale", (2.0, 1.5, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6, stars=2,
+          draw=_norms,
           mistakes={"the large batch's squared norm has noise in it, too": lambda small, large, b, B: (
                         (small - large) / (1 / b - 1 / B) / large),
                     "divide by the signal": lambda small, large, b, B: (

@@ -35,6 +35,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "reliability": ("reliability:run", "attacks on runs, commands and folders: none may do harm"),
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit measure`"),
     "telemetry": ("steps:telemetry", "what looking at a run's tensors costs"),
+    "tpe-random": ("batch_steps:searches", "a search by TPE beside one at random, on real runs"),
     "train-nanogpt": ("nanogpt:run", "a training step beside nanoGPT's, eager and compiled"),
     "width-rates": ("batch_steps:widths", "the best learning rate over widths, with and without muP"),
 }

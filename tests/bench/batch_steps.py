@@ -2,6 +2,7 @@
 
     lpkit bench batch-steps --out data/measured     # under ten minutes of one core
     lpkit bench width-rates --out data/measured     # the same
+    lpkit bench tpe-random --out data/measured      # five minutes
 
 A model of 37 thousand weights learns from 4 to 128 sequences at a time until it has reached two
 losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
@@ -72,3 +73,18 @@ def widths(rounds: int = 2) -> list[Result]:
                                    f"{lesson.WIDTHS[0]}", better="lower", unit="nats per token",
                               facts={"runs": runs}))
     return results
+
+
+def searches(rounds: int = lesson.SEARCHES) -> list[Result]:
+    """One Result for each number of trials: the best loss of a search by TPE over that of one at
+    random. Each search has a sampler's seed of its own; there are as many, whatever `rounds` are."""
+    seeds = range(lesson.SEARCHES)
+    cases = [(sampler, seed) for sampler in lesson.SAMPLERS for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        losses = dict(zip(cases, pool.map(lesson.search, *zip(*cases))))
+    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in lesson.SAMPLERS}
+    return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
+                   peer=[min(one[:n]) for one in found["random"]], peer_name="at random", better="lower",
+                   case=f"the best of {n} trials", unit="nats per token", packages=("torch", "optuna"),
+                   facts={"losses": found})
+            for n in (10, 15, 20)]
