@@ -5,7 +5,7 @@ sequence, G its mean and S the trace of its covariance, a batch of B sequences n
 
     steps(B) = S_min (1 + B_noise / B),     B_noise = S / |G|^2
 
-(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, equations 2.8 and 5.1, appendix A.1). The
+(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, section 2 and appendix A.1). The
 model is tiny and the text real; the runs are those of data/measured/batch-steps-*.json, which
 `lpkit bench batch-steps --out data/measured` makes. Batches and noise scales are in sequences, losses
 in nats per token.
@@ -31,9 +31,9 @@ from lpkit.course.judge import adding_to
 from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
+from lpkit.tables import FAINT, html_table
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.row import Row
-from lpkit.tables import FAINT, html_table
 from lpkit.training.training import Training
 from lpkit.ui.draw import axis, figure, note, scatter
 from lpkit.ui.style import COLOURS
@@ -292,7 +292,7 @@ def between(known: Sequence[tuple[float, float]], x: float) -> float:
 # ---- Width: standard parametrisation, and muP built from outside
 
 WIDTHS = (32, 64, 128, 256)
-WIDTH_RATES = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032)
+WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
 
 
@@ -385,37 +385,6 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent of the power law through the points, by least squares of logarithms."""
     u, v = list(map(math.log, x)), list(map(math.log, y))
     return linear_regression(u, v).slope
-
-
-# ---- Search
-
-SEARCHES, TRIALS = 20, 20
-SPACE = {"optimizer.lr": (1e-4, 1e-1, True), "optimizer.beta1": (0.5, 0.99, False),
-         "schedule.warmup_steps": (0, 30, False)}       # low, high, on a log scale
-SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}     # as lpkit sweep names them
-
-
-def search(sampler: str, seed: int) -> list[float]:
-    """Returns the loss of each of TRIALS runs of 40 updates, whose settings optuna suggests. All
-    have one seed: they differ by their settings alone."""
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
-    losses = []
-    for _ in range(TRIALS):
-        trial = study.ask()
-        chosen = {key: trial.suggest_int(key, low, high) if isinstance(low, int) else
-                  trial.suggest_float(key, low, high, log=log)
-                  for key, (low, high, log) in SPACE.items()}
-        training = Training.build(config("adamw", 8, 0.001).replace(
-            chosen | {"steps": 40, "eval_batches": 16}))
-        for step in range(40):
-            training.update(step)
-        loss = training.evaluate()
-        study.tell(trial, loss if math.isfinite(loss) else math.inf)
-        losses.append(round(min(loss, 10.0) if math.isfinite(loss) else 10.0, 4))
-    return losses
 
 
 # ---- Figures and tables

@@ -10,12 +10,18 @@ of its gradients is measured on the way. The study is notebooks/lessons/l21_batc
 and notebook 21 shows this record. Nothing is timed; runs share the cores, one thread each.
 """
 
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from lessons import l21_batch_schedule_search as lesson
 from lpkit.machine_facts import cores
 from tests.bench.harness import Result, paired
+
+SEARCHES, TRIALS = 20, 20
+SPACE = {"optimizer.lr": (1e-4, 1e-1, True), "optimizer.beta1": (0.5, 0.99, False),
+         "schedule.warmup_steps": (0, 30, False)}       # low, high, on a log scale
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}     # as lpkit sweep names them
 
 
 def run(rounds: int = lesson.SEEDS) -> list[Result]:
@@ -75,16 +81,39 @@ def widths(rounds: int = 2) -> list[Result]:
     return results
 
 
-def searches(rounds: int = lesson.SEARCHES) -> list[Result]:
+def searches(rounds: int = SEARCHES) -> list[Result]:
     """One Result for each number of trials: the best loss of a search by TPE over that of one at
     random. Each search has a sampler's seed of its own; there are as many, whatever `rounds` are."""
-    seeds = range(lesson.SEARCHES)
-    cases = [(sampler, seed) for sampler in lesson.SAMPLERS for seed in seeds]
+    seeds = range(SEARCHES)
+    cases = [(sampler, seed) for sampler in SAMPLERS for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
-        losses = dict(zip(cases, pool.map(lesson.search, *zip(*cases))))
-    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in lesson.SAMPLERS}
+        losses = dict(zip(cases, pool.map(_search, *zip(*cases))))
+    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in SAMPLERS}
     return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
                    peer=[min(one[:n]) for one in found["random"]], peer_name="at random", better="lower",
                    case=f"the best of {n} trials", unit="nats per token", packages=("torch", "optuna"),
                    facts={"losses": found})
             for n in (10, 15, 20)]
+
+
+def _search(sampler: str, seed: int) -> list[float]:
+    """Returns the loss of each of TRIALS runs of 40 updates, whose settings optuna suggests. All
+    have one seed: they differ by their settings alone."""
+    import optuna  # only lpkit[sweep] has it
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
+    losses = []
+    for _ in range(TRIALS):
+        trial = study.ask()
+        chosen = {key: trial.suggest_int(key, low, high) if isinstance(low, int) else
+                  trial.suggest_float(key, low, high, log=log)
+                  for key, (low, high, log) in SPACE.items()}
+        training = lesson.Training.build(lesson.config("adamw", 8, 0.001).replace(
+            chosen | {"steps": 40, "eval_batches": 16}))
+        for step in range(40):
+            training.update(step)
+        loss = training.evaluate()
+        study.tell(trial, loss if math.isfinite(loss) else math.inf)
+        losses.append(round(min(loss, 10.0) if math.isfinite(loss) else 10.0, 4))
+    return losses
