@@ -20,6 +20,7 @@ import lpkit
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l19_is_it_progress as chance
+from lessons import l21_batch_schedule_search as batches
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
@@ -295,6 +296,19 @@ def test_answers_about_chance_are_those_of_the_record():
     for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05), (1, 0.0, 0.5)):
         assert chance.share_kept(chance.gains_of_nothing(losses, seeds=seeds), bar) == pytest.approx(share, abs=0.006)
     assert 2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05) and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said
+
+
+def test_what_is_said_of_batches_is_in_the_record():
+    record, said = batches.Record.read(), " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("21")), 4)).split())
+    steps = {(name, batch): record.best(name, batch, 2.4).steps for name in batches.RATES for batch in (*batches.BATCHES, batches.ANCHOR)}
+    for name, saved in (("adamw", (45, 18)), ("sgd", (28, 6))):
+        for (small, large), percent in zip(((4, 8), (64, 128)), saved):
+            assert 100 * (1 - steps[name, large] / steps[name, small]) == pytest.approx(percent, abs=0.6)
+    assert steps["adamw", 4] == pytest.approx(468, abs=0.5) and record.predicted("adamw", 4, 2.4).value == pytest.approx(683, abs=0.5)
+    assert batches.law_error(record, "adamw", 2.4) == pytest.approx(0.07, abs=0.002) and "within 7%" in said
+    assert record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1) and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1)
+    assert batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005) and "power of 0.42" in said
+    assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
 
 
 def test_minutes_stand_below_the_title(book):

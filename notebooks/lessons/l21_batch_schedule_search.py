@@ -7,8 +7,8 @@ sequence, G its mean and S the trace of its covariance, a batch of B sequences n
 
 (McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, section 2 and appendix A.1). The
 model is tiny and the text real; the runs are those of data/measured/batch-steps-*.json, which
-`lpkit bench batch-steps --out data/measured` makes. Batches and noise scales are in sequences, losses
-in nats per token.
+`lpkit bench batch-steps --out data/measured` makes. Batches and noise scales are in sequences,
+losses in nats per token.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def squared(gradients: Sequence[torch.Tensor]) -> float:
 
 def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
                   ) -> tuple[list[float], list[float]]:
-    """Returns, for each group of PARTS micro-batches, the mean of their gradients' squared norms, and
-    the squared norm of their mean gradient. The text is drawn by another seed than a run's."""
+    """Returns, for each group of PARTS micro-batches, the mean of their gradients' squared norms,
+    and the squared norm of their mean gradient. The text is drawn by another seed than a run's."""
     text = Training.build(config("adamw", SMALL * PARTS, 0.001, seed=12345)).data
     parameters, small, large = list(training.model.parameters()), [], []
     for group in range(first, first + groups):
@@ -157,8 +157,8 @@ def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int 
 
 def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: float
                      ) -> dict[str, Any]:
-    """One run down to the loss `last`, and at each look from NOISE_FROM on the means of both squared
-    norms over GROUPS groups."""
+    """One run down to the loss `last`, and at each look from NOISE_FROM on the means of both
+    squared norms over GROUPS groups."""
     training = Training.build(config(optimizer, batch, lr))
     points, looks = [(0, math.log(256))], []
     for step, loss in curve(training, held, last):
@@ -211,7 +211,8 @@ class Record:
         found: dict[tuple, list[float]] = {}
         for run in self.found["runs"]:
             for target, steps in zip(TARGETS, run["steps"], strict=True):
-                found.setdefault((run["optimizer"], run["batch"], target, run["lr"]), []).append(steps)
+                key = run["optimizer"], run["batch"], target, run["lr"]
+                found.setdefault(key, []).append(steps)
         return {key: steps for key, steps in found.items() if None not in steps}
 
     def by_rate(self, optimizer: str, batch: int, target: float) -> dict[float, list[float]]:
@@ -220,9 +221,11 @@ class Record:
 
     def best(self, optimizer: str, batch: int, target: float) -> Best:
         rates = self.by_rate(optimizer, batch, target)
-        x, y = [math.log(lr) for lr in rates], [fmean(map(math.log, steps)) for steps in rates.values()]
+        x = [math.log(lr) for lr in rates]
+        y = [fmean(map(math.log, steps)) for steps in rates.values()]
         at = y.index(min(y))
-        spread = stdev(map(math.log, rates[list(rates)[at]])) if len(next(iter(rates.values()))) > 1 else 0.0
+        of_seeds = [math.log(steps) for steps in list(rates.values())[at]]
+        spread = stdev(of_seeds) if len(of_seeds) > 1 else 0.0
         if not 0 < at < len(y) - 1:
             return Best(math.exp(x[at]), math.exp(y[at]), spread)
         left, right = y[at - 1] - y[at], y[at + 1] - y[at]
@@ -241,7 +244,8 @@ class Record:
         """Losses, and the noise scale there, on the way of an optimizer's largest batch."""
         return {name: in_phases(way["looks"]) for name, way in self.found["noise"].items()}
 
-    def on_the_way(self, optimizer: str, target: float, draw: int | None = None) -> tuple[float, float]:
+    def on_the_way(self, optimizer: str, target: float, draw: int | None = None
+                   ) -> tuple[float, float]:
         """Returns the noise scale of a whole run to `target`, and the share of the anchor's updates
         that an endless batch would need. `draw`: the bootstrap's resample; None: the estimate."""
         known = [(loss, math.log(min(1e4, e.value if draw is None else e.resampled[draw])))
@@ -306,7 +310,8 @@ def mup_init(model: torch.nn.Module) -> None:
     torch.nn.init.zeros_(model.head.weight)
 
 
-INITS["mup"] = Row(why="initialisation of muP", source="Yang et al. 2022, arXiv:2203.03466, table 3",
+INITS["mup"] = Row(why="initialisation of muP",
+                   source="Yang et al. 2022, arXiv:2203.03466, table 3",
                    implementation="lessons.l21_batch_schedule_search:mup_init")
 
 
@@ -371,7 +376,8 @@ def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
 
 def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
     """Over seeds; infinite where one diverged."""
-    found = [run["loss"] for run in runs if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
+    found = [run["loss"] for run in runs
+             if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
     return math.inf if None in found else fmean(found)
 
 
@@ -410,8 +416,9 @@ def steps_figure(record: Record, optimizer: str) -> dict:
     return figure(data, f"Updates to two losses by {NAMES[optimizer]}", height=420,
                   xaxis=axis("sequences in a batch", type="log", tickvals=[*BATCHES, ANCHOR]),
                   yaxis=axis("updates", type="log", dtick="D2"),
-                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise", 1, 1,
-                                    "right top", xref="paper", yref="paper", font={"color": FAINT})])
+                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise", 0.5, 1,
+                                    "center top", xref="paper", yref="paper",
+                                    font={"color": FAINT})])
 
 
 def best_rates(record: Record, optimizer: str, target: float = TARGETS[-1]) -> dict[int, float]:
@@ -432,7 +439,8 @@ def rates_figure(record: Record) -> dict:
                                 f"{rule_name}, from {BATCHES[0]} sequences", colour, opacity=0.6,
                                 line={"dash": dash, "width": 1.5}, showlegend=optimizer == "sgd"))
     return figure(data, f"The learning rate that reaches {TARGETS[-1]} nats in the fewest updates",
-                  height=420, xaxis=axis("sequences in a batch", type="log", tickvals=list(batches)),
+                  height=420,
+                  xaxis=axis("sequences in a batch", type="log", tickvals=list(batches)),
                   yaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"))
 
 
@@ -442,10 +450,11 @@ def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict
     data = []
     for how, dash in zip(found, ("dot", "solid")):
         for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
-            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}", colour,
-                                mode="lines+markers", line={"dash": dash}, hover="width %{x}: %{y:.3f}"))
-    return figure(data, "How far activations have moved after a few updates at one learning rate", height=420,
-                  xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
+            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
+                                colour, mode="lines+markers", line={"dash": dash},
+                                hover="width %{x}: %{y:.3f}"))
+    return figure(data, "How far activations have moved after four updates at one learning rate",
+                  height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
                   yaxis=axis("root mean square of the change", type="log", dtick=1))
 
 
@@ -455,23 +464,55 @@ def width_runs() -> list[dict[str, Any]]:
 
 
 def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of the loss over learning rates, a line a width; diverged ones are left out."""
+    """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
     data = []
     for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
         for width, colour in zip(WIDTHS, COLOURS):
             losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
             kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour, mode="lines+markers",
-                                line={"dash": dash}, hover="%{x:.4g}: %{y:.3f} nats"))
+            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,
+                                mode="lines+markers", line={"dash": dash},
+                                hover="%{x:.4g}: %{y:.3f} nats"))
     return figure(data, "Loss after 60 updates over learning rates", height=440,
                   xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
                   yaxis=axis("validation loss, nats"))
 
 
+def searches() -> dict[str, list[list[float]]]:
+    """Returns the losses of each recorded search by `lpkit bench tpe-random`, in the order of its
+    trials, by sampler."""
+    return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
+
+
+def best_so_far(losses: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(losses, min))
+
+
+def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
+    """The plotly spec of the best loss after each trial: a search a pale line, and their mean."""
+    data = []
+    for (sampler, losses), colour in zip(found.items(), COLOURS):
+        curves = [best_so_far(one) for one in losses]
+        trials = list(range(1, len(curves[0]) + 1))
+        data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
+                         hover=None, showlegend=False) for curve in curves]
+        data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
+                            f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
+                            hover="%{x} trials: %{y:.3f} nats"))
+    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
+                  yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
+
+
+def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
+    """In how many pairs of searches TPE's best of so many trials is the lower one."""
+    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
+
+
 def cells(record: Record, optimizer: str) -> list[tuple[int, float, Estimate, float]]:
     """Returns batch, target, prediction and measured updates of each cell."""
     return [(batch, target, record.predicted(optimizer, batch, target),
-             record.best(optimizer, batch, target).steps) for target in TARGETS for batch in BATCHES]
+             record.best(optimizer, batch, target).steps)
+            for target in TARGETS for batch in BATCHES]
 
 
 def held_cells(record: Record, optimizer: str) -> int:
@@ -480,10 +521,12 @@ def held_cells(record: Record, optimizer: str) -> int:
 
 def cells_table(record: Record, optimizer: str) -> str:
     """HTML: each cell of batch and target."""
-    rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}", f"{steps:.0f}",
-             "yes" if e.low <= steps <= e.high else f"{steps / e.value - 1:+.0%}")
+    rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}",
+             f"{steps:.0f}",
+             "yes" if e.low <= steps <= e.high else f"no, {steps / e.value - 1:+.0%}")
             for batch, target, e, steps in cells(record, optimizer)]
-    return html_table(("sequences", "target", "predicted", "95% interval", "measured", "holds it"), rows)
+    heads = ("sequences", "target", "predicted", "95% interval", "measured", "holds it")
+    return html_table(heads, rows)
 
 
 def scales_table(record: Record) -> str:
@@ -501,14 +544,15 @@ def law_error(record: Record, optimizer: str, target: float) -> float:
 
 
 def law_table(record: Record) -> str:
-    """HTML: the law through the smallest and the largest batch, beside the noise that was measured."""
+    """HTML: the law through the smallest and the largest batch, beside the noise of gradients."""
     rows = []
     for optimizer, target in itertools.product(RATES, TARGETS):
         least, scale = record.law(optimizer, target)
         rows.append((NAMES[optimizer], f"{target}", f"{least:.0f}", f"{scale:.1f}",
                      f"{record.on_the_way(optimizer, target)[0]:.1f}",
                      f"{law_error(record, optimizer, target):.0%}"))
-    return html_table(("optimizer", "target", "least updates", f"B_noise by the updates of {BATCHES[0]} and {ANCHOR}",
+    return html_table(("optimizer", "target", "least updates",
+                       f"B_noise by the updates of {BATCHES[0]} and {ANCHOR}",
                        "B_noise by the gradients", "the law is off between them by at most"), rows)
 
 
@@ -523,10 +567,12 @@ def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for how in PARAMETRISATIONS:
         best = best_by_width(runs, how)
-        moved, own = (mean_loss(runs, how, WIDTHS[-1], best[width]) for width in (WIDTHS[0], WIDTHS[-1]))
+        moved, own = (mean_loss(runs, how, WIDTHS[-1], best[width])
+                      for width in (WIDTHS[0], WIDTHS[-1]))
         rows.append((how, *(f"{lr:g}" for lr in best.values()), f"{own:.3f}", f"{moved:.3f}"))
     return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
-                       f"loss of width {WIDTHS[-1]} at its own", f"at that of width {WIDTHS[0]}"), rows)
+                       f"loss of width {WIDTHS[-1]} at its own",
+                       f"at that of width {WIDTHS[0]}"), rows)
 
 
 # ---- Exercises
@@ -540,9 +586,9 @@ def _norms(r: Random) -> tuple[float, float, int, int]:
     return signal + noise / b, signal + noise / (b * times), b, b * times
 
 
-@exercise("21.noise_scale", (2.0, 1.5, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6, stars=2,
-          draw=_norms,
-          mistakes={"the large batch's squared norm has noise in it, too": lambda small, large, b, B: (
+@exercise("21.noise_scale", (2.0, 1.5, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6,
+          stars=2, draw=_norms,
+          mistakes={"the large batch's squared norm has noise, too": lambda small, large, b, B: (
                         (small - large) / (1 / b - 1 / B) / large),
                     "divide by the signal": lambda small, large, b, B: (
                         (B * large - b * small) / (B - b) / ((small - large) / (1 / b - 1 / B)))})
@@ -565,17 +611,18 @@ def price(batch: float, scale: float) -> tuple[float, float]:
                           r.choice([0.25, 0.5, 2.0, 4.0])),
           mistakes={"that is the rule of SGD": lambda lr, beta1, beta2, k: (
                         k * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)),
-                    "what averages over updates averages over more sequences now": lambda lr, beta1, beta2, k: (
+                    "the moments average over more sequences now": lambda lr, beta1, beta2, k: (
                         math.sqrt(k) * lr, beta1, beta2)})
 def adam_at(lr: float, beta1: float, beta2: float, k: float) -> tuple[float, float, float]:
     return math.sqrt(k) * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)
 
 
-@exercise("21.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004), ("head", 256, 64, 0.004),
-          ("vector", 256, 64, 0.004), minutes=4,
-          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]), r.choice([64, 128, 512]),
-                          r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
-          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: lr * base / width,
+@exercise("21.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004),
+          ("head", 256, 64, 0.004), ("vector", 256, 64, 0.004), minutes=4,
+          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]),
+                          r.choice([64, 128, 512]), r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
+          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: (
+                        lr * base / width),
                     "the head has a width of inputs, too": lambda kind, width, base, lr: (
                         lr * base / width if kind == "hidden" else lr)})
 def mup_rate(kind: str, width: int, base: int, lr: float) -> float:

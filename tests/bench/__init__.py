@@ -37,5 +37,5 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "telemetry": ("steps:telemetry", "what looking at a run's tensors costs"),
     "tpe-random": ("batch_steps:searches", "a search by TPE beside one at random, on real runs"),
     "train-nanogpt": ("nanogpt:run", "a training step beside nanoGPT's, eager and compiled"),
-    "width-rates": ("batch_steps:widths", "the best learning rate over widths, with and without muP"),
+    "width-rates": ("batch_steps:widths", "the best learning rate over widths, beside muP's"),
 }

@@ -6,8 +6,8 @@
 
 A model of 37 thousand weights learns from 4 to 128 sequences at a time until it has reached two
 losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
-of its gradients is measured on the way. The study is notebooks/lessons/l21_batch_schedule_search.py,
-and notebook 21 shows this record. Nothing is timed; runs share the cores, one thread each.
+of its gradients is measured on the way. The study is that of lesson 21, and its notebook shows this
+record. Nothing is timed; runs share the cores, one thread each.
 """
 
 import math
@@ -29,14 +29,16 @@ def run(rounds: int = lesson.SEEDS) -> list[Result]:
     the prediction. `rounds`: at most as many seeds."""
     seeds = range(min(rounds, lesson.SEEDS))
     cases = [(optimizer, batch, lr, seed) for optimizer, rates in lesson.RATES.items()
-             for batch in (lesson.ANCHOR, *reversed(lesson.BATCHES)) for lr in rates for seed in seeds]
+             for batch in (lesson.ANCHOR, *reversed(lesson.BATCHES))
+             for lr in rates for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         reached = list(pool.map(_reached, *zip(*cases)))
         runs = [dict(zip(("optimizer", "batch", "lr", "seed", "steps"), (*case, steps)))
                 for case, steps in zip(cases, reached)]
         record = lesson.Record({"runs": runs, "noise": {}})
-        rates = [min(lesson.RATES[name], key=lambda lr, name=name: abs(
-            lr - record.best(name, lesson.ANCHOR, min(lesson.TARGETS)).lr)) for name in lesson.RATES]
+        best = [record.best(name, lesson.ANCHOR, min(lesson.TARGETS)).lr for name in lesson.RATES]
+        rates = [min(grid, key=lambda lr, near=near: abs(lr - near))
+                 for grid, near in zip(lesson.RATES.values(), best)]
         noise = dict(zip(lesson.RATES, pool.map(_noise, lesson.RATES, rates)))
     facts = {"runs": runs, "noise": noise, "base": lesson.BASE}
     record = lesson.Record(facts)
@@ -74,25 +76,25 @@ def widths(rounds: int = 2) -> list[Result]:
         best = lesson.best_by_width(runs, how)
         moved = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[0]])
         own = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[-1]])
-        results.append(paired("width-rates", ours=[moved], peer=[own], peer_name="its own best rate",
-                              case=f"{how}: width {lesson.WIDTHS[-1]} at the best rate of width "
-                                   f"{lesson.WIDTHS[0]}", better="lower", unit="nats per token",
-                              facts={"runs": runs}))
+        results.append(paired(
+            "width-rates", ours=[moved], peer=[own], peer_name="its own best rate",
+            case=f"{how}: width {lesson.WIDTHS[-1]} at the best rate of width {lesson.WIDTHS[0]}",
+            better="lower", unit="nats per token", facts={"runs": runs}))
     return results
 
 
 def searches(rounds: int = SEARCHES) -> list[Result]:
     """One Result for each number of trials: the best loss of a search by TPE over that of one at
-    random. Each search has a sampler's seed of its own; there are as many, whatever `rounds` are."""
+    random. Each search has a sampler's seed of its own; whatever `rounds` are, all run."""
     seeds = range(SEARCHES)
     cases = [(sampler, seed) for sampler in SAMPLERS for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         losses = dict(zip(cases, pool.map(_search, *zip(*cases))))
     found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in SAMPLERS}
     return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
-                   peer=[min(one[:n]) for one in found["random"]], peer_name="at random", better="lower",
-                   case=f"the best of {n} trials", unit="nats per token", packages=("torch", "optuna"),
-                   facts={"losses": found})
+                   peer=[min(one[:n]) for one in found["random"]], peer_name="at random",
+                   better="lower", case=f"the best of {n} trials", unit="nats per token",
+                   packages=("torch", "optuna"), facts={"losses": found})
             for n in (10, 15, 20)]
 
 
