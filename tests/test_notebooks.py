@@ -22,6 +22,7 @@ from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l19_is_it_progress as chance
 from lessons import l20_optimizers as optimizers
+from lessons import l21_batch_schedule_search as batches
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
@@ -324,6 +325,19 @@ def test_newton_schulz_of_singular_values_is_muons():
                                optimizers.over_rms(torch.linalg.svdvals(steps)))
 
 
+def test_what_is_said_of_batches_is_in_the_record():
+    record, said = batches.Record.read(), " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("21")), 4)).split())
+    steps = {(name, batch): record.best(name, batch, 2.4).steps for name in batches.RATES for batch in (*batches.BATCHES, batches.ANCHOR)}
+    for name, saved in (("adamw", (45, 18)), ("sgd", (28, 6))):
+        for (small, large), percent in zip(((4, 8), (64, 128)), saved):
+            assert 100 * (1 - steps[name, large] / steps[name, small]) == pytest.approx(percent, abs=0.6)
+    assert steps["adamw", 4] == pytest.approx(468, abs=0.5) and record.predicted("adamw", 4, 2.4).value == pytest.approx(683, abs=0.5)
+    assert batches.law_error(record, "adamw", 2.4) == pytest.approx(0.07, abs=0.002) and "within 7%" in said
+    assert record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1) and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1)
+    assert batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005) and "power of 0.42" in said
+    assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
+
+
 def test_minutes_stand_below_the_title(book):
     """Those of the exercises are the exercises' own; the whole leaves time to read."""
     tasks = sum(exercise.minutes for name, exercise in EXERCISES.items() if name.startswith(book.cells[0].source[2:4] + "."))
@@ -337,7 +351,8 @@ def test_minutes_stand_below_the_title(book):
 RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
-         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140}
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
+         "21.updates": 183, "21.rate": 4.04}
 
 
 def test_no_guess_is_right_where_it_starts():

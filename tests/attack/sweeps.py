@@ -29,19 +29,18 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     seconds, rounds, heard = time.monotonic() - begun, 0, 0
     while outcome.tried < count:
         out, rounds = folder / f"sweep-{rounds}", rounds + 1
-        for trial in range(outcome.tried, 10 * count):
+        found = None
+        while found is None:
             over = threading.Event()
             killer = threading.Thread(target=_kill, args=(rng.uniform(0, seconds / 2), rng.random(), over, outcome))
             killer.start()
             try:
                 found = _settled(told, out)
             except RunFailedError:
-                heard, found = heard + 1, None
+                heard += 1
             finally:
                 over.set()
                 killer.join()
-            if found is not None:
-                break
         _same(found, whole, out, f"seed {seed}, sweep {rounds}", outcome)
     outcome.facts = {"sweeps": rounds, "heard of": heard, "sweep_seconds": round(seconds, 3)}
     return outcome

@@ -11,6 +11,7 @@ Nothing but the command line imports this room.
 
 BENCHES = {     # module of this folder and function, and what is beside what
     "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
+    "batch-steps": ("batch_steps:run", "updates to a loss by batch size, beside their prediction"),
     "claims": ("claims:run", "how often the referee of `lpkit claim` errs, on real runs"),
     "course": ("course:run", "every notebook at tier cpu, alone and beside four busy processes"),
     "decode": ("decode:run", "a generated token beside transformers.generate, with the same cache"),
@@ -35,5 +36,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "reliability": ("reliability:run", "attacks on runs, commands and folders: none may do harm"),
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit measure`"),
     "telemetry": ("steps:telemetry", "what looking at a run's tensors costs"),
+    "tpe-random": ("batch_steps:searches", "a search by TPE beside one at random, on real runs"),
     "train-nanogpt": ("nanogpt:run", "a training step beside nanoGPT's, eager and compiled"),
+    "width-rates": ("batch_steps:widths", "the best learning rate over widths, beside muP's"),
 }

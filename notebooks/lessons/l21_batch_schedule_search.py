@@ -1,0 +1,629 @@
+"""Lesson 21, Batch, schedule, search: its study, its figures and its exercises.
+
+How many updates a run needs follows from how noisy its gradients are. With g the gradient of a
+sequence, G its mean and S the trace of its covariance, a batch of B sequences needs
+
+    steps(B) = S_min (1 + B_noise / B),     B_noise = S / |G|^2
+
+(McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, section 2 and appendix A.1). The
+model is tiny and the text real; the runs are those of data/measured/batch-steps-*.json, which
+`lpkit bench batch-steps --out data/measured` makes. Batches and noise scales are in sequences,
+losses in nats per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+from statistics import fmean, linear_regression, stdev
+from typing import Any
+
+import torch
+
+from lpkit.config import Config
+from lpkit.contracts import Batch
+from lpkit.course.judge import adding_to
+from lpkit.nn.init import fan_in
+from lpkit.predict.evidence import MEASURED
+from lpkit.presets import preset
+from lpkit.tables import FAINT, html_table
+from lpkit.techniques.inits import INITS
+from lpkit.techniques.row import Row
+from lpkit.training.training import Training
+from lpkit.ui.draw import axis, figure, note, scatter
+from lpkit.ui.style import COLOURS
+
+# ---- Runs, and their noise
+
+BASE = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "model.init": "fan-in", "schedule": "constant", "schedule.warmup_steps": 10,
+        "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0, "eval_every": 0, "eval_batches": 1,
+        "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1}
+BATCHES = (4, 8, 16, 32, 64)    # that are predicted
+ANCHOR = 128                    # from which they are
+TARGETS = (2.6, 2.4)
+NOISE_FROM, PHASES = 3.3, 5     # nats from which the noise is measured, in as many parts of a run
+RATES = {"adamw": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "sgd": (0.2, 0.4, 0.8, 1.6)}
+NAMES = {"adamw": "AdamW", "sgd": "SGD"}
+MOST_STEPS = {"adamw": 1500, "sgd": 1500}
+SEEDS = 3
+SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
+GROUPS = 4              # at each look: 50 looks have 3,200 micro-batches
+HELD = 128                          # validation sequences, the same for all
+
+
+def config(optimizer: str, batch: int, lr: float, seed: int = 0) -> Config:
+    return preset("cpu-3m").replace(BASE | {
+        "optimizer": optimizer, "optimizer.lr": lr, "global_batch": batch, "seed": seed,
+        "steps": MOST_STEPS[optimizer]})
+
+
+def held_out() -> Batch:
+    return Training.build(config("adamw", HELD, 0.001)).val.batch(0)
+
+
+def moments_to_look() -> Iterator[int]:
+    """Steps after which a run is evaluated: 4% apart, at least one."""
+    step = 5
+    while True:
+        yield step
+        step = max(step + 1, round(1.04 * step))
+
+
+def curve(training: Training, held: Batch, last: float) -> Iterator[tuple[int, float]]:
+    """Trains until the loss of `held` is `last`; yields (steps, loss) on the way. Ends early where
+    it diverges, and after the config's steps."""
+    looks = moments_to_look()
+    due = next(looks)
+    for step in range(training.config.steps):
+        training.update(step)
+        if step + 1 == due:
+            with torch.no_grad():
+                loss = training.loss(training.model, held).item()
+            if not loss < 10:
+                return
+            yield due, loss
+            if loss <= last:
+                return
+            due = next(looks)
+
+
+def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None:
+    """Returns where a curve reaches `target` first, between two looks by a straight line."""
+    for (s0, above), (s1, loss) in itertools.pairwise(points):
+        if loss <= target < above:
+            return s0 + (s1 - s0) * (above - target) / (above - loss)
+    return None
+
+
+def squared(gradients: Sequence[torch.Tensor]) -> float:
+    return sum(g.square().sum().item() for g in gradients)
+
+
+def squared_norms(training: Training, *, groups: int = GROUPS, first: int = 0
+                  ) -> tuple[list[float], list[float]]:
+    """Returns, for each group of PARTS micro-batches, the mean of their gradients' squared norms,
+    and the squared norm of their mean gradient. The text is drawn by another seed than a run's."""
+    text = Training.build(config("adamw", SMALL * PARTS, 0.001, seed=12345)).data
+    parameters, small, large = list(training.model.parameters()), [], []
+    for group in range(first, first + groups):
+        total, norms = [torch.zeros_like(p) for p in parameters], []
+        for piece in text.batch(group).chunk(PARTS):
+            found = torch.autograd.grad(training.loss(training.model, piece), parameters)
+            norms.append(squared(found))
+            torch._foreach_add_(total, found)
+        small.append(fmean(norms))
+        large.append(squared(total) / PARTS**2)
+    return small, large
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A noise scale in sequences, and where 95 of 100 resamples lie."""
+
+    value: float
+    low: float
+    high: float
+    resampled: tuple[float, ...] = field(default=(), repr=False)
+
+
+def noise_scale(small: Sequence[float], large: Sequence[float], *, b_small: int = SMALL,
+                b_large: int = SMALL * PARTS, resamples: int = 1000, seed: int = 0) -> Estimate:
+    """The noise scale from squared gradient norms of small and of large batches, in pairs, with a
+    bootstrap interval over pairs.
+
+    E|g_B|^2 = |G|^2 + S / B, so two sizes give both (McCandlish et al. 2018, appendix A.1). Where
+    a resample has no signal left, |G|^2 <= 0, its scale is infinite.
+    """
+    def scale(a: float, b: float) -> float:
+        signal = (b_large * b - b_small * a) / (b_large - b_small)
+        noise = (a - b) / (1 / b_small - 1 / b_large)
+        return noise / signal if signal > 0 else math.inf
+
+    rng, n = Random(seed), len(small)
+    drawn = []
+    for _ in range(resamples):
+        picks = rng.choices(range(n), k=n)
+        drawn.append(scale(fmean(small[i] for i in picks), fmean(large[i] for i in picks)))
+    in_order = sorted(drawn)
+    low, high = (in_order[round(q * (resamples - 1))] for q in (0.025, 0.975))
+    return Estimate(scale(fmean(small), fmean(large)), low, high, tuple(drawn))
+
+
+def noise_on_the_way(optimizer: str, batch: int, lr: float, held: Batch, last: float
+                     ) -> dict[str, Any]:
+    """One run down to the loss `last`, and at each look from NOISE_FROM on the means of both
+    squared norms over GROUPS groups."""
+    training = Training.build(config(optimizer, batch, lr))
+    points, looks = [(0, math.log(256))], []
+    for step, loss in curve(training, held, last):
+        points.append((step, round(loss, 4)))
+        if loss <= NOISE_FROM:
+            small, large = squared_norms(training, first=GROUPS * len(looks))
+            looks.append({"step": step, "loss": round(loss, 4), "small": fmean(small),
+                          "large": fmean(large)})
+    return {"batch": batch, "lr": lr, "curve": points, "looks": looks}
+
+
+def in_phases(looks: Sequence[Mapping[str, float]], phases: int = PHASES
+              ) -> list[tuple[float, Estimate]]:
+    """Returns the mean loss and the noise scale of each part of a run, pooled over its looks: at a
+    single one the mean gradient is of one point of a path that swings."""
+    found = []
+    for k in range(phases):
+        part = looks[k * len(looks) // phases:(k + 1) * len(looks) // phases]
+        found.append((fmean(at["loss"] for at in part), noise_scale(
+            [at["small"] for at in part], [at["large"] for at in part], seed=k)))
+    return found
+
+
+# ---- What a record says
+
+@dataclass(frozen=True)
+class Best:
+    """The learning rate that reaches a loss in the fewest updates, between those of the grid by a
+    parabola, and those updates. `spread`: standard deviation of their logarithm from seed to
+    seed."""
+
+    lr: float
+    steps: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """Replays `lpkit bench batch-steps`."""
+
+    found: Mapping[str, Any]
+
+    @classmethod
+    def read(cls) -> Record:
+        return cls(json.loads(next(MEASURED.glob("batch-steps-*.json")).read_text()))
+
+    @cached_property
+    def _steps(self) -> dict[tuple, list[float]]:
+        """By (optimizer, batch, target, lr), a number a seed; those that all seeds reached."""
+        found: dict[tuple, list[float]] = {}
+        for run in self.found["runs"]:
+            for target, steps in zip(TARGETS, run["steps"], strict=True):
+                key = run["optimizer"], run["batch"], target, run["lr"]
+                found.setdefault(key, []).append(steps)
+        return {key: steps for key, steps in found.items() if None not in steps}
+
+    def by_rate(self, optimizer: str, batch: int, target: float) -> dict[float, list[float]]:
+        return {key[3]: steps for key, steps in sorted(self._steps.items())
+                if key[:3] == (optimizer, batch, target)}
+
+    def best(self, optimizer: str, batch: int, target: float) -> Best:
+        rates = self.by_rate(optimizer, batch, target)
+        x = [math.log(lr) for lr in rates]
+        y = [fmean(map(math.log, steps)) for steps in rates.values()]
+        at = y.index(min(y))
+        of_seeds = [math.log(steps) for steps in list(rates.values())[at]]
+        spread = stdev(of_seeds) if len(of_seeds) > 1 else 0.0
+        if not 0 < at < len(y) - 1:
+            return Best(math.exp(x[at]), math.exp(y[at]), spread)
+        left, right = y[at - 1] - y[at], y[at + 1] - y[at]
+        move = (left - right) / (left + right) / 2          # in steps of the grid
+        lowest = y[at] - (left - right) ** 2 / (left + right) / 8
+        return Best(math.exp(x[at] + move * (x[at + 1] - x[at])), math.exp(lowest), spread)
+
+    def spread(self, optimizer: str) -> float:
+        """Pooled over batches and targets, at their best rates."""
+        found = [self.best(optimizer, batch, target).spread
+                 for batch in (*BATCHES, ANCHOR) for target in TARGETS]
+        return math.sqrt(fmean(s * s for s in found))
+
+    @cached_property
+    def scales(self) -> dict[str, list[tuple[float, Estimate]]]:
+        """Losses, and the noise scale there, on the way of an optimizer's largest batch."""
+        return {name: in_phases(way["looks"]) for name, way in self.found["noise"].items()}
+
+    def on_the_way(self, optimizer: str, target: float, draw: int | None = None
+                   ) -> tuple[float, float]:
+        """Returns the noise scale of a whole run to `target`, and the share of the anchor's updates
+        that an endless batch would need. `draw`: the bootstrap's resample; None: the estimate."""
+        known = [(loss, math.log(min(1e4, e.value if draw is None else e.resampled[draw])))
+                 for loss, e in self.scales[optimizer]]
+        ways, needed, noisy = self.found["noise"][optimizer]["curve"], 0.0, 0.0
+        for (s0, _), (s1, loss) in itertools.pairwise(ways):
+            scale = math.exp(between(known, loss))
+            weight = (s1 - s0) / (1 + scale / ANCHOR)
+            needed, noisy, last = needed + weight, noisy + weight * scale, s1
+            if loss <= target:
+                break
+        return noisy / needed, needed / last
+
+    def predicted(self, optimizer: str, batch: int, target: float) -> Estimate:
+        """Updates of `batch` sequences, from the anchor's and the noise. The interval is that of a
+        mean of SEEDS runs: it has the bootstrap of the noise, and the seeds of both."""
+        anchor, spread = self.best(optimizer, ANCHOR, target), self.spread(optimizer)
+        rng, drawn = Random(0), []
+
+        def steps(draw: int | None) -> float:
+            scale, share = self.on_the_way(optimizer, target, draw)
+            return anchor.steps * share * (1 + scale / batch)
+
+        for draw in range(400):
+            drawn.append(steps(draw) * math.exp(rng.gauss(0, spread * math.sqrt(2 / SEEDS))))
+        drawn.sort()
+        return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))
+
+
+    def law(self, optimizer: str, target: float) -> tuple[float, float]:
+        """Returns S_min and B_noise of the law through the updates of the smallest and of the
+        largest batch."""
+        small, large = (self.best(optimizer, batch, target).steps for batch in (BATCHES[0], ANCHOR))
+        scale = (small - large) / (large / BATCHES[0] - small / ANCHOR)
+        return large / (1 + scale / ANCHOR), scale
+
+
+def between(known: Sequence[tuple[float, float]], x: float) -> float:
+    """Straight lines through `known`, whose first numbers fall; flat beyond the ends."""
+    if x >= known[0][0]:
+        return known[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(known):
+        if x >= x1:
+            return y0 + (y1 - y0) * (x0 - x) / (x0 - x1)
+    return known[-1][1]
+
+
+# ---- Width: standard parametrisation, and muP built from outside
+
+WIDTHS = (32, 64, 128, 256)
+WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
+HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
+
+
+@torch.no_grad()
+def mup_init(model: torch.nn.Module) -> None:
+    """Hidden matrices N(0, 1 / inputs) as ever, embeddings of one size at every width (table 3 of
+    Yang et al. 2022), and the head 0 (its appendix D.2), which is small enough at every width."""
+    fan_in(model)
+    for table in (model.embed.weight, *model.positions.parameters()):
+        torch.nn.init.normal_(table, std=WIDTHS[0] ** -0.5)
+    torch.nn.init.zeros_(model.head.weight)
+
+
+INITS["mup"] = Row(why="initialisation of muP",
+                   source="Yang et al. 2022, arXiv:2203.03466, table 3",
+                   implementation="lessons.l21_batch_schedule_search:mup_init")
+
+
+def mup(width: int) -> dict[str, Any]:
+    """Settings of muP at a width: Adam's rate of what has a width of inputs goes with 1 / width, so
+    that it is the run's own at WIDTHS[0]; the rates of embeddings and vectors stay."""
+    scale = WIDTHS[0] / width
+    return {"model.init": "mup", "optimizer.groups": (
+        f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
+        f"head.weight:lr_scale={scale}")}
+
+
+PARAMETRISATIONS = {"standard": lambda width: {}, "muP": mup}
+
+
+def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
+    return config("adamw", 8, lr, seed).replace(
+        {"model.width": width, "model.heads": width // HEAD_DIM, "model.tied": False, "steps": 60,
+         "eval_batches": 16}
+        | PARAMETRISATIONS[how](width))
+
+
+@torch.no_grad()
+def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
+    """What leaves each part for the same text, by name."""
+    found, hooks = {}, []
+    parts = {"embedding": training.model.embed, "attention": training.model.blocks[-1].attention,
+             "mlp": training.model.blocks[-1].mlp, "logits": training.model.head}
+    for name, part in parts.items():
+        hooks.append(part.register_forward_hook(
+            lambda module, inputs, out, name=name: found.update({name: out.clone()})))
+    training.model(held.tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
+                     ) -> dict[str, float]:
+    """Returns the root mean square by which each part's activations have moved after a few updates,
+    the mean over seeds (Yang et al. 2022, appendix D.1)."""
+    moved: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        training = Training.build(of_width(how, width, lr, seed))
+        held = training.val.batch(0)
+        before = activations(training, held)
+        for step in range(steps):
+            training.update(step)
+        for name, after in activations(training, held).items():
+            moved.setdefault(name, []).append((after - before[name]).square().mean().sqrt().item())
+    return {name: fmean(values) for name, values in moved.items()}
+
+
+def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
+    """Returns the validation loss after the config's steps; None: it diverged."""
+    training = Training.build(of_width(how, width, lr, seed))
+    for step in range(training.config.steps):
+        training.update(step)
+    loss = training.evaluate()
+    return round(loss, 4) if loss < 10 else None
+
+
+def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
+    """Over seeds; infinite where one diverged."""
+    found = [run["loss"] for run in runs
+             if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
+    return math.inf if None in found else fmean(found)
+
+
+def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
+    """The best learning rate of the grid for each width."""
+    return {width: min(WIDTH_RATES, key=lambda lr, width=width: mean_loss(runs, how, width, lr))
+            for width in WIDTHS}
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """The exponent of the power law through the points, by least squares of logarithms."""
+    u, v = list(map(math.log, x)), list(map(math.log, y))
+    return linear_regression(u, v).slope
+
+
+# ---- Figures and tables
+
+TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
+
+
+def steps_figure(record: Record, optimizer: str) -> dict:
+    """The plotly spec of updates over batch sizes: measured, and predicted with its interval."""
+    data = []
+    for target, colour in TARGET_COLOURS.items():
+        found = {batch: record.predicted(optimizer, batch, target) for batch in BATCHES}
+        measured = [record.best(optimizer, batch, target).steps for batch in (*BATCHES, ANCHOR)]
+        data += [
+            scatter([*BATCHES, *reversed(BATCHES)],
+                    [*(e.low for e in found.values()), *(e.high for e in reversed(found.values()))],
+                    f"95% of the prediction to {target}", colour, fill="toself", opacity=0.25,
+                    line={"width": 0}, hover=None),
+            scatter(BATCHES, [e.value for e in found.values()], f"predicted to {target}", colour,
+                    line={"dash": "dash"}, hover="%{x} sequences: %{y:.0f} updates"),
+            scatter((*BATCHES, ANCHOR), measured, f"measured to {target}", colour,
+                    mode="markers", marker={"size": 9}, hover="%{x} sequences: %{y:.0f} updates")]
+    return figure(data, f"Updates to two losses by {NAMES[optimizer]}", height=420,
+                  xaxis=axis("sequences in a batch", type="log", tickvals=[*BATCHES, ANCHOR]),
+                  yaxis=axis("updates", type="log", dtick="D2"),
+                  annotations=[note(f"predicted from {ANCHOR} sequences and the noise", 0.5, 1,
+                                    "center top", xref="paper", yref="paper",
+                                    font={"color": FAINT})])
+
+
+def best_rates(record: Record, optimizer: str, target: float = TARGETS[-1]) -> dict[int, float]:
+    return {batch: record.best(optimizer, batch, target).lr for batch in (*BATCHES, ANCHOR)}
+
+
+def rates_figure(record: Record) -> dict:
+    """The plotly spec of the best learning rate over batch sizes, beside both rules."""
+    data, batches = [], (*BATCHES, ANCHOR)
+    for optimizer, colour in zip(RATES, COLOURS):
+        found = best_rates(record, optimizer)
+        start = found[BATCHES[0]]
+        data.append(scatter(batches, found.values(), f"{NAMES[optimizer]}, best", colour,
+                            mode="lines+markers", line={"width": 3},
+                            hover="%{x} sequences: %{y:.4g}"))
+        for rule_name, power, dash in (("linear", 1.0, "dash"), ("square root", 0.5, "dot")):
+            data.append(scatter(batches, [start * (b / BATCHES[0]) ** power for b in batches],
+                                f"{rule_name}, from {BATCHES[0]} sequences", colour, opacity=0.6,
+                                line={"dash": dash, "width": 1.5}, showlegend=optimizer == "sgd"))
+    return figure(data, f"The learning rate that reaches {TARGETS[-1]} nats in the fewest updates",
+                  height=420,
+                  xaxis=axis("sequences in a batch", type="log", tickvals=list(batches)),
+                  yaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"))
+
+
+def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
+    """The plotly spec of how far activations moved, over widths. `found`: by parametrisation and
+    width, as `coordinate_check` returns it."""
+    data = []
+    for how, dash in zip(found, ("dot", "solid")):
+        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
+            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
+                                colour, mode="lines+markers", line={"dash": dash},
+                                hover="width %{x}: %{y:.3f}"))
+    return figure(data, "How far activations have moved after four updates at one learning rate",
+                  height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
+                  yaxis=axis("root mean square of the change", type="log", dtick=1))
+
+
+def width_runs() -> list[dict[str, Any]]:
+    """Returns the runs of `lpkit bench width-rates`."""
+    return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
+
+
+def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
+    data = []
+    for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
+        for width, colour in zip(WIDTHS, COLOURS):
+            losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
+            kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
+            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,
+                                mode="lines+markers", line={"dash": dash},
+                                hover="%{x:.4g}: %{y:.3f} nats"))
+    return figure(data, "Loss after 60 updates over learning rates", height=440,
+                  xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
+                  yaxis=axis("validation loss, nats"))
+
+
+def searches() -> dict[str, list[list[float]]]:
+    """Returns the losses of each recorded search by `lpkit bench tpe-random`, in the order of its
+    trials, by sampler."""
+    return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
+
+
+def best_so_far(losses: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(losses, min))
+
+
+def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
+    """The plotly spec of the best loss after each trial: a search a pale line, and their mean."""
+    data = []
+    for (sampler, losses), colour in zip(found.items(), COLOURS):
+        curves = [best_so_far(one) for one in losses]
+        trials = list(range(1, len(curves[0]) + 1))
+        data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
+                         hover=None, showlegend=False) for curve in curves]
+        data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
+                            f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
+                            hover="%{x} trials: %{y:.3f} nats"))
+    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
+                  yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
+
+
+def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
+    """In how many pairs of searches TPE's best of so many trials is the lower one."""
+    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
+
+
+def cells(record: Record, optimizer: str) -> list[tuple[int, float, Estimate, float]]:
+    """Returns batch, target, prediction and measured updates of each cell."""
+    return [(batch, target, record.predicted(optimizer, batch, target),
+             record.best(optimizer, batch, target).steps)
+            for target in TARGETS for batch in BATCHES]
+
+
+def held_cells(record: Record, optimizer: str) -> int:
+    return sum(e.low <= steps <= e.high for _, _, e, steps in cells(record, optimizer))
+
+
+def cells_table(record: Record, optimizer: str) -> str:
+    """HTML: each cell of batch and target."""
+    rows = [(f"{batch}", f"{target}", f"{e.value:.0f}", f"{e.low:.0f} to {e.high:.0f}",
+             f"{steps:.0f}",
+             "yes" if e.low <= steps <= e.high else f"no, {steps / e.value - 1:+.0%}")
+            for batch, target, e, steps in cells(record, optimizer)]
+    heads = ("sequences", "target", "predicted", "95% interval", "measured", "holds it")
+    return html_table(heads, rows)
+
+
+def scales_table(record: Record) -> str:
+    """HTML: the noise scale along the recorded runs of ANCHOR sequences."""
+    rows = [(NAMES[name], f"{loss:.2f}", f"{e.value:.1f}", f"{e.low:.1f} to {e.high:.1f}")
+            for name, found in record.scales.items() for loss, e in found]
+    return html_table(("optimizer", "loss, nats", "noise scale, sequences", "95% interval"), rows)
+
+
+def law_error(record: Record, optimizer: str, target: float) -> float:
+    """The largest relative error of the law between the two batch sizes that it goes through."""
+    least, scale = record.law(optimizer, target)
+    return max(abs(least * (1 + scale / batch) / record.best(optimizer, batch, target).steps - 1)
+               for batch in BATCHES[1:])
+
+
+def law_table(record: Record) -> str:
+    """HTML: the law through the smallest and the largest batch, beside the noise of gradients."""
+    rows = []
+    for optimizer, target in itertools.product(RATES, TARGETS):
+        least, scale = record.law(optimizer, target)
+        rows.append((NAMES[optimizer], f"{target}", f"{least:.0f}", f"{scale:.1f}",
+                     f"{record.on_the_way(optimizer, target)[0]:.1f}",
+                     f"{law_error(record, optimizer, target):.0%}"))
+    return html_table(("optimizer", "target", "least updates",
+                       f"B_noise by the updates of {BATCHES[0]} and {ANCHOR}",
+                       "B_noise by the gradients", "the law is off between them by at most"), rows)
+
+
+def rate_exponent(record: Record, optimizer: str) -> float:
+    """The power of the batch by which the best learning rate grows; 1 is linear, 0.5 its root."""
+    found = best_rates(record, optimizer)
+    return slope(list(found), list(found.values()))
+
+
+def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """HTML: the best learning rate of each width, and what the narrowest one's costs the widest."""
+    rows = []
+    for how in PARAMETRISATIONS:
+        best = best_by_width(runs, how)
+        moved, own = (mean_loss(runs, how, WIDTHS[-1], best[width])
+                      for width in (WIDTHS[0], WIDTHS[-1]))
+        rows.append((how, *(f"{lr:g}" for lr in best.values()), f"{own:.3f}", f"{moved:.3f}"))
+    return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
+                       f"loss of width {WIDTHS[-1]} at its own",
+                       f"at that of width {WIDTHS[0]}"), rows)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _norms(r: Random) -> tuple[float, float, int, int]:
+    signal, noise, b, times = r.uniform(0.5, 2), r.uniform(1, 50), r.randint(1, 8), r.randint(2, 40)
+    return signal + noise / b, signal + noise / (b * times), b, b * times
+
+
+@exercise("21.noise_scale", (2.0, 1.5, 1, 2), (5.0, 2.0, 1, 4), (9.0, 1.5, 4, 64), minutes=6,
+          stars=2, draw=_norms,
+          mistakes={"the large batch's squared norm has noise, too": lambda small, large, b, B: (
+                        (small - large) / (1 / b - 1 / B) / large),
+                    "divide by the signal": lambda small, large, b, B: (
+                        (B * large - b * small) / (B - b) / ((small - large) / (1 / b - 1 / B)))})
+def noise_scale_of(small: float, large: float, b: int, B: int) -> float:
+    signal = (B * large - b * small) / (B - b)
+    noise = (small - large) / (1 / b - 1 / B)
+    return noise / signal
+
+
+@exercise("21.price", (8.0, 16.0), (16.0, 16.0), (64.0, 16.0), minutes=4,
+          draw=lambda r: (r.uniform(1, 500), r.uniform(1, 500)),
+          mistakes={"first the updates, then the sequences": lambda batch, scale: (
+                        1 + batch / scale, 1 + scale / batch)})
+def price(batch: float, scale: float) -> tuple[float, float]:
+    return 1 + scale / batch, 1 + batch / scale
+
+
+@exercise("21.adam_at", (0.001, 0.9, 0.95, 4.0), (0.004, 0.9, 0.99, 0.25), minutes=5,
+          draw=lambda r: (r.uniform(1e-4, 1e-2), r.uniform(0.85, 0.95), r.uniform(0.9, 0.999),
+                          r.choice([0.25, 0.5, 2.0, 4.0])),
+          mistakes={"that is the rule of SGD": lambda lr, beta1, beta2, k: (
+                        k * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)),
+                    "the moments average over more sequences now": lambda lr, beta1, beta2, k: (
+                        math.sqrt(k) * lr, beta1, beta2)})
+def adam_at(lr: float, beta1: float, beta2: float, k: float) -> tuple[float, float, float]:
+    return math.sqrt(k) * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)
+
+
+@exercise("21.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004),
+          ("head", 256, 64, 0.004), ("vector", 256, 64, 0.004), minutes=4,
+          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]),
+                          r.choice([64, 128, 512]), r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
+          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: (
+                        lr * base / width),
+                    "the head has a width of inputs, too": lambda kind, width, base, lr: (
+                        lr * base / width if kind == "hidden" else lr)})
+def mup_rate(kind: str, width: int, base: int, lr: float) -> float:
+    return lr * base / width if kind in ("hidden", "head") else lr

@@ -1,0 +1,121 @@
+"""Updates to a loss over batch sizes and learning rates, beside what the gradients' noise predicts.
+
+    lpkit bench batch-steps --out data/measured     # under ten minutes of one core
+    lpkit bench width-rates --out data/measured     # the same
+    lpkit bench tpe-random --out data/measured      # five minutes
+
+A model of 37 thousand weights learns from 4 to 128 sequences at a time until it has reached two
+losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
+of its gradients is measured on the way. The study is that of lesson 21, and its notebook shows this
+record. Nothing is timed; runs share the cores, one thread each.
+"""
+
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+from lessons import l21_batch_schedule_search as lesson
+from lpkit.machine_facts import cores
+from tests.bench.harness import Result, paired
+
+SEARCHES, TRIALS = 20, 20
+SPACE = {"optimizer.lr": (1e-4, 1e-1, True), "optimizer.beta1": (0.5, 0.99, False),
+         "schedule.warmup_steps": (0, 30, False)}       # low, high, on a log scale
+SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}     # as lpkit sweep names them
+
+
+def run(rounds: int = lesson.SEEDS) -> list[Result]:
+    """One Result for each optimizer, batch and target: the updates of its best rate by seed, beside
+    the prediction. `rounds`: at most as many seeds."""
+    seeds = range(min(rounds, lesson.SEEDS))
+    cases = [(optimizer, batch, lr, seed) for optimizer, rates in lesson.RATES.items()
+             for batch in (lesson.ANCHOR, *reversed(lesson.BATCHES))
+             for lr in rates for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        reached = list(pool.map(_reached, *zip(*cases)))
+        runs = [dict(zip(("optimizer", "batch", "lr", "seed", "steps"), (*case, steps)))
+                for case, steps in zip(cases, reached)]
+        record = lesson.Record({"runs": runs, "noise": {}})
+        best = [record.best(name, lesson.ANCHOR, min(lesson.TARGETS)).lr for name in lesson.RATES]
+        rates = [min(grid, key=lambda lr, near=near: abs(lr - near))
+                 for grid, near in zip(lesson.RATES.values(), best)]
+        noise = dict(zip(lesson.RATES, pool.map(_noise, lesson.RATES, rates)))
+    facts = {"runs": runs, "noise": noise, "base": lesson.BASE}
+    record = lesson.Record(facts)
+    return [paired("batch-steps", ours=[record.predicted(name, batch, target).value],
+                   peer=[record.best(name, batch, target).steps], peer_name="measured",
+                   case=f"{name}, {batch} sequences, to {target} nats", better="lower",
+                   unit="updates", facts=facts)
+            for name in lesson.RATES for target in lesson.TARGETS for batch in lesson.BATCHES]
+
+
+def _reached(optimizer: str, batch: int, lr: float, seed: int) -> list[float | None]:
+    training = lesson.Training.build(lesson.config(optimizer, batch, lr, seed))
+    points = list(lesson.curve(training, lesson.held_out(), min(lesson.TARGETS)))
+    return [steps and round(steps, 2) for steps in (
+        lesson.steps_to(points, target) for target in lesson.TARGETS)]
+
+
+def _noise(optimizer: str, lr: float) -> dict:
+    return lesson.noise_on_the_way(optimizer, lesson.ANCHOR, lr, lesson.held_out(),
+                                   min(lesson.TARGETS))
+
+
+def widths(rounds: int = 2) -> list[Result]:
+    """One Result for each parametrisation: the loss of the widest model at the rate that is best
+    for the narrowest, over the loss at its own best. `rounds`: at most as many seeds of the two."""
+    seeds = range(min(rounds, 2))
+    cases = [(how, width, lr, seed) for width in reversed(lesson.WIDTHS)
+             for how in lesson.PARAMETRISATIONS for lr in lesson.WIDTH_RATES for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        losses = list(pool.map(lesson.loss_of_width, *zip(*cases)))
+    runs = [dict(zip(("how", "width", "lr", "seed", "loss"), (*case, loss)))
+            for case, loss in zip(cases, losses)]
+    results = []
+    for how in lesson.PARAMETRISATIONS:
+        best = lesson.best_by_width(runs, how)
+        moved = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[0]])
+        own = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[-1]])
+        results.append(paired(
+            "width-rates", ours=[moved], peer=[own], peer_name="its own best rate",
+            case=f"{how}: width {lesson.WIDTHS[-1]} at the best rate of width {lesson.WIDTHS[0]}",
+            better="lower", unit="nats per token", facts={"runs": runs}))
+    return results
+
+
+def searches(rounds: int = SEARCHES) -> list[Result]:
+    """One Result for each number of trials: the best loss of a search by TPE over that of one at
+    random. Each search has a sampler's seed of its own; whatever `rounds` are, all run."""
+    seeds = range(SEARCHES)
+    cases = [(sampler, seed) for sampler in SAMPLERS for seed in seeds]
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+        losses = dict(zip(cases, pool.map(_search, *zip(*cases))))
+    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in SAMPLERS}
+    return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
+                   peer=[min(one[:n]) for one in found["random"]], peer_name="at random",
+                   better="lower", case=f"the best of {n} trials", unit="nats per token",
+                   packages=("torch", "optuna"), facts={"losses": found})
+            for n in (10, 15, 20)]
+
+
+def _search(sampler: str, seed: int) -> list[float]:
+    """Returns the loss of each of TRIALS runs of 40 updates, whose settings optuna suggests. All
+    have one seed: they differ by their settings alone."""
+    import optuna  # only lpkit[sweep] has it
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
+    losses = []
+    for _ in range(TRIALS):
+        trial = study.ask()
+        chosen = {key: trial.suggest_int(key, low, high) if isinstance(low, int) else
+                  trial.suggest_float(key, low, high, log=log)
+                  for key, (low, high, log) in SPACE.items()}
+        training = lesson.Training.build(lesson.config("adamw", 8, 0.001).replace(
+            chosen | {"steps": 40, "eval_batches": 16}))
+        for step in range(40):
+            training.update(step)
+        loss = training.evaluate()
+        study.tell(trial, loss if math.isfinite(loss) else math.inf)
+        losses.append(round(min(loss, 10.0) if math.isfinite(loss) else 10.0, 4))
+    return losses
