@@ -338,8 +338,8 @@ def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
 def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
     """What leaves each part for the same text, by name."""
     found, hooks = {}, []
-    parts = {"embedding": training.model.embed, "attention": training.model.blocks[-1].attention,
-             "mlp": training.model.blocks[-1].mlp, "logits": training.model.head}
+    block = training.model.blocks[-1]
+    parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
     for name, part in parts.items():
         hooks.append(part.register_forward_hook(
             lambda module, inputs, out, name=name: found.update({name: out.clone()})))
@@ -455,7 +455,7 @@ def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict
                                 hover="width %{x}: %{y:.3f}"))
     return figure(data, "How far activations have moved after four updates at one learning rate",
                   height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
-                  yaxis=axis("root mean square of the change", type="log", dtick=1))
+                  yaxis=axis("root mean square of the change", type="log", dtick="D2"))
 
 
 def width_runs() -> list[dict[str, Any]]:
@@ -467,7 +467,7 @@ def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
     """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
     data = []
     for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
-        for width, colour in zip(WIDTHS, COLOURS):
+        for width, colour in zip(WIDTHS, (*COLOURS[:3], COLOURS[4])):
             losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
             kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
             data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,

@@ -4,7 +4,7 @@
     lpkit bench width-rates --out data/measured     # the same
     lpkit bench tpe-random --out data/measured      # five minutes
 
-A model of 37 thousand weights learns from 4 to 128 sequences at a time until it has reached two
+A model of 35 thousand weights learns from 4 to 128 sequences at a time until it has reached two
 losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
 of its gradients is measured on the way. The study is that of lesson 21, and its notebook shows this
 record. Nothing is timed; runs share the cores, one thread each.
