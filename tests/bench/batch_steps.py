@@ -1,8 +1,8 @@
 """Updates to a loss over batch sizes and learning rates, beside what the gradients' noise predicts.
 
-    lpkit bench batch-steps --out data/measured     # under ten minutes of one core
-    lpkit bench width-rates --out data/measured     # the same
-    lpkit bench tpe-random --out data/measured      # five minutes
+    lpkit bench batch-steps --out data/measured     # 12 minutes of CPU time
+    lpkit bench width-rates --out data/measured
+    lpkit bench tpe-random --out data/measured      # three minutes of two cores
 
 A model of 35 thousand weights learns from 4 to 128 sequences at a time until it has reached two
 losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
