@@ -61,19 +61,13 @@ class _Worker:
     name: str = ""              # of the run that it is at
 
 
-class Workers:
+class Workers(ExitStack):
     """Processes that make runs, the next when one has ended; they end when the block does."""
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None):
+        super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
         self.workers: list[_Worker] = []
-        self.stack = ExitStack()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
 
     def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None
                  ) -> list[dict[str, Any]]:
@@ -100,8 +94,8 @@ class Workers:
         keeper = self.children.start([sys.executable, "-P", "-c", f"{start}{reader})"],
                                      processes.new_folder(), log="log", fds=[reader])
         os.close(reader)
-        self.workers.append(_Worker(self.stack.enter_context(keeper), writer))
-        self.stack.callback(os.close, writer)
+        self.workers.append(_Worker(self.enter_context(keeper), writer))
+        self.callback(os.close, writer)
 
     def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
         waiting, done, dead = list(due), 0, []

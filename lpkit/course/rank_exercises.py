@@ -56,7 +56,7 @@ def meet_as(place: Place, who: str) -> None:
 
 
 def called(source: str) -> Callable[..., Any]:
-    """The function of this text."""
+    """Returns the function of this text."""
     name = ast.parse(source).body[0].name
     return load(Parcel(entry=name, texts={name: source}), torch=torch, dist=dist, math=math,
                 Tensor=Tensor)

@@ -50,7 +50,7 @@ TARGETS = (2.6, 2.4)
 NOISE_FROM, PHASES = 3.3, 5     # nats from which the noise is measured, in as many parts of a run
 RATES = {"adamw": (0.001, 0.002, 0.004, 0.008, 0.016, 0.032), "sgd": (0.2, 0.4, 0.8, 1.6)}
 NAMES = {"adamw": "AdamW", "sgd": "SGD"}
-MOST_STEPS = {"adamw": 1500, "sgd": 1500}
+MOST_STEPS = 1500
 SEEDS = 3
 SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
 GROUPS = 4              # at each look: 50 looks have 3,200 micro-batches
@@ -60,7 +60,7 @@ HELD = 128                          # validation sequences, the same for all
 def config(optimizer: str, batch: int, lr: float, seed: int = 0) -> Config:
     return preset("cpu-3m").replace(BASE | {
         "optimizer": optimizer, "optimizer.lr": lr, "global_batch": batch, "seed": seed,
-        "steps": MOST_STEPS[optimizer]})
+        "steps": MOST_STEPS})
 
 
 def held_out() -> Batch:
@@ -273,7 +273,6 @@ class Record:
             drawn.append(steps(draw) * math.exp(rng.gauss(0, spread * math.sqrt(2 / SEEDS))))
         drawn.sort()
         return Estimate(steps(None), drawn[9], drawn[-10], tuple(drawn))
-
 
     def law(self, optimizer: str, target: float) -> tuple[float, float]:
         """Returns S_min and B_noise of the law through the updates of the smallest and of the

@@ -15,13 +15,14 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 from lessons import l21_batch_schedule_search as lesson
+from lpkit.claims.sweep import SAMPLERS
 from lpkit.machine_facts import cores
 from tests.bench.harness import Result, paired
 
 SEARCHES, TRIALS = 20, 20
 SPACE = {"optimizer.lr": (1e-4, 1e-1, True), "optimizer.beta1": (0.5, 0.99, False),
          "schedule.warmup_steps": (0, 30, False)}       # low, high, on a log scale
-SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler"}     # as lpkit sweep names them
+COMPARED = ("tpe", "random")
 
 
 def run(rounds: int = lesson.SEEDS) -> list[Result]:
@@ -87,10 +88,10 @@ def searches(rounds: int = SEARCHES) -> list[Result]:
     """One Result for each number of trials: the best loss of a search by TPE over that of one at
     random. Each search has a sampler's seed of its own; whatever `rounds` are, all run."""
     seeds = range(SEARCHES)
-    cases = [(sampler, seed) for sampler in SAMPLERS for seed in seeds]
+    cases = [(sampler, seed) for sampler in COMPARED for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
         losses = dict(zip(cases, pool.map(_search, *zip(*cases))))
-    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in SAMPLERS}
+    found = {sampler: [losses[sampler, seed] for seed in seeds] for sampler in COMPARED}
     return [paired("tpe-random", ours=[min(one[:n]) for one in found["tpe"]],
                    peer=[min(one[:n]) for one in found["random"]], peer_name="at random",
                    better="lower", case=f"the best of {n} trials", unit="nats per token",

@@ -146,9 +146,13 @@ def page() -> str:
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
         told = dict(opened(row)) | {"shown": shown}
-        parts += [f"- **{what}**: " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", said)
+        parts += [f"- **{what}**: " + _linked(said)
                   for what, said in told.items()] + [""]
     return "\n".join([*parts, *_by_protocol()])
+
+
+def _linked(text: str) -> str:
+    return re.sub(r"https://[^\s,;]+", r"<\g<0>>", text)
 
 
 PROTOCOL = """## By protocol
@@ -173,7 +177,7 @@ def _by_protocol() -> list[str]:
                      f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
                      f"{one['could_see']:.2%}", "" if equal is None else "yes" if equal["survives"] else "no",
                      protocol.word(row["expects"], one, found["effect"])))
-        parts += [f"**{name}**: \"{row['says']}\" " + re.sub(r"https://[^\s,;]+", r"<\g<0>>", row["source"])
+        parts += [f"**{name}**: \"{row['says']}\" " + _linked(row["source"])
                   + f": {row['conditions']}. {row['why']}", ""]
     heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "verdict")
     return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a gain is a lower loss.", "",
