@@ -54,12 +54,14 @@ class Plan:
     why: str
     cost: StepCost
     recorded_speedup: float | None = None       # of the same model, from data/measured
+    reached: float = 1.0        # of the formula, by recorded recipes of the same model
     source: str = "formula"
 
     @property
     def speedup(self) -> float:
         """The speedup of a step, against 16 bits."""
-        return self.cost.speedup if self.recorded_speedup is None else self.recorded_speedup
+        formula = self.reached * self.cost.speedup
+        return formula if self.recorded_speedup is None else self.recorded_speedup
 
     @property
     def bits(self) -> float:
@@ -151,7 +153,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.source != "formula"]:
         share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
         said = f"formula, times the {share:.2f} that recorded recipes reached of theirs"
-        plans = [replace(plan, recorded_speedup=share * plan.cost.speedup, source=said)
+        plans = [replace(plan, reached=share, source=said)
                  if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = _verdict(plans, on, base)
