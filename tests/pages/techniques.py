@@ -22,8 +22,6 @@ def page() -> str:
             continue
         parts.append("\n| name | what | settings | source |\n|---|---|---|---|\n")
         for name, row in table.items():
-            if getattr(row, "implementation", "").startswith("lessons."):
-                continue        # registered by a lesson that somebody has imported
             cells = (f"`{name}`", what(row), settings(row.settings), row.source)
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
     return "".join(parts)
