@@ -181,6 +181,7 @@ class SystemConfig(Group):
     device: Annotated[str, _device] = "auto"    # auto, cpu, cuda, cuda:1
     # auto: on GPUs; true: block by block
     compile: bool | Literal["auto", "blocks", "model"] = "auto"
+    cuda_graphs: bool | Literal["auto"] = "auto"    # an update's kernels started by one call
     # of the kernels that a layer calls, of all or by name: triton, or rms-norm:triton,swiglu:auto;
     # auto: on GPUs the fastest that is right, verified and raced
     kernels: Annotated[str, check_asked] = "auto"

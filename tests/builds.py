@@ -234,7 +234,7 @@ def _update(name: str) -> Proof:
              "n": "i32", **dict.fromkeys(("decay", *"abcde"), "fp32")}
     return Proof(
         moved_bytes=_update_bytes,
-        typical=lambda: {"": rule.arguments(matrix(), matrix(dtype=torch.float32))},
+        typical=lambda: {"": rule.arguments(matrix())},
         builds=tuple(Build(
             kernel=one_pass._pass, warps=one_pass.WARPS,
             signature=types | dict.fromkeys(("w", "g", "new_w"), of),

@@ -34,7 +34,7 @@ from lpkit import records
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, DamagedError, out_of_memory, pick, printable, shown
 from lpkit.files import own_cache, private_folder, read_private, write_atomically
-from lpkit.kernels import jit
+from lpkit.kernels import capture, jit
 from lpkit.kernels.jit import INTERPRETED, why_no_compiler, why_no_triton
 from lpkit.kernels.kernel import Kernel, Version, apart, difference, gradients_of
 from lpkit.machine_facts import cpu_flags, cpu_limits, cpu_name, versions
@@ -44,6 +44,7 @@ REFERENCE, PYTORCH, COMPILE = "reference", "pytorch", "compile"
 TRUSTED = (REFERENCE, PYTORCH)    # what everybody trains with is rounded in between
 PEERS = (PYTORCH, "sdpa")         # stand for a definition that a device has no room for
 ROUNDS, WARM_UP = 7, 1
+FUSES = 1.25        # times as fast must one be, alone, as what the compiler fuses with its neighbours
 HOPELESS = 3.0      # times the fastest, after one call each: raced no further
 LIBRARIES = ("torch", "triton", "flash-attn", "flash-attn-4", "flash_attn_3")
 RACED, MOST_BYTES = "raced", 1 << 20
@@ -86,7 +87,8 @@ def _compiled(definition: Version, _: tuple) -> Version:
 def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
            offered: Mapping[str, Version] | None = None, raced: Sequence[tuple] | None = None,
            within_seconds: float = math.inf, setting: str = "system.kernels",
-           definition: str = "", in_block: bool = False, cache: Path | None = None) -> Chosen:
+           definition: str = "", in_block: bool = False, captured: bool = False,
+           cache: Path | None = None) -> Chosen:
     """The version for calls like those `at_hand`, each a tuple of arguments. asked: "auto" or a
     version's name, by `setting`, where `definition` is the definition's.
 
@@ -94,6 +96,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     raced:    the calls of the race, at a step's size; None: those at hand. It takes
               `within_seconds` or one round.
     in_block: a compiled block calls it, so each candidate is raced as a compiled block runs it.
+    captured: so is a CUDA graph, in which a host's time to start it does not count.
     Raises ConfigError for an unknown version, and for one that differs or cannot run here.
     """
     offered = offered or candidates(kernel)
@@ -108,7 +111,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
                               f"{definition or next(iter(offered))}")
         return Chosen(call=call, refused={},
                       choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
-    path = (cache or own_cache(RACED)) / f"{_key(name, kernel, offered, raced, in_block)}.json"
+    key = _key(name, kernel, offered, raced, in_block, captured)
+    path = (cache or own_cache(RACED)) / f"{key}.json"
     record, passed_over = None, ""
     try:
         private_folder(path.parent)
@@ -122,16 +126,20 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         if _device(at_hand).type == "cuda":
             print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
                   f"machine", file=sys.stderr, flush=True)
-        record = _find(kernel, offered, at_hand, raced, within_seconds, in_block)
+        record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
         # a lack of memory is of this moment; no room, no right to write: anew next time
         if not any(why.startswith(LACKS) for why in record["refused"].values()):
             with contextlib.suppress(OSError, ConfigError):
                 private_folder(path.parent)
                 write_atomically(path, records.sealed(record), 0o600)
     seconds: dict[str, float] = record["seconds"]
-    used = min(seconds, key=seconds.__getitem__)
-    where = "in a compiled block" if in_block else "here"
+    used, fastest = _winner(seconds, in_block), min(seconds, key=seconds.__getitem__)
+    where = " of ".join(filter(None, ("in a compiled block" * in_block, "a CUDA graph" * captured)))
+    where = where or "here"
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
+    if used != fastest:
+        why = (f"{fastest} is less than {FUSES} times as fast alone {where}, and the compiler also "
+               f"fuses this with what is beside it; verified")
     if len(seconds) == 1:
         why = "nothing else runs here"
     if record["refused"]:
@@ -147,7 +155,8 @@ def version(offered: Mapping[str, Version], used: str, raced: Sequence[tuple]) -
 
 
 def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tuple],
-          raced: Sequence[tuple], within_seconds: float, in_block: bool = False) -> dict:
+          raced: Sequence[tuple], within_seconds: float, in_block: bool = False,
+          captured: bool = False) -> dict:
     refused, right = {}, {}
     for key, call in offered.items():
         why = why_not(key, at_hand)
@@ -172,6 +181,9 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
             if said := next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), ""):
                 refused[key] = f"{WRONG[0]}: {said}"
                 continue
+            if captured:
+                runners[key]()      # compiles
+                runners[key] = _graph(kernel, call, raced)
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
@@ -183,6 +195,12 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
                                 shuffle=True, within_seconds=within_seconds)
     seconds |= dict(zip(close, map(statistics.median, times), strict=True))
     return {"seconds": seconds, "refused": refused}
+
+
+def _winner(seconds: Mapping[str, float], in_block: bool) -> str:
+    fastest = min(seconds, key=seconds.__getitem__)
+    close = in_block and seconds.get(COMPILE, math.inf) <= FUSES * seconds[fastest]
+    return COMPILE if close else fastest
 
 
 def _as_in_a_block(kernel: Kernel, raced: Sequence[tuple], right: Mapping[str, Version]
@@ -287,6 +305,19 @@ def _step(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> None:
         torch.cuda.synchronize()
 
 
+def _graph(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> Callable[[], None]:
+    def queue() -> list:        # results lie as long as the graph
+        return [gradients_of(kernel, call, arguments) for arguments in raced]
+
+    run, _ = capture.captured(queue)
+
+    def step() -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return step
+
+
 def _device(calls: Sequence[tuple]) -> torch.device:
     return next(a.device for a in calls[0] if torch.is_tensor(a))
 
@@ -312,7 +343,7 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
     for key in seconds:
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
-    winner = min(seconds, key=seconds.__getitem__)
+    winner = min(seconds, key=seconds.__getitem__)      # whichever it was, it had to be right
     call = offered[winner]
     if winner not in (*TRUSTED, COMPILE) and call is not kernel.definition and (
             why := wrong(kernel, call, at_hand, examples=1) or (
@@ -337,9 +368,9 @@ def refused_here() -> dict[str, dict[str, str]]:
 
 
 def _key(name: str, kernel: Kernel, offered: Mapping[str, Version],
-         raced: Sequence[tuple], in_block: bool) -> str:
+         raced: Sequence[tuple], in_block: bool, captured: bool = False) -> str:
     said = (_source(kernel.definition, *offered.values()), list(offered), list(map(shapes, raced)),
-            torch.get_num_threads(), in_block)
+            torch.get_num_threads(), in_block, captured)
     return f"{name}-{_machine()}-{_short(said)}"
 
 

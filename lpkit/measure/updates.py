@@ -272,7 +272,7 @@ class Bench:
                  decisions: Decisions | None = None, ranks: Ranks | None = None):
         refuse_compiled(config)
         config = config.replace({"system.device": device or config.system.device,
-                                 "system.compile": False})
+                                 "system.compile": False, "system.cuda_graphs": False})
         if decisions is None:       # else of a trace, which allocates nothing
             decisions = decide(config, ranks=ranks)
             refuse_what_cannot_fit(config, decisions, ranks.local_world if ranks else 1)

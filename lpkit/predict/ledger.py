@@ -60,6 +60,7 @@ AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 LINEAR = "lpkit.precision.linear"
 CHECKPOINTS = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
+COMPILED = "lpkit.training.compiled"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 
@@ -290,7 +291,8 @@ def _held(d: Walk, doubt: str) -> Memory:
         apart = {"gathered at once": max(d.tables * d.travels_outside,
                                          d.block_parameters * d.travels),
                  "gradients of shards" if d.staged else "gradients": gradients.bytes}
-    if step.on.kind == "gpu" and d.heads and not d.chunk and step.p.compute_bytes < FP32:
+    if step.on.kind == "gpu" and d.heads and not (
+            d.chunk or step.compiles_loss or step.p.compute_bytes == FP32):
         unused = d.tokens * d.m.V * step.p.compute_bytes
     return Memory(rows=tuple(rows), memory_bytes=step.on.memory_bytes, doubt=doubt, apart=apart,
                   unused_bytes=unused)
@@ -414,7 +416,9 @@ def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
                            LINEAR),
         walk.ACTIVATIONS: (micro, "lpkit.predict.activations"),
         walk.AGAIN: ("one block's activations, all of them", CHECKPOINTS),
-        walk.LOGITS: ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY),
+        walk.LOGITS: (("logits as the head multiplies them: compiled with the loss, they are all",
+                       COMPILED) if step.compiles_loss else
+                      ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY)),
         walk.GRADIENTS_OF_LOGITS: ("of the log-probabilities and of the logits, float32",
                                    CROSS_ENTROPY),
         "optimizer temporaries": ("the moments and the weight of the largest parameter, as its "

@@ -43,6 +43,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
+from lpkit.training import graphs
 from lpkit.training import compiled as compiling
 from lpkit.training import seams
 from lpkit.training.compiled import OFF, Compile
@@ -171,6 +172,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
         config.system.attention, config, device, before=begun.get("attention"),
         compute=recipe.compute)
     chosen |= memory.choose(config, recipe, device)
+    chosen["cuda_graphs"] = graphs.choose(config, recipe, device, ranks.world)
     kernels = {key.removeprefix(OF_KERNEL): used for key, used in begun.items()
                if key.startswith(OF_KERNEL)}
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
@@ -182,6 +184,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
                    before=decisions.kernels, ranks=ranks,
                    in_block=decisions.choices["compile"].used != OFF,
+                   captured=decisions.choices["cuda_graphs"].used == graphs.ON,
                    piece=rows_of(config)["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 

@@ -46,6 +46,7 @@ class Kernels(Transform):
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
     in_block: bool = False
+    captured: bool = False
     choices: dict[str, Choice] = field(default_factory=dict)
     stage = Stage.KERNELS
 
@@ -76,7 +77,8 @@ class Kernels(Transform):
                 continue
             known = asked == "auto" or asked in offered or name in by_name(self.asked)
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
-                            offered=offered, in_block=self.in_block and name != LOSS).choice
+                            offered=offered, in_block=self.in_block and name != LOSS,
+                            captured=self.captured).choice
             said = "" if known else f"it has no version {asked}; "
             choices[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
         return choices

@@ -198,7 +198,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
     saved = start = begin.step if begin else 0
     # a governor's begin cannot be undone; its end comes when a step is not given up any more
     begins = any(hasattr(one, "begin") for one in training.governors.values())
-    parts = config.micro_batches > 1 and not begins
+    parts = config.micro_batches > 1 and training.executor.in_parts and not begins
     phases = partial(_heeding, training, control) if parts else nullcontext
 
     def every(n: int, step: int) -> bool:

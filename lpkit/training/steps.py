@@ -1,6 +1,8 @@
 """An update begins with forward and backward, whole or in micro-batches; the optimizer comes
 after."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,7 +61,13 @@ Phases = Callable[[str], AbstractContextManager]
 
 class Executor:
     """Runs forward and backward of what a rank reads of an update, on one device. A pipeline's
-    stages would have another."""
+    stages would have another. `in_parts`: it can be given up between micro-batches."""
+
+    in_parts = True
+
+    def fresh(self) -> Executor:
+        """Returns one for another training."""
+        return self
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""

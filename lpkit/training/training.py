@@ -48,6 +48,7 @@ from lpkit.training.ahead import prefetched
 from lpkit.training.build import Decisions
 from lpkit.training.checkpoint import EVALUATED, evaluated_weights
 from lpkit.training.control import GivenUp
+from lpkit.training.graphs import ON, Graphs
 from lpkit.training.runs import RunFailedError
 from lpkit.training.start import Start
 from lpkit.training.steps import Executor, LossScaler, Phases
@@ -177,7 +178,8 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts, governors=governors)
+            cached_casts=cached_casts, governors=governors,
+            executor=Graphs() if decisions.choices["cuda_graphs"].used == ON else Executor())
 
     @property
     def device(self) -> torch.device:
@@ -300,7 +302,7 @@ class Training:
         parts = {name: getattr(self, name) for name in
                  ("model", "optimizer", "optimizer_step", "scaler", "governors", "step_metrics")}
         # at once, because they share parameters
-        return replace(self, **copy.deepcopy(parts), watchers=[])
+        return replace(self, **copy.deepcopy(parts), watchers=[], executor=self.executor.fresh())
 
     # ---- what a checkpoint holds
 

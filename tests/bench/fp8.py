@@ -9,6 +9,7 @@ slower than the fastest of all that were timed: at least LEAST of its speed.
 """
 
 import copy
+import gc
 import itertools
 import shutil
 import statistics
@@ -51,7 +52,7 @@ SQNR_FLOOR_DB = 22.0
 PRODUCT_FLOOR_DB = 12.0     # of 4 bits too
 
 # layers, width, heads, sequences of 1024 tokens
-SIZES = ((26, 1664, 13, 8), (24, 1536, 16, 8), (12, 768, 12, 16))
+SIZES = ((26, 1664, 13, 8), (4, 4096, 32, 8), (24, 1536, 16, 8), (12, 768, 12, 16))
 BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
 LEAST = 0.99            # of the fastest one's speed, by the advisor's choice
 LOSS_TOLERANCE = 0.03   # relative, after as many steps as there are rounds, on the same tokens
@@ -183,6 +184,7 @@ def compare(configs: Sequence[Config], device: torch.device, on: Machine, rounds
     facts |= {"losses": {}, "advice": {}, "chosen": {}, "milliseconds": {}}
     results, native = [], runs_here(device)
     for config in configs:
+        gc.collect()        # a graph holds the memory that it was captured in
         config = config.replace({"system.device": str(device), "optimizer.lr": CAREFUL_LR})
         advice, data, runs = advised(config, on, device), RandomTokens(config, device), {}
         for name in dict.fromkeys((BASE, *COMPARED, advice.choice)):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lpkit.config import Config, ModelConfig
 from lpkit.kernels import jit
 from lpkit.machine_facts import cores
+from lpkit.training.graphs import WARM_UP
 from lpkit.training.training import RandomTokens, Training
 from tests.bench.harness import ROUNDS, Result, last_losses, paired, steps_in_turns
 
@@ -140,7 +141,7 @@ def run(rounds: int = ROUNDS) -> list[Result]:
         ours = Training.build(base, data=RandomTokens(base, "cuda") if gpu else None)
         peers = {"nanoGPT": Peer(ours, compiled=False),
                  "nanoGPT, compiled": Peer(ours, compiled=True)}
-        seconds, losses = steps_in_turns({"ours": ours, **peers}, steps)
+        seconds, losses = steps_in_turns({"ours": ours, **peers}, steps, warm_up=WARM_UP + 1)
         last = last_losses(losses, "nanoGPT", last=LAST, tolerance=LOSS_TOLERANCE)
         chosen = {name: choice.used for name, choice in ours.decisions.choices.items()}
         results += [paired("train-nanogpt", ours=seconds["ours"], peer=seconds[name], case=case,

@@ -1,0 +1,98 @@
+"""`system.cuda_graphs`: forward and backward of an update as one CUDA graph, for whose kernels the
+GPU does not wait.
+
+An update of FP8 starts some 6,000 kernels, and what the host needs to start one, the GPU has long
+done. So the first updates run kernel by kernel, the next is captured, and from then on a batch is
+copied to where the captured one lay and the graph runs again: the same kernels, the same numbers.
+Gradients, too, lie where they were. The optimizer comes after it, as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.config import Config
+from lpkit.contracts import Batch, Choice
+from lpkit.errors import ConfigError
+from lpkit.kernels.capture import captured
+from lpkit.memory.rows import asked as asked_memory
+from lpkit.techniques.data import POLICIES, SIZES
+from lpkit.techniques.recipes import Recipe
+from lpkit.training.steps import Executor, Phases
+
+ON, OFF = "on", "off"
+WARM_UP = 2         # updates that compile and reserve memory
+# whose implementations move what is saved, or step within backward
+MOVING = ("activation_offload", "optimizer_step")
+
+
+def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> Choice:
+    """Raises ConfigError where graphs were asked for and cannot be."""
+    asked, why = config.system.cuda_graphs, why_not(config, recipe, device, world)
+    if asked is True and why:
+        raise ConfigError(f"system.cuda_graphs=true: {why}; set system.cuda_graphs=auto, which runs "
+                          f"kernel by kernel here")
+    used = ON if asked and not why else OFF
+    return Choice(asked=str(asked).lower(), used=used, why=why or (
+        "forward and backward of an update are started by one call, but for the first "
+        f"{WARM_UP} and those that somebody watches" if used == ON else "asked for"))
+
+
+def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) -> str:
+    """The reason, in one clause; empty: nothing is in the way."""
+    moving = [key for key in asked_memory(config) if key in MOVING]
+    return next((why for found, why in (
+        (device.type != "cuda", f"a {device.type.upper()} has none"),
+        (world > 1, f"messages of {world} ranks are no part of a graph"),
+        (recipe.loss_scaling, "the loss's scale is decided by the host, within an update"),
+        (moving, f"memory.{next(iter(moving), '')} lets the host act within an update"),
+        (config.governors, "a governor changes what an update runs"),
+        (config.objective.name != "next-token", "an objective may ask the GPU for numbers"),
+        (POLICIES[config.data.policy.name].gives_ids, "where documents end differs by batch"),
+        (SIZES[config.sizes.name].at, "updates have several sizes"),
+        (config.precision.telemetry_every, "telemetry watches updates, kernel by kernel"),
+    ) if found), "")
+
+
+class _Recorded(NamedTuple):
+    run: Callable[[], None]
+    batch: Batch
+    loss: Tensor
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+class Graphs(Executor):
+    """`record`: as `captured`."""
+
+    in_parts = False
+
+    def __init__(self, record: Callable[..., Any] = captured):
+        self.record, self.seen = record, 0
+        self.recorded: _Recorded | None = None
+
+    def fresh(self) -> Graphs:
+        return Graphs(self.record)
+
+    def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
+        """With `phases`, and where somebody watches the update, as `Executor`'s."""
+        if training.watchers or phases is not nullcontext or self.seen < WARM_UP:
+            self.seen += 1
+            return super().forward_backward(training, batch, phases=phases)
+        if self.recorded is None:
+            kept = Batch.of({name: t.clone() for name, t in batch.present.items()})
+            run, loss = self.record(partial(super().forward_backward, training, kept,
+                                            phases=nullcontext))
+            gradients = [(p, p.grad) for p in training.model.parameters() if p.grad is not None]
+            self.recorded = _Recorded(run, kept, loss, gradients)
+        for name, t in self.recorded.batch.present.items():
+            t.copy_(batch.present[name])
+        self.recorded.run()
+        for p, gradient in self.recorded.gradients:
+            p.grad = gradient
+        return self.recorded.loss.clone()

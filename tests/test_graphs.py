@@ -1,0 +1,113 @@
+"""Forward and backward as one CUDA graph. Without a GPU a tape of PyTorch's operations stands for
+it: it, too, writes again where it wrote, and runs no line of Python."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.precision import scaled
+from lpkit.techniques.recipes import resolve
+from lpkit.training import graphs
+from lpkit.training.graphs import Graphs
+from lpkit.training.training import Training
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch) -> Config:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return Config().replace({
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
+        "steps": 9, "global_batch": 4, "eval_every": 0, "eval_batches": 1, "schedule.warmup_steps": 2, "precision.recipe": "fp32",
+        "system.device": "cpu", "system.compile": False})
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, found))
+        return found
+
+    @torch.no_grad()
+    def run(self) -> None:
+        for func, args, kwargs, found in self.operations:
+            again = func(*args, **kwargs)
+            for there, now in zip(tree_leaves(found), tree_leaves(again), strict=True):
+                if torch.is_tensor(there) and there.data_ptr() != now.data_ptr():
+                    there.copy_(now)
+
+
+def taped(training: Training, tapes: list[Tape], function: Callable) -> tuple[Callable, object]:
+    """As `captured`, which runs nothing yet."""
+    before = [(t, t.clone()) for t in training.model.buffers()]
+    tapes.append(tape := Tape())
+    with tape:
+        found = function()
+    for t, was in before:
+        t.copy_(was)
+    return tape.run, found
+
+
+def graphed(training: Training) -> tuple[Training, list[Tape]]:
+    tapes: list[Tape] = []
+    return replace(training, executor=Graphs(partial(taped, training, tapes))), tapes
+
+
+@pytest.mark.parametrize("changes", [
+    {"precision.recipe": "fp32"},
+    {"precision.recipe": "bf16", "model.mlp": "swiglu", "memory.recompute": "block"},
+    {"precision.recipe": "fp8-tensorwise", "memory.cross_entropy": "chunked"},
+    {"precision.recipe": "fp8-delayed", "optimizer.name": "lion"},
+    {"precision.recipe": "nvfp4-published"},
+], ids=lambda changes: changes["precision.recipe"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_an_update_that_runs_again_is_an_update(tiny, changes, parts, monkeypatch):
+    monkeypatch.setattr(scaled, "_addmm_now", scaled._addmm)    # the former asks for a number of the tensor
+    config = tiny.replace({**changes, "grad_accum_steps": parts, "steps": 9})
+    plain, (again, tapes) = Training.build(config), graphed(Training.build(config))
+    called = []
+    again.model.register_forward_pre_hook(lambda *_: called.append(1))
+    kept = []
+    for step in range(graphs.WARM_UP + 4):
+        one, two = plain.update(step), again.update(step)
+        kept.append((one, two))
+        assert [t is None for t in gradients(again)] == [t is None for t in gradients(plain)]
+    for one, two in kept:       # of all steps at the end: no loss is written over
+        assert torch.equal(one.loss, two.loss) and torch.equal(one.grad_norm, two.grad_norm)
+    assert len(tapes) == 1 and len(called) in (0, parts * (graphs.WARM_UP + 1))
+    ours, theirs = again.state_dict(), plain.state_dict()
+    torch.testing.assert_close(dict(ours), dict(theirs), rtol=0, atol=0)
+
+
+def gradients(training: Training) -> list:
+    return [p.grad for p in training.model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("changes", [{"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"}, {
+    "precision.recipe": "fp8-tensorwise", "memory.recompute": "block"}, {
+    "precision.recipe": "bf16", "memory.cross_entropy": "chunked"}], ids=lambda changes: "-".join(changes.values()))
+def test_on_a_gpu_a_graph_has_the_bits_of_its_kernels(tiny, changes, compiled):
+    config = tiny.replace({**changes, "model.width": 256, "model.context": 256, "model.heads": 4, "grad_accum_steps": 2,
+                           "system.device": "cuda", "system.compile": compiled, "system.kernels": "reference",
+                           "system.attention": "sdpa"})
+    runs = [Training.build(config.replace({"system.cuda_graphs": used})) for used in (True, False)]
+    for step in range(graphs.WARM_UP + 4):
+        one, two = (run.update(step) for run in runs)
+        assert torch.equal(one.loss, two.loss) and torch.equal(one.grad_norm, two.grad_norm)
+    assert runs[0].executor.recorded and runs[0].evaluate() == runs[1].evaluate()
+    torch.testing.assert_close(*({name: t for name, t in run.state_dict().items() if not name.startswith("rng")} for run in runs),
+                               rtol=0, atol=0)
