@@ -226,10 +226,19 @@ def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):
     assert advise(gpt(13, 768), "h200", measured=tmp_path)["fp8-rowwise"].source == "formula"
 
 
-def test_an_advice_that_was_wrong_is_not_given_again():
-    """26 layers of 1,664 on an H200: FP8 was to be 1.29 times as fast, and was slower than bf16 (data/measured)."""
+def test_an_advice_that_was_wrong_is_not_given_again(tmp_path):
+    """26 layers of 1,664 on an H200, where FP8 was to be 1.29 times as fast: 1.13 with CUDA graphs (data/measured), and slower than bf16
+    before, since kernels one by one kept the GPU waiting."""
     model = {"model.layers": 26, "model.width": 1664, "model.heads": 13, "model.vocab": 50_304, "model.context": 1024}
-    got = advise(Config().replace(model | {"global_batch": 8}), "h200")
+    config = Config().replace(model | {"global_batch": 8})
+    got = advise(config, "h200")
+    assert got.choice == "fp8-delayed" and got[got.choice].speedup == pytest.approx(1.13, abs=0.005)
+    assert all(plan.speedup < 1.15 for plan in got.plans if plan.status == "native")
+    record = json.loads((evidence.MEASURED / "fp8-step-nvidia-h200.json").read_text())
+    for case in record["cases"]:
+        case["ratio"] *= 0.75
+    (tmp_path / "fp8-step-nvidia-h200.json").write_text(json.dumps(record))
+    got = advise(config, "h200", measured=tmp_path)
     assert got.choice == "bf16" and all(plan.speedup < 1 for plan in got.plans if plan.status == "native")
 
 

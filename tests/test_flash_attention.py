@@ -242,7 +242,7 @@ def test_who_may_ask_for_it(monkeypatch):
 def test_its_row_counts_the_tiles(kind, share):
     changes = {"model.context": 200} | ({"model.attention": kind} if kind else {})
     model = Config().replace(changes).model
-    assert ATTENTION["triton"].operations(MicroBatch(model=model)).pairs_share == pytest.approx(share)
+    assert ATTENTION["triton"].formula(MicroBatch(model=model)).pairs_share == pytest.approx(share)
 
 
 def losses(config):

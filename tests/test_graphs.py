@@ -2,7 +2,7 @@
 it: it, too, writes again where it wrote, and runs no line of Python."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -92,6 +92,60 @@ def test_an_update_that_runs_again_is_an_update(tiny, changes, parts, monkeypatc
 
 def gradients(training: Training) -> list:
     return [p.grad for p in training.model.parameters()]
+
+
+def test_who_watches_sees_every_kernel_and_the_next_update_is_the_graphs(tiny):
+    plain, (again, tapes) = Training.build(tiny), graphed(Training.build(tiny))
+    called, timed = [], []
+    again.model.register_forward_pre_hook(lambda *_: called.append(1))
+    for step in range(graphs.WARM_UP + 4):
+        watched = step == graphs.WARM_UP + 2
+        called.clear()
+        with watching(again) if watched else nullcontext():
+            two = again.update(step)
+        assert len(called) == (step <= graphs.WARM_UP or watched)
+        assert torch.equal(plain.update(step).loss, two.loss)
+    again.update(step + 1, phases=lambda phase: timed.append(phase) or nullcontext())
+    assert timed == ["forward", "backward", "optimizer"] and len(tapes) == 1
+
+
+@contextmanager
+def watching(training: Training):
+    training.watchers.append(lambda step: nullcontext())
+    yield
+    training.watchers.clear()
+
+
+def test_a_copy_records_its_own(tiny):
+    first, tapes = graphed(Training.build(tiny))
+    for step in range(graphs.WARM_UP + 1):
+        first.update(step)
+    copied = first.copy()
+    assert len(tapes) == 1 and copied.executor.recorded is None and copied.executor is not first.executor
+
+
+def test_a_run_on_a_cpu_starts_kernels_one_by_one_and_says_so(tiny):
+    choice = Training.build(tiny).decisions.choices["cuda_graphs"]
+    assert (choice.asked, choice.used, choice.why) == ("auto", "off", "a CPU has none")
+    with pytest.raises(ConfigError, match="system.cuda_graphs=true: a CPU has none; set system.cuda_graphs=auto"):
+        Training.build(tiny.replace({"system.cuda_graphs": True}))
+
+
+@pytest.mark.parametrize("changes, why", [
+    ({"precision.recipe": "fp16"}, "the loss's scale is decided by the host"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0}, "memory.optimizer_step lets the host act"),
+    ({"memory.activation_offload": "cpu"}, "memory.activation_offload lets the host act"),
+    ({"data.policy": "random-documents"}, "where documents end differs"),
+    ({"precision.telemetry_every": 5}, "telemetry watches"), ({}, "")], ids=str)
+def test_what_a_graph_cannot_hold_is_said(tiny, changes, why):
+    config = tiny.replace(changes)
+    recipe = resolve(config.precision.recipe)
+    found = graphs.choose(config, recipe, torch.device("cuda"), 1)
+    assert found.used == ("off" if why else "on") and why in found.why
+    assert graphs.why_not(config, recipe, torch.device("cuda"), 2)
+    if why:
+        with pytest.raises(ConfigError, match=f"system.cuda_graphs=true: {why}"):
+            graphs.choose(config.replace({"system.cuda_graphs": True}), recipe, torch.device("cuda"), 1)
 
 
 @pytest.mark.gpu

@@ -51,9 +51,9 @@ FACTS = {
     "state bytes of an optimizer": (r"\bbytes=(FLOAT32|1 \+ FLOAT32)", "techniques/optimizers.py"),
     "numbers that share a scale of 8-bit state": (r"^BLOCK = 256\b", "techniques/optimizers.py"),
     "numbers that share a scale of activations": (r"^GROUP = 256\b", "techniques/memory.py"),
-    "sizes of q, k and v": (r"H \+ 2 \* [a-z.]*G\b", "techniques/attention_backends.py"),
+    "sizes of q, k and v": (r"H \+ 2 \* [a-z.]*G\b", "predict/attention.py"),
     "sizes of an MLP": (r"\b2 \* [a-z]+\.F\b", "techniques/blocks.py"),
-    "passes over scores": (r"\bscore_passes=\(\d", "techniques/attention_backends.py"),
+    "passes over scores": (r"\bscore_passes=\(\d", "predict/attention.py"),
     "memory of a machine": (r"\bmemory_bytes=\d", "techniques/machines.py"),
 }
 

@@ -135,7 +135,7 @@ def test_the_flops_of_every_kind_are_pytorchs_count(backend, kind):
     with FlopCounterMode(display=False) as forward:
         built(tokens, documents=documents)
     assert forward.get_total_flops() == forward_flops(model, batch=2)
-    op = ATTENTION[backend].operations(MicroBatch(model=model, batch=2, attention=backend))
+    op = ATTENTION[backend].formula(MicroBatch(model=model, batch=2, attention=backend))
     seen = model.attention.rule(model.T).pairs(model.T) / model.T**2
     assert seen < op.pairs_share <= 1 and (backend != "blocked" or op.pairs_share < 0.9)
 
@@ -236,7 +236,7 @@ def test_every_attention_backend_has_its_formula():
     """One row says both."""
     for name in SOFTMAX:
         row = ATTENTION[name]
-        assert attention.backend(name, SMALL) is row.load() and row.operations(MicroBatch(model=SMALL)).saved_bytes
+        assert attention.backend(name, SMALL) is row.load() and row.formula(MicroBatch(model=SMALL)).saved_bytes
 
 
 def test_recomputed_blocks_keep_their_inputs():

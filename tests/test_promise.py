@@ -186,7 +186,7 @@ TOYS = {    # family: the table, its row, what a Config says
     "init": (inits.INITS, Row(implementation=HERE + "small_init"), {"model.init": "toy"}),
     "block": (blocks.BLOCKS, operation.Kind(operations=parallel_operations, implementation=HERE + "Parallel"),
               {"model.block": "toy"}),
-    "attention": (attention_backends.ATTENTION, attention_backends.Backend(operations=attention_backends.plain, implementation=HERE + "attend_plainly"),
+    "attention": (attention_backends.ATTENTION, attention_backends.Backend(operations="lpkit.predict.attention:plain", implementation=HERE + "attend_plainly"),
                   {"system.attention": "toy"}),
     "recipe": (recipes.RECIPES, None, {"precision.recipe": "toy"}),
     "memory": (techniques.RECOMPUTE, techniques.Recompute(

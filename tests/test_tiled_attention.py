@@ -150,7 +150,7 @@ def test_no_tokens_and_no_tile_that_nobody_sees():
 def test_flops_are_those_of_the_tiles_that_are_visited(T, kind):
     """By PyTorch's counter: two products over these pairs forward, five backward."""
     model = replace(ModelConfig(layers=1, width=32, heads=4, vocab=50, context=T), **kind)
-    op = ATTENTION["tiled"].operations(MicroBatch(model=model, batch=2))
+    op = ATTENTION["tiled"].formula(MicroBatch(model=model, batch=2))
     square = sum(one.flops for one in products(model, batch=2) if one.pairs)
     q = torch.randn(3, 2, 4, T, 8, requires_grad=True)
     with FlopCounterMode(display=False) as forward:

@@ -262,7 +262,7 @@ def _keys_to_values(m: Any) -> int:
     return 4 * m.G * m.E * m.E
 
 
-OPERATIONS = "lpkit.techniques.attention_backends:"
+OPERATIONS = "lpkit.predict.attention:"
 STATE = "lpkit.nn.kv_cache:State"
 
 KINDS: dict[str, AttentionKind] = {

@@ -7,9 +7,10 @@ is one more row here, and a module that its row names; nothing else changes.
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
-from lpkit.techniques.attention_backends import attention
+from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.operation import (
     FP32,
     POSITIONS,
@@ -90,7 +91,7 @@ def swiglu_mlp(s: MicroBatch) -> Iterator[Op]:
 def pre_norm(s: MicroBatch) -> Iterator[Op]:
     norm = NORMS[s.model.norm].operations
     yield norm("norm1", s, residual=True)
-    yield from attention(s)
+    yield from resolve_name(OPERATIONS + "attention")(s)
     yield residual_add("add1", s)
     yield norm("norm2", s, residual=True)
     yield from MLPS[s.model.mlp].operations(s)

@@ -3,7 +3,7 @@
 Parameters, FLOPs, what autograd saves, what moves through memory, what each backward holds, which
 weights tensor parallelism cuts: an `Op` says all of it, of one `MicroBatch` on one device that
 holds the whole model. Here are also the operations that attention needs, Linears and positions;
-`attention_backends` has attention's own, `blocks` all others and the list of a whole model.
+`lpkit.predict.attention` has attention's own, `blocks` all others and the list of a whole model.
 
 Methods: Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198) for what is saved;
 the terms are those of PyTorch's kernels for `lpkit.nn`, and tests/test_predict.py holds them equal
@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from lpkit.techniques.attention import Rule
@@ -166,10 +167,16 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind(Row):
-    """A row with its operations."""
+    """A row with its operations, or their "package.module:name" where a run needs none."""
 
-    operations: Callable[..., Any]
+    operations: Callable[..., Any] | str
     turns: bool = False     # of positions: q and k are turned in each block
+
+    @property
+    def formula(self) -> Callable[..., Any]:
+        """`operations`, also where they are named."""
+        named = isinstance(self.operations, str)
+        return resolve_name(self.operations) if named else self.operations
 
 
 def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,

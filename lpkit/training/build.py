@@ -43,9 +43,8 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
-from lpkit.training import graphs
 from lpkit.training import compiled as compiling
-from lpkit.training import seams
+from lpkit.training import graphs, seams
 from lpkit.training.compiled import OFF, Compile
 from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
 from lpkit.training.start import Start

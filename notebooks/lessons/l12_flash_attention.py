@@ -75,7 +75,7 @@ def model_of(T: int, *, heads: int, head_width: int) -> ModelConfig:
 
 def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu") -> Held:
     """As the backend's row says, in float32."""
-    op = ATTENTION[name].operations(MicroBatch(model=model, batch=batch, attention=name, kind=kind))
+    op = ATTENTION[name].formula(MicroBatch(model=model, batch=batch, attention=name, kind=kind))
     now = op.saved_bytes + FP32 * batch * model.T * model.H * model.E   # a gradient arrives
     peak = now
     for moment in op.backward:

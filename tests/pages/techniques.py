@@ -30,8 +30,8 @@ def page() -> str:
 def what(row: Any) -> str:
     """Why a run has it; of a block, what its operations say; of a recipe, its casts."""
     text = row.why
-    if hasattr(row, "operations"):
-        text = text or row.operations.__doc__
+    if hasattr(row, "formula"):
+        text = text or row.formula.__doc__
     if casts := getattr(row, "all_casts", ()):
         formats = dict.fromkeys(cast.format for cast in casts)
         sides = [(cast.block[0] or "all", cast.block[1] or "all") for cast in casts]

@@ -1,0 +1,299 @@
+"""Attention as operations: what each backend and kind saves, moves and computes of a micro-batch.
+
+`lpkit.techniques.attention_backends` names them by backend, `lpkit.techniques.attention` by kind
+where there is no softmax. No torch.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pkgutil import resolve_name
+from typing import Any
+
+from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
+from lpkit.techniques.attention_backends import (
+    ATTENTION,
+    FLASH_TILE,
+    QUERY_BLOCK,
+    TILE,
+    at_once,
+    chunk_of,
+    delta_pairs,
+    keys_in,
+    linear_pairs,
+    masked,
+    most_scores,
+    query_blocks,
+)
+from lpkit.techniques.operation import FP32, POSITIONS, Hold, MicroBatch, Op, Pairs, linear
+
+# q, k and v come out of one product. v is a view of it, and so are q and k unless
+# positions or norms make them anew; but the queries of several groups do not lie side by side and
+# are copied. One view keeps the whole product alive.
+
+
+def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: float, out: float,
+               saves_result: bool = False, pairs: tuple[Pairs, ...] = (), gates: int = 0,
+               **facts: Any) -> Op:
+    """`numbers` are saved for each token, `views` of them with q, k and v, and `gates` besides.
+    Backward holds `work`,
+    and makes `out` bytes of gradients of q, k and v; they are turned back in float32, with halves
+    exchanged; then their parts and the whole lie side by side."""
+    m, tokens, compute = s.model, s.tokens, s.compute_bytes
+    whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
+    turned = POSITIONS[m.position].turns
+    turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
+    held = tokens * numbers * compute + saved
+    if s.attends_again:
+        work += held - tokens * views * compute
+        held, saves_result = tokens * _given(s) * compute, False
+    held += tokens * gates * compute
+    return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
+              params=m.H if getattr(m.attention, "sinks", False) else 0,
+              saves_result=saves_result,
+              pairs=pairs or (Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
+                              Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
+              moved_bytes=2 * tokens * (m.H + m.G) * m.E * compute if turned else 0,
+              backward=(Hold(nbytes=work, frees=1.0, grows=out - given),
+                        Hold(nbytes=turn, grows=whole - out)), **facts)
+
+
+def sdpa(s: MicroBatch) -> Op:
+    """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
+    What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
+    m, views, masked = s.model, _given(s), s.rule not in (Rule(), EVERY_KEY)
+    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    mask = s.masked_pairs * s.compute_bytes if masked else 0
+    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
+                      out=grads, saves_result=True,
+                      pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
+                      backward_pairs=2.5,       # scores once more
+                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+
+
+def tiled(s: MicroBatch) -> Op:
+    """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
+    free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
+    m, T, views = s.model, int(s.model.T), _given(s)
+    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    side = min(TILE, T)
+    copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
+    wide = FP32 // s.compute_bytes
+    at_work = s.batch * m.H * side * FP32 * ((3 + (T >= 2 * TILE)) * side + copied * m.E)
+    summed = 2 * s.tokens * m.G * m.E * FP32 if s.compute_bytes < FP32 else 0
+    rule = m.attention.rule(T)
+    pairs = sum((min(first + TILE, T) - first) * (end - begin) for first in range(0, T, TILE)
+                for begin, end in rule.spans(first, min(first + TILE, T), T))
+    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, out=grads,
+                      work=grads + summed + at_work, saves_result=True,
+                      pairs_share=pairs / T**2, backward_pairs=2.5,
+                      score_passes=(8 * wide, 14 * wide))
+
+
+def flash(s: MicroBatch) -> Op:
+    """The kit's own flash kernel: as sdpa, over the tiles in which something is seen, documents
+    apart; in backward also a float32 sum of each query."""
+    op, T, rule = sdpa(s), int(s.model.T), s.model.attention.rule(s.model.T)
+    (queries, keys), pairs = FLASH_TILE, 0
+    for first in range(0, T, queries):
+        last, until = min(first + queries, T), 0
+        for begin, end in rule.spans(first, last, T):
+            begin, end = max(until, begin - begin % keys), min(-(-end // keys) * keys, T)
+            pairs += (last - first) * max(0, end - begin)
+            until = max(until, end)
+    work, *rest = op.backward
+    work = replace(work, nbytes=work.nbytes + s.tokens * s.model.H * FP32)
+    return replace(op, pairs_share=pairs / T**2, backward=(work, *rest))
+
+
+def plain(s: MicroBatch) -> Op:
+    """q, k and v copied for a batched product, every group repeated; the (T, T) mask; the
+    probabilities, with one of a sink; capped scores; and the heads' output, copied for the product
+    after it."""
+    m, heads = s.model, s.model.H * s.model.E
+    is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
+    q = _qkv(m) if is_view else heads
+    probability = s.compute_bytes
+    if s.kind == "gpu" and s.compute_bytes < FP32:
+        probability += FP32
+    pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
+    saved = s.masked_pairs + (pairs + s.tokens * m.H * s.rule.sinks) * probability
+    if s.rule.soft_cap is not None:
+        saved += pairs * s.compute_bytes
+    return _attention(s, numbers=q + 2 * heads, views=q if is_view else 0,
+                      saved=saved, out=3 * given,
+                      work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
+
+
+def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
+    """q, k, v and a log-sum per query, as a flash kernel, but not the output: the product after it
+    saves that. At work: copies of some heads' k and v, their gradients, the rows of one block, and
+    two blocks of scores; and masks, a byte a pair. Of the pairs, the spans that blocks of queries
+    meet: documents count as one, which has the most."""
+    m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
+    B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
+    views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
+    pairs = masks = near = 0
+    for first, last, spans in query_blocks(rule, T):
+        pairs += (last - first) * keys_in(spans)
+        masks += (last - first) * keys_in(masked(rule, first, last, spans))
+        near = max(near, keys_in(spans) * (len(spans) > 1))      # a copy, where they lie apart
+    groups = math.prod(at_once(rule, T, B, G, repeats))
+    # what is between the products is one pass in place on a CPU, and its definition elsewhere
+    scores, passes = (2, (4, 8)) if s.kind == "cpu" else (5, (10, 14))
+    rows = repeats * min(QUERY_BLOCK, T)        # of queries, and of gradients that come and go
+    copies = 4 * T + 2 * rows + max(2 * near, near + rows)
+    work = masks + groups * itemsize * (
+        m.E * copies + scores * repeats * most_scores(rule, T))
+    return _attention(s, numbers=views, views=views, saved=s.tokens * m.H * FP32,
+                      work=grads + work, out=grads, pairs_share=pairs / T**2, backward_pairs=2.5,
+                      score_passes=passes)
+
+
+blocked_wide = functools.partial(blocked, wide=True)
+
+
+def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
+               **facts: Any) -> Op:
+    """An operator that keeps what it is given and works in float32: forward `moves` numbers for
+    each token, and backward holds `work` numbers at the most, its gradients among them."""
+    padded = chunk_of(s.model.T)[1]
+    grads = s.tokens * _qkv(s.model) * s.compute_bytes
+    op = _attention(s, views=_given(s), work=FP32 * work, out=grads, pairs=pairs,
+                    score_passes=(4, 8), **facts)
+    return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * moves * FP32)
+
+
+def linear_chunks(s: MicroBatch) -> Op:
+    """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
+    query, which is the sum of a column of ones beside the values. The most of backward is where
+    the gradient of q, or of k, goes back through its features."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
+    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view, and so for q
+    queries = padded if m.G < m.H else keys
+    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+ goes back by a product
+    common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
+    common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
+    common += (s.compute_bytes < FP32) * m.H * T * m.E
+    through_q = m.H * (padded * F + T * (3 * F + last[0])) + m.G * T * F
+    through_k = m.H * T * (F + m.E) + m.G * T * (3 * F + last[1])
+    return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
+                      moves=(m.H + m.G) * (4 * F + m.E),
+                      work=s.batch * (common + max(through_q, through_k)),
+                      numbers=_given(s) + m.H * m.E, saved=s.tokens * m.H * FP32,
+                      saves_result=True, backward_pairs=2.5)
+
+
+def delta_chunks(s: MicroBatch) -> Op:
+    """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
+    and the gates. The most of backward is where the gradient of q goes back through its length, or
+    before, where that of k is summed."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    narrow = s.compute_bytes < FP32
+    shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
+    common = T * (m.H + m.G) * m.E + padded * (3 * m.H + 15 * m.G - shared) * m.E
+    common += padded * (2 * m.H + 4 * m.G) * C + m.G * m.E**2 * (3 * padded / C + 1)
+    common += padded * 5 * m.G                                  # gates
+    most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
+    return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
+                      moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
+                      numbers=_given(s), saved=0, gates=m.G, backward_pairs=2.75)
+
+
+def quadratic(s: MicroBatch) -> Op:
+    """The definition of kinds that sum over the past: features, and the weights of all pairs, in
+    float32."""
+    m = s.model
+    features = getattr(m.attention, "features", m.E)
+    pairs = s.batch * m.H * m.T * m.T * FP32
+    mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
+    given = s.tokens * m.H * m.E * s.compute_bytes
+    return _attention(s, numbers=_given(s), views=_given(s), saved=pairs + mapped, out=3 * given,
+                      work=2 * pairs + mapped, score_passes=(6, 8), pairs=(
+                          Pairs(name="scores", M=m.T, N=m.T, K=features, group=s.batch * m.H),
+                          Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)))
+
+
+def delta_steps(s: MicroBatch) -> Op:
+    """The delta rule token by token: each keeps the state that it leaves, in float32."""
+    m, grads = s.model, s.tokens * _qkv(s.model) * s.compute_bytes
+    states = s.tokens * m.G * m.E * m.E * FP32
+    mapped = 2 * s.tokens * _qkv(m) * FP32
+    return _attention(s, numbers=_given(s), views=_given(s), saved=states + mapped, gates=m.G,
+                      work=grads, out=grads, score_passes=(5, 8), pairs=(
+                          Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
+                          Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
+                          Pairs(name="read", M=m.T, N=m.E, K=m.E, group=s.batch * m.H)))
+
+
+def delta_gates(s: MicroBatch) -> Iterator[Op]:
+    """One number for each token and key/value head, of the input that q, k and v are made of."""
+    m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
+    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
+    yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
+                 input_is_saved=not s.mixed)
+
+
+def _qkv(m: Any) -> int:
+    return (m.H + 2 * m.G) * m.E
+
+
+def _kept_qkv(s: MicroBatch) -> int:
+    """Numbers of a token's q, k and v that attention is the first to save."""
+    return 0 if s.norms_save_qkv else _qkv(s.model)
+
+
+def _given(s: MicroBatch) -> int:
+    """Numbers of a token's q, k and v as attention has them: views, but for those made anew."""
+    m = s.model
+    turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
+    return _kept_qkv(s) + turned
+
+
+def head_norms(s: MicroBatch) -> Iterator[Op]:
+    """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388).
+    Saves its input, a number of each head, and, on a CPU, what it makes of its input."""
+    m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
+    product = tokens * _qkv(m) * s.compute_bytes
+    for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
+        numbers = tokens * heads * m.E
+        wide = given = numbers * FP32
+        if s.norms_save_qkv and name.endswith("q_norm"):
+            given = numbers * s.compute_bytes if grouped else product
+        elif s.norms_save_qkv:
+            given = product if grouped else 0
+        saved = given + tokens * heads * FP32 + (wide if s.kind == "cpu" else 0)
+        yield Op(name=name, part="attention", params=m.E, saved_bytes=saved,
+                 saved_itemsize=s.compute_bytes, moved_bytes=2 * numbers * s.compute_bytes,
+                 backward=(Hold(nbytes=4 * wide, frees=1.0), Hold()))
+
+
+def fp8(s: MicroBatch) -> Op:
+    """Does as plain, emulated: q, k, v and the probabilities are copied when they are cast."""
+    m, heads = s.model, s.model.H * s.model.E
+    pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
+    softmax = FP32 if s.kind == "gpu" and s.compute_bytes < FP32 else 0
+    return _attention(s, numbers=3 * heads, views=0, out=3 * given,
+                      saved=m.T * m.T + pairs * (2 * s.compute_bytes + softmax),
+                      work=given + 2 * pairs * s.compute_bytes, score_passes=(10, 12))
+
+
+def attention(s: MicroBatch) -> Iterator[Op]:
+    """Yields all its operations, from the residual stream back to what is added to it."""
+    m, kind = s.model, KINDS[s.model.attention.name]
+    attend = ATTENTION[s.attention].formula
+    if kind.operations:     # the last, where the backend does not matter
+        attend = resolve_name(kind.operations.get(s.attention, [*kind.operations.values()][-1]))
+    attend = attend(s)
+    if kind.products:
+        yield from resolve_name(kind.products)(s)
+    yield linear("attention.qkv", s, m.D, _qkv(m), cut="column", bias=m.biased_qkv)
+    parts = Hold(nbytes=s.tokens * _qkv(m) * s.compute_bytes)      # beside the whole, in backward
+    yield Op(name="attention.split", part="", backward=(parts,))
+    if m.qk_norm:
+        yield from head_norms(s)
+    yield attend
+    yield linear("attention.out", s, m.H * m.E, m.D, cut="row", bias=m.bias,
+                 input_is_saved=attend.saves_result)
