@@ -124,10 +124,23 @@ def test_a_copy_records_its_own(tiny):
     assert len(tapes) == 1 and copied.executor.recorded is None and copied.executor is not first.executor
 
 
+def test_without_room_for_a_graph_kernels_start_one_by_one_and_it_is_said(tiny, capsys):
+    def no_room(function):
+        function()      # its gradients are there, and must not be added to
+        raise torch.OutOfMemoryError("planted")
+
+    plain = Training.build(tiny)
+    again = replace(Training.build(tiny), executor=Graphs(no_room))
+    for step in range(graphs.WARM_UP + 3):
+        assert torch.equal(plain.update(step).loss, again.update(step).loss)
+    assert capsys.readouterr().err.count("no room for a CUDA graph") == 1
+    torch.testing.assert_close(dict(plain.state_dict()), dict(again.state_dict()), rtol=0, atol=0)
+
+
 def test_a_run_on_a_cpu_starts_kernels_one_by_one_and_says_so(tiny):
     choice = Training.build(tiny).decisions.choices["cuda_graphs"]
     assert (choice.asked, choice.used, choice.why) == ("auto", "off", "a CPU has none")
-    with pytest.raises(ConfigError, match="system.cuda_graphs=true: a CPU has none; set system.cuda_graphs=auto"):
+    with pytest.raises(ConfigError, match=r"system\.cuda_graphs=true: a CPU has none; set system\.cuda_graphs=auto"):
         Training.build(tiny.replace({"system.cuda_graphs": True}))
 
 
@@ -144,7 +157,7 @@ def test_what_a_graph_cannot_hold_is_said(tiny, changes, why):
     assert found.used == ("off" if why else "on") and why in found.why
     assert graphs.why_not(config, recipe, torch.device("cuda"), 2)
     if why:
-        with pytest.raises(ConfigError, match=f"system.cuda_graphs=true: {why}"):
+        with pytest.raises(ConfigError, match=rf"system\.cuda_graphs=true: {why}"):
             graphs.choose(config.replace({"system.cuda_graphs": True}), recipe, torch.device("cuda"), 1)
 
 

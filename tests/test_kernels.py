@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lpkit import records
 from lpkit.config import Config
@@ -30,6 +31,7 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.kernels import KERNELS
 from lpkit.training.training import RandomTokens, Training
+from tests.bench import fused
 from tests.bench.peers import far
 from tests.builds import BY_TRITON_3_6, PROOFS
 
@@ -62,6 +64,15 @@ def test_versions_compute_what_the_definition_says(name):
                 assert version == "cuda"
                 continue
             assert not said, f"{version}, example {i}: {said}"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_is_timed_shares_no_memory(name, monkeypatch):
+    """AdamW's bench gave one tensor as weight and gradient, and was faster than a copy."""
+    monkeypatch.setattr(fused.sizes, "rows", lambda device: ((256, 384),))
+    for _, arguments in fused._timed(name, KERNELS[name].load(), 0, torch.device("cpu")):
+        places = [t.untyped_storage().data_ptr() for t in tree_leaves(arguments) if torch.is_tensor(t)]
+        assert len(places) == len(set(places))
 
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if PYTORCH in KERNELS[name].load().versions])

@@ -9,6 +9,8 @@ Gradients, too, lie where they were. The optimizer comes after it, as ever.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -27,6 +29,8 @@ from lpkit.techniques.recipes import Recipe
 from lpkit.training.steps import Executor, Phases
 
 ON, OFF = "on", "off"
+NO_ROOM = ("lpkit: there is no room for a CUDA graph beside the model; this run's kernels are "
+           "started one by one, as with system.cuda_graphs=false")
 WARM_UP = 2         # updates that compile and reserve memory
 # whose implementations move what is saved, or step within backward
 MOVING = ("activation_offload", "optimizer_step")
@@ -73,7 +77,8 @@ class Graphs(Executor):
     in_parts = False
 
     def __init__(self, record: Callable[..., Any] = captured):
-        self.record, self.seen = record, 0
+        self.record = record
+        self.seen: float = 0
         self.recorded: _Recorded | None = None
 
     def fresh(self) -> Graphs:
@@ -85,14 +90,23 @@ class Graphs(Executor):
             self.seen += 1
             return super().forward_backward(training, batch, phases=phases)
         if self.recorded is None:
-            kept = Batch.of({name: t.clone() for name, t in batch.present.items()})
-            run, loss = self.record(partial(super().forward_backward, training, kept,
-                                            phases=nullcontext))
-            gradients = [(p, p.grad) for p in training.model.parameters() if p.grad is not None]
-            self.recorded = _Recorded(run, kept, loss, gradients)
+            try:
+                self.recorded = self._recorded(training, batch)
+            except torch.OutOfMemoryError:      # beside what the driver still holds of kernels
+                self.seen = -math.inf
+                print(NO_ROOM, file=sys.stderr, flush=True)
+                training.optimizer.zero_grad()
+                return super().forward_backward(training, batch, phases=phases)
         for name, t in self.recorded.batch.present.items():
             t.copy_(batch.present[name])
         self.recorded.run()
         for p, gradient in self.recorded.gradients:
             p.grad = gradient
         return self.recorded.loss.clone()
+
+    def _recorded(self, training: Any, batch: Batch) -> _Recorded:
+        kept = Batch.of({name: t.clone() for name, t in batch.present.items()})
+        run, loss = self.record(partial(super().forward_backward, training, kept,
+                                        phases=nullcontext))
+        gradients = [(p, p.grad) for p in training.model.parameters() if p.grad is not None]
+        return _Recorded(run, kept, loss, gradients)

@@ -46,7 +46,7 @@ class Kernels(Transform):
     autocast: AbstractContextManager
     before: Mapping[str, str] = field(default_factory=dict)
     in_block: bool = False
-    captured: bool = False
+    captured: bool = False      # what starts them, too
     choices: dict[str, Choice] = field(default_factory=dict)
     stage = Stage.KERNELS
 
