@@ -124,16 +124,21 @@ def test_a_copy_records_its_own(tiny):
     assert len(tapes) == 1 and copied.executor.recorded is None and copied.executor is not first.executor
 
 
-def test_without_room_for_a_graph_kernels_start_one_by_one_and_it_is_said(tiny, capsys):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_where_nothing_can_be_captured_kernels_start_one_by_one_and_it_is_said(tiny, capsys, error):
     def no_room(function):
         function()      # its gradients are there, and must not be added to
-        raise torch.OutOfMemoryError("planted")
+        raise error("planted\nat length")
 
     plain = Training.build(tiny)
     again = replace(Training.build(tiny), executor=Graphs(no_room))
     for step in range(graphs.WARM_UP + 3):
         assert torch.equal(plain.update(step).loss, again.update(step).loss)
-    assert capsys.readouterr().err.count("no room for a CUDA graph") == 1
+    asked = replace(Training.build(tiny), config=tiny.replace({"system.cuda_graphs": True}), executor=Graphs(no_room))
+    with pytest.raises(ConfigError, match=r"system\.cuda_graphs=true: no CUDA graph could be captured \(planted\); set it to auto"):
+        for step in range(graphs.WARM_UP + 3):
+            asked.update(step)
+    assert capsys.readouterr().err.count("no CUDA graph could be captured (planted); this run's kernels") == 1
     torch.testing.assert_close(dict(plain.state_dict()), dict(again.state_dict()), rtol=0, atol=0)
 
 

@@ -29,8 +29,7 @@ from lpkit.techniques.recipes import Recipe
 from lpkit.training.steps import Executor, Phases
 
 ON, OFF = "on", "off"
-NO_ROOM = ("lpkit: there is no room for a CUDA graph beside the model; this run's kernels are "
-           "started one by one, as with system.cuda_graphs=false")
+NOT_CAPTURED = "no CUDA graph could be captured ({})"
 WARM_UP = 2         # updates that compile and reserve memory
 # whose implementations move what is saved, or step within backward
 MOVING = ("activation_offload", "optimizer_step")
@@ -92,9 +91,13 @@ class Graphs(Executor):
         if self.recorded is None:
             try:
                 self.recorded = self._recorded(training, batch)
-            except torch.OutOfMemoryError:      # beside what the driver still holds of kernels
+            except RuntimeError as error:       # no room, or something that waits for the GPU
+                why = NOT_CAPTURED.format(str(error).partition("\n")[0])
+                if training.config.system.cuda_graphs is True:
+                    raise ConfigError(f"system.cuda_graphs=true: {why}; set it to auto") from error
+                print(f"lpkit: {why}; this run's kernels are started one by one", file=sys.stderr,
+                      flush=True)
                 self.seen = -math.inf
-                print(NO_ROOM, file=sys.stderr, flush=True)
                 training.optimizer.zero_grad()
                 return super().forward_backward(training, batch, phases=phases)
         for name, t in self.recorded.batch.present.items():
