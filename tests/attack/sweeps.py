@@ -1,16 +1,20 @@
-"""SIGKILL to a worker of a sweep, or to its keeper, at a random moment: the same command goes on, and in the end the sweep is the unbroken
-one: no trial is lost, done twice, or left under way."""
+"""SIGKILL to a worker of a sweep or of a claim, or to its keeper, at a random moment: the same command goes on, and in the end the sweep,
+or the verdict, is the unbroken one: no run is lost, done twice, or left under way."""
 
 import random
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from lpkit import processes
 from lpkit.claims import runs, sweep
+from lpkit.claims.protocol import Claim
+from lpkit.claims.settle import Settling
 from lpkit.errors import RunFailedError
 from tests.attack import Outcome
 from tests.attack._nursery import prepare
@@ -23,33 +27,59 @@ SAID = ("trial", "settings", "val_loss", "name")
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
-    told = sweep.Sweep(base=str(prepare(folder, steps=40)), search=SEARCH, trials=TRIALS, target="val_loss", sampler="random", at_once=AT_ONCE)
-    whole, begun = _settled(told, folder / "whole"), time.monotonic()
-    _settled(told, folder / "timed")
-    seconds, rounds, heard = time.monotonic() - begun, 0, 0
+    base = str(prepare(folder, steps=40))
+    told = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss", sampler="random", at_once=AT_ONCE)
+    claim = Claim(base=base, arms={"adamw": {}, "lion": {"optimizer": "lion"}}, differ=("optimizer",), target="val_loss", effect=0.3,
+                  budget={"steps": 40}, seeds=3, pilot=3, tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
+    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways), "claim": lambda out, finished: _verdict(claim, finished)}
+    whole, seconds = {}, {}
+    for kind, settle in kinds.items():
+        whole[kind], begun = _settled(settle, folder / f"whole-{kind}"), time.monotonic()
+        _settled(settle, folder / f"timed-{kind}")
+        seconds[kind] = time.monotonic() - begun
+    rounds, heard = 0, 0
     while outcome.tried < count:
-        out, rounds = folder / f"sweep-{rounds}", rounds + 1
+        kind = [*kinds][rounds % len(kinds)]
+        out, rounds = folder / f"{kind}-{rounds}", rounds + 1
         found = None
         while found is None:
             over = threading.Event()
-            killer = threading.Thread(target=_kill, args=(rng.uniform(0, seconds / 2), rng.random(), over, outcome))
+            killer = threading.Thread(target=_kill, args=(rng.uniform(0, 2 * seconds[kind]), rng.random(), over, outcome))
             killer.start()
             try:
-                found = _settled(told, out)
+                found = _settled(kinds[kind], out)
             except RunFailedError:
                 heard += 1
             finally:
                 over.set()
                 killer.join()
-        _same(found, whole, out, f"seed {seed}, sweep {rounds}", outcome)
-    outcome.facts = {"sweeps": rounds, "heard of": heard, "sweep_seconds": round(seconds, 3)}
+        _same(found, whole[kind], out, f"seed {seed}, {kind} {rounds}", outcome)
+    outcome.facts = {"rounds": rounds, "heard of": heard, **{f"{kind}_seconds": round(took, 3) for kind, took in seconds.items()}}
     return outcome
 
 
-def _settled(told: sweep.Sweep, out: Path) -> dict:
+def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
+    """What was found, without its seconds, and the names of its runs."""
     out.mkdir(exist_ok=True)
     with runs.Workers(out, processes.Children(), AT_ONCE) as workers:
-        return sweep.settle(told, out / "few", lambda what, configs: workers.finished(configs))
+        names: set[str] = set()
+
+        def finished(what: str, configs: list) -> list[dict]:
+            names.update(map(runs.name_of, configs))
+            return workers.finished(configs)
+
+        found = settle(out / "few", finished)
+    if "trials" in found:
+        assert len(Path(found["journal"]).read_text().splitlines()) == TRIALS
+        return [{key: line[key] for key in SAID} for line in found["trials"]], names
+    return found, names
+
+
+def _verdict(claim: Claim, finished: Callable) -> dict:
+    """Of the first arm against itself: no run depends on how long another took."""
+    found = Settling(claim, finished, lambda line: None).settle(null=True)
+    [verdict] = found["verdicts"]
+    return {key: verdict[key] for key in ("verdict", "gain", "interval", "p", "seeds")} | {"tuned": found["tuned"], "runs": found["runs"]}
 
 
 def _kill(seconds: float, which: float, over: threading.Event, outcome: Outcome) -> None:
@@ -63,12 +93,10 @@ def _kill(seconds: float, which: float, over: threading.Event, outcome: Outcome)
             outcome.tried += 1
 
 
-def _same(found: dict, whole: dict, out: Path, trial: str, outcome: Outcome) -> None:
-    one, two = ([{key: line[key] for key in SAID} for line in each["trials"]] for each in (found, whole))
-    if one != two:
-        outcome.failed("a trial differs", trial)
-    records = {path.stem for path in out.glob("*.json")}
-    if records != {line["name"] for line in two} or len(Path(found["journal"]).read_text().splitlines()) != TRIALS:
-        outcome.failed("a trial was lost or done twice", trial)
+def _same(found: tuple, whole: tuple, out: Path, trial: str, outcome: Outcome) -> None:
+    if found[0] != whole[0]:
+        outcome.failed("a run differs", f"{trial}: {found[0]}, unbroken {whole[0]}")
+    if found[1] != whole[1] or {path.stem for path in out.glob("*.json")} != whole[1]:
+        outcome.failed("a run was lost or done twice", trial)
     if left := [path.name for path in out.iterdir() if path.is_dir() or path.name.endswith(".tmp")]:
         outcome.failed("something was left behind", f"{trial}: {left}")
