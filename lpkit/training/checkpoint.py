@@ -121,7 +121,7 @@ def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
     return Checkpoint(path=folder, step=manifest["step"],
                       tensors=shards.load(paths, only=only, into=into, blank=blank),
                       state=json.loads((folder / STATE).read_text()),
-                      lines=manifest.get("lines", {}))
+                      lines=manifest["lines"])
 
 
 def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
