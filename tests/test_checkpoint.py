@@ -300,7 +300,7 @@ def load_two(rank, folder):
     for root in ("root", "plain", "damaged"):
         model, optimizer = sharded(rank + 5, 1)
         into = state_of(model, optimizer)
-        found, problems = checkpoint.load_latest(folder / root, blank=lambda name, *_: into[name])
+        found, problems = checkpoint.load_latest(folder / root, blank=lambda name, *_, into=into: into[name])
         fill(into, found.tensors)
         assert found.step == found.state["step"]
         keep_whole(model, optimizer, folder / f"{root}.safetensors")
