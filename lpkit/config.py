@@ -247,11 +247,9 @@ class Config(Group):
         outside.load(self.imports)      # before rows are named
         super().__post_init__()
         if self.version != VERSION:
-            age, other = ("older", "take the lpkit that wrote it") if self.version < VERSION else (
-                "newer", "upgrade lpkit")
-            raise ConfigError(f"this config has version {self.version}, {age} than this lpkit "
-                              f"understands ({VERSION}); {other}, or write the config again with "
-                              f"this one")
+            raise ConfigError(f"this config has version {self.version}, and this lpkit understands "
+                              f"version {VERSION} alone; take the lpkit that wrote it, or write "
+                              f"the config again with this one")
         if self.global_batch % self.grad_accum_steps:
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "

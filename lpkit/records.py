@@ -8,7 +8,6 @@ are a chain: a line that is lost, doubled, moved or of another run shows, too.
 import hashlib
 import json
 import math
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import read_text, whole_file, write_atomically
 
-SUM, LINE_SUM, OLD_LINE_SUM = "sha256", "sum", "crc32"
+SUM, LINE_SUM = "sha256", "sum"
 RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
 MARK_DIGITS = 16            # of a SHA-256, in lines and in what names a run
 MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
@@ -103,20 +102,18 @@ class Chain:
 class _Line:
     value: dict[str, Any]
     run: str | None
-    number: int         # 0: of an older lpkit, which had no chain
-    before: str | None
+    number: int
+    before: str
     sum: str
 
     @classmethod
     def parse(cls, text: bytes) -> "_Line":
         """Raises one of UNREADABLE."""
         value = json.loads(text)
-        old = LINE_SUM not in value
-        due = value.pop(OLD_LINE_SUM if old else LINE_SUM)
-        actual = f"{zlib.crc32(canonical(value)):08x}" if old else _line_sum(value)
-        if due != actual or not text.endswith(b"\n"):
+        due = value.pop(LINE_SUM)
+        if due != _line_sum(value) or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
-        return cls(value, value.pop(RUN, None), value.pop(NUMBER, 0), value.pop(BEFORE, None), due)
+        return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
 
 
 def head(path: Path) -> tuple[int, str]:
@@ -137,11 +134,11 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
     """The lines that are as they were written, and a sentence for each that is not. Of a missing
     file, none.
 
-    run:     whose lines they are; None: of a run that older versions began, whose lines are single
+    run:     whose lines they are; None: nobody knows, and lines are read one by one
     vouched: (who says so, the number of a line, its checksum)
     """
     good, problems, sums = [], [], {}
-    before: _Line | None = _Line({}, run, 0, None, "")      # None: the one before is not known
+    before: _Line | None = _Line({}, run, 0, "", "")      # None: the one before is not known
     text = path.read_bytes() if path.is_file() else b""
     for place, one in enumerate(text.splitlines(keepends=True), 1):
         why = ""

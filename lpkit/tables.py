@@ -1,4 +1,4 @@
-"""Tables of words: HTML for a notebook, aligned text for a terminal, Markdown for a page."""
+"""Tables of words: HTML for a notebook, aligned text for a terminal."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -66,8 +66,3 @@ def beside(name: str, value: str, at: int, width: int) -> str:
     is broken."""
     return fill(value, width, initial_indent=f"{name:<{at - 2}}  ", subsequent_indent=" " * at,
                 break_long_words=False, break_on_hyphens=False)
-
-
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])

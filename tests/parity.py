@@ -38,10 +38,10 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
+from tests.pages import markdown_table
 
 UPDATES, ORDERS = 20, 3
 MIXED = "one rank that gathers in 16 bits"

@@ -96,7 +96,7 @@ def train(place, told):
         time.sleep(0.01)
     if place.rank == 0:
         path.mkdir(parents=True, exist_ok=True)
-        (path / runs.CONFIG).write_text(runs.sealed_yaml(config))
+        (path / runs.CONFIG).write_text(runs.sealed_yaml(config, ""))
         run = runs.Run(path)
         status = "complete" if step == config.steps else "stopped"
         records.write(path / runs.SUMMARY, runs.results(run) | {

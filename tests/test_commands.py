@@ -259,7 +259,7 @@ def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis.txt").write_text("mine")
     (tmp_path / "six").mkdir()
-    (tmp_path / "six" / runs.CONFIG).write_text(runs.sealed_yaml(resolve("cpu-3m")))
+    (tmp_path / "six" / runs.CONFIG).write_text(runs.sealed_yaml(resolve("cpu-3m"), ""))
     code = f"import sys\nfrom lpkit.cli import main\ncode = main({words!r})\nprint('torch' in sys.modules)\nsys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "XDG_DATA_HOME": str(tmp_path)})

@@ -12,7 +12,7 @@ from lpkit.errors import ConfigError
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.drawn import drawing
 from lpkit.techniques.inits import INITS
-from lpkit.training.build import initialised, made
+from lpkit.training.build import made
 from lpkit.training.kernels import Kernels
 from tests.test_messages import UNEVEN
 from tests.training_ranks import digest_of
@@ -34,7 +34,7 @@ def rows(ranks: int, rank: int):
 def test_rows_are_those_of_one_process(name, ranks):
     """And so is the generator after it, and what is no parameter."""
     config = SMALL.replace(MODELS[name])
-    due = initialised(config, CPU, "plain")
+    due = made(config, "plain")
     state, found = torch.get_rng_state(), []
     for rank in range(ranks):
         with drawing(rows(ranks, rank), CPU) as drawn:
@@ -53,7 +53,7 @@ def test_every_init_fills_rows(init):
     config = SMALL.replace({"model.init": init, "model.layers": 1})
     with drawing(rows(2, 1), CPU) as drawn:
         model = made(config, "plain")
-    for p, whole in zip(model.parameters(), initialised(config, CPU).parameters(), strict=True):
+    for p, whole in zip(model.parameters(), made(config, "sdpa").parameters(), strict=True):
         assert torch.equal(drawn.rows[p], whole.chunk(2)[1])
 
 
@@ -90,7 +90,7 @@ def test_kernels_see_a_forward_like_others():
     kernels, found = Kernels(asked="rms-norm:reference", batch=(2, 32), autocast=nullcontext()), []
     with drawing(rows(2, 1), CPU):
         model = made(config, "plain")
-    for one in (model, initialised(config, CPU, "plain")):
+    for one in (model, made(config, "plain")):
         at_hand = kernels._at_hand(one)
         found.append([t.std().item() for name in ("add-rms-norm", "rotary") for t in at_hand[name][1][0][:2]])
     assert found[0] == pytest.approx(found[1], rel=0.5) and min(found[0]) > 0
@@ -115,7 +115,7 @@ LAYOUTS = {2: [{"shard": 2, "zero": 2}, {"shard": 2, "zero": 3, "gathered": "flo
 def test_ranks_start_from_the_same_bits_and_never_have_them_all(on_ranks, world):
     """Of the whole weights, eight blocks and tables: a rank has its rows; while FSDP2 cuts them a block whole (0.12) and its
     rows twice, the largest parameter once more (0.04), and what stands for parameters (0.04)."""
-    due = digest_of(Transformer.parameters(initialised(SMALL, CPU)))
+    due = digest_of(Transformer.parameters(made(SMALL, "sdpa")))
     for of_rank in on_ranks("starts", SMALL, world, layouts=LAYOUTS[world]):
         for digest, built, shard in of_rank:
             assert digest == due and built < 1 / shard + 0.3

@@ -2,9 +2,7 @@
 did not wait for. A wait that is taken away must be missed."""
 
 import copy
-import importlib.machinery
 import sys
-import types
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,7 @@ from lpkit.training.build import choose_device, environment
 from lpkit.training.loop import fit
 from lpkit.training.runs import RunFailedError
 from lpkit.training.training import Training
-from tests.fake_gpus import Autocast, Fake, RaceError, gpus, nccl
+from tests.fake_gpus import Autocast, RaceError, gpus, nccl
 
 CUDA = torch.device("cuda")
 HOST = {"memory.optimizer_state": "cpu"}
@@ -186,50 +184,6 @@ def test_a_wait_that_is_taken_away_is_missed(tiny, tmp_path, monkeypatch, what):
         with monkeypatch.context() as patch:
             patch.setattr(owner, method, lambda *_: None)
             fit(Training.build(tiny.replace({"system.device": "cuda", **changes})), tmp_path / "run")
-
-
-def kvikio(fake: Fake) -> types.ModuleType:
-    """NVIDIA's, which reads and writes GPU memory when it is told: by the host's clock."""
-    class CuFile:
-        def __init__(self, path: str, flags: str):
-            assert flags == "r+"
-            self.file = open(path, "r+b", buffering=0)
-
-        def __del__(self):
-            self.file.close()
-
-        def write(self, t: torch.Tensor, nbytes: int, offset: int) -> None:
-            fake.touch(fake.host, [fake.of(t)], [], "GPUDirect")
-            with torch._C.DisableTorchFunction():
-                self.file.seek(offset)
-                assert self.file.write(t.numpy().tobytes()) == nbytes == t.nbytes
-
-        def read(self, t: torch.Tensor, nbytes: int, offset: int) -> None:
-            fake.touch(fake.host, [], [fake.of(t)], "GPUDirect")
-            with torch._C.DisableTorchFunction():
-                self.file.seek(offset)
-                t.numpy()[:] = memoryview(self.file.read(nbytes))
-
-    module = types.ModuleType("kvikio")
-    module.__spec__, module.CuFile = importlib.machinery.ModuleSpec("kvikio", None), CuFile
-    return module
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_gpu_direct_storage_reads_what_has_been_computed(tiny, tmp_path, monkeypatch, waits):
-    config, runs = tiny.replace({"memory.activation_offload": "disk", "system.device": "cuda"}), []
-    with gpus() as fake:
-        monkeypatch.setitem(sys.modules, "kvikio", kvikio(fake))
-        if not waits:
-            monkeypatch.setattr(fake.Stream, "synchronize", lambda stream: None)
-            with pytest.raises(RaceError, match="GPUDirect on the host"):
-                fit(Training.build(config), tmp_path / "direct")
-            fake.races.clear()
-            return
-        runs.append(fit(Training.build(config), tmp_path / "direct"))
-        assert "by GPUDirect Storage" in runs[0].environment["chosen"]["activation_offload"]["why"]
-    runs.append(fit(Training.build(config.replace({"system.device": "cpu"})), tmp_path / "cpu"))
-    assert told(runs[0]) == told(runs[1])
 
 
 def test_state_goes_in_order_and_comes_back_as_it_was():

@@ -10,7 +10,7 @@ from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.ahead import Arriving
-from lpkit.training.build import initialised
+from lpkit.training.build import made
 from lpkit.training.training import Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -46,7 +46,7 @@ def test_a_gpu_step_is_the_cpu_step():
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
     grads = []
     for device in ("cpu", "cuda"):
-        model = initialised(config, torch.device("cpu")).to(device)
+        model = made(config, "sdpa").to(device)
         loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1].to(device)).flatten(0, 1),
                                                  tokens[:, 1:].to(device).flatten())
         loss.backward()

@@ -5,7 +5,6 @@ import math
 import shutil
 import signal
 import warnings
-import zlib
 
 import pytest
 import torch
@@ -390,28 +389,6 @@ def test_an_attack_on_records_finds_what_is_not_held_together(tmp_path, monkeypa
     monkeypatch.setattr(records, "read_lines", lambda path, run=None, vouched=(): real(path))
     monkeypatch.setattr(Run, "vouches", lambda self, ended: {"files": {}, "lines": {}})
     assert len(attack.attack(40, 1, tmp_path).failures["open says nothing"]) >= 4
-
-
-def test_a_run_that_an_older_lpkit_began_is_read_and_goes_on(run, tiny):
-    """Its lines are single, its records carry no run, and that is said."""
-    lines = [{**line, "crc32": f"{zlib.crc32(records.canonical(line)):08x}"} for line in run.metrics]
-    who = runs.identify(run.config, run.identity["tokens"], run.tokenizer)
-    for name in (runs.SUMMARY, runs.ENVIRONMENT, runs.TOKENIZER):
-        value = records.read(run.path / name)
-        records.write(run.path / name, {key: one for key, one in value.items() if key not in (records.RUN, "vouches")})
-    records.write(run.path / runs.IDENTITY, who)
-    (run.path / runs.CONFIG).write_text(runs.sealed_yaml(run.config))
-    (run.path / runs.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for folder in checkpoint.folders(run.checkpoints):
-        manifest = records.read(folder / "manifest.json")
-        manifest.pop("lines")
-        records.write(folder / "manifest.json", manifest | {"run": who["run"]})
-    old = Run.open(run.path)
-    assert [line["step"] for line in old.metrics] == [1, 2, 3, 4] and old.summary["status"] == "complete"
-    [said] = old.problems
-    assert "was begun by an older lpkit" in said and old.damage == []
-    again = train(tiny.replace({"steps": 6}), out=run.path, resume=True)
-    assert [line["step"] for line in again.metrics] == [1, 2, 3, 4, 5, 6] and again.summary["damaged"] == []
 
 
 def test_a_line_that_was_lost_is_named_also_after_the_run_went_on(run, tiny):

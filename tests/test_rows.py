@@ -19,8 +19,8 @@ def implementation(request, monkeypatch):
     """Both kernels of every operator: C, and the definition where C did not compile."""
     if request.param == "no compiler":
         monkeypatch.setattr(rows, "library", lambda: None)
-    elif rows.choice().used != "native":
-        pytest.skip(rows.choice().why)
+    elif compile_c.choice("rows").used != "native":
+        pytest.skip(compile_c.choice("rows").why)
     return request.param
 
 
@@ -225,5 +225,5 @@ def test_threads_give_the_same_bits():
     assert all(torch.equal(one, two) for one, two in zip(*found))
 
 
-def test_choice_says_what_runs():
-    assert rows.choice() == compile_c.choice("rows") and math.isfinite(rows.gelu(random(1)).item())
+def test_an_operator_runs_either_way():
+    assert math.isfinite(rows.gelu(random(1)).item())

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lessons.l02_where_the_time_goes import step_floor
 from lessons.published import calibrated, published
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -26,7 +27,6 @@ from lpkit.predict.time import (
     bill,
     calibrate,
     rank_products,
-    step_floor,
     step_time,
 )
 from lpkit.presets import PRESETS, preset
@@ -290,7 +290,7 @@ def test_an_estimate_is_never_below_its_floor(name):
 def test_the_floor_of_an_eager_step_by_hand():
     """Two roofs of each product, pointwise work at the memory's bandwidth, attention at its arithmetic."""
     config = Config(global_batch=4).replace({"system.attention": "sdpa"})
-    floor, m = step_floor(config, H100, precision="fp32"), config.model
+    floor, m = step_floor(config, H100, "fp32"), config.model
     linears = [p for p in products(m, batch=4) if not p.pairs]
     want = sum(max(2 * M * N * K / 67e12, 4 * (M * K + K * N + M * N) / 3.35e12) * p.calls
                for p in linears for M, N, K in ((p.M, p.N, p.K), (p.M, p.K, p.N), (p.N, p.K, p.M)))

@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS, TransformerEngineLinear
 from lpkit.precision.compute import LowPrecision
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.build import initialised
+from lpkit.training.build import made
 from lpkit.training.training import _saved
 
 EVENTS: list[str] = []
@@ -111,7 +111,7 @@ TINY = Config().replace({"model.layers": 2, "model.width": 128, "model.heads": 2
 
 
 def model_of(recipe: str) -> nn.Module:
-    return LowPrecision(recipe=RECIPES[recipe], backend=BACKENDS["transformer-engine"])(initialised(TINY, torch.device("cpu")))
+    return LowPrecision(recipe=RECIPES[recipe], backend=BACKENDS["transformer-engine"])(made(TINY, "sdpa"))
 
 
 def tokens() -> torch.Tensor:
@@ -122,7 +122,7 @@ def tokens() -> torch.Tensor:
     ("fp8-tensorwise", "Float8CurrentScaling"), ("fp8-delayed", "DelayedScaling"), ("fp8-blockwise-pow2", "Float8BlockScaling"),
     ("mxfp8", "MXFP8BlockScaling"), ("nvfp4-published", "NVFP4BlockScaling")])
 def test_a_forward_is_one_autocast_and_its_end_moves_the_state_once(recipe, theirs):
-    model, plain = model_of(recipe), initialised(TINY, torch.device("cpu"))
+    model, plain = model_of(recipe), made(TINY, "sdpa")
     linears = sum(isinstance(module, TransformerEngineLinear) for module in model.modules())
     assert torch.equal(model(tokens()), plain(tokens()))       # the parameters are shared, and nothing else is in the way
     assert [event for event in EVENTS if event == theirs] == [theirs] * linears and linears > 2
@@ -167,5 +167,5 @@ def test_a_block_computed_again_has_an_autocast_of_its_own_or_is_refused():
 
 
 def test_parameters_are_those_of_the_linears():
-    model, plain = model_of("fp8-tensorwise"), initialised(TINY, torch.device("cpu"))
+    model, plain = model_of("fp8-tensorwise"), made(TINY, "sdpa")
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()

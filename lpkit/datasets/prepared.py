@@ -85,12 +85,8 @@ def open_tokens(folder: Place) -> TokenFiles:
                           f"make one with `lpkit data prepare`")
     try:
         header = records.read(path)
-        if header["format"] != FORMAT:
-            raise ValueError(header["format"])
-        if header["version"] > VERSION:
-            raise ConfigError(f"{named(path)} has version {header['version']}, newer than this lpkit "
-                              f"understands ({VERSION}); upgrade lpkit, or prepare the corpus "
-                              f"again")
+        if (header["format"], header["version"]) != (FORMAT, VERSION):
+            raise ValueError("of another kind")
         dtype = DTYPES[header["dtype"]]
         maps = {split: _mapped(folder / f"{split}.bin", header["splits"][split], dtype)
                 for split in SPLITS}
@@ -102,8 +98,8 @@ def open_tokens(folder: Place) -> TokenFiles:
     except ConfigError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedError(f"{named(path)} is not the header of a prepared corpus; make one with "
-                           f"`lpkit data prepare`") from None
+        raise DamagedError(f"{named(path)} is not the header of a corpus that this lpkit "
+                           f"prepared; make one with `lpkit data prepare`") from None
 
 
 def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:

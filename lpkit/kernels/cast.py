@@ -26,7 +26,8 @@ for amax, blocks for mx; a 0-dim int64 tensor).
 Each function checks its arguments and calls an operator (`lpkit.kernels.operator`), so fake tensors
 and torch.compile see one operation. Its kernel is C, compiled on first use (`compile_c`); without a
 compiler it is the definition. On other devices the definition runs instead of the operator, so that
-torch.compile can fuse it. `choice()` says which it is here and why. Nothing here is differentiable.
+torch.compile can fuse it; `compile_c.choice("cast")` says which it is here and why. Nothing here is
+differentiable.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.kernels import compile_c
 from lpkit.kernels.operator import operator
@@ -101,11 +101,6 @@ SCALE_RULES = {     # bits that are added, None for half of an element's last; w
     # cuBLAS, 1D block scaling: up from amax / largest; https://docs.nvidia.com/cuda/cublas
     "rceil": (0x7FFFFF, True),
 }
-
-
-def choice() -> Choice:
-    """Says which implementation runs on CPU tensors here, and why. Compiles on first use."""
-    return compile_c.choice("cast")
 
 
 # ---- public operations ---------------------------------------------------------------------------

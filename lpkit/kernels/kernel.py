@@ -21,7 +21,6 @@ from lpkit.errors import ConfigError
 Version = Callable[..., "Tensor | tuple[Tensor, ...]"]
 LONGEST_ROW = 65536     # elements that one program holds
 SLACK = 2.0             # rounding in another order
-NEAR = 0.02             # of the norm: bf16 results that were rounded on the way
 CALL_SECONDS = 0.5
 ROW = 0.1               # of a row's, in which less averages out
 GRAIN = 2.0**-24        # of float32, in which sums are; their order is a version's own

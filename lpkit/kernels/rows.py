@@ -11,8 +11,7 @@ and written, computed is in float32: a result is the float32 one, rounded once. 
 `cross_entropy`'s rows too.
 
 `gelu` is differentiable and keeps its input alone, as PyTorch's own. On other devices, for other
-dtypes and under torch.compile, which fuses it, the definition runs. `choice()` says which it is on
-CPU tensors here, and why.
+dtypes and under torch.compile, which fuses it, the definition runs.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lpkit.contracts import Choice
 from lpkit.kernels import compile_c
 from lpkit.kernels.operator import operator
 
@@ -39,11 +37,6 @@ _ARGUMENTS = {      # as rows.c declares them
     "lp_cross_entropy_bf16": (_P, _P, _P, _P, _L, _L, _I),
     "lp_cross_entropy_fp32": (_P, _P, _P, _P, _L, _L, _I),
 }
-
-
-def choice() -> Choice:
-    """Says which implementation runs on CPU tensors here, and why. Compiles on first use."""
-    return compile_c.choice("rows")
 
 
 @functools.cache

@@ -8,11 +8,9 @@ import os
 import tempfile
 import weakref
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -92,20 +90,14 @@ class Slot:
 
 class Slots:
     """One file of slots of whole pages that are used again. One thread writes and reads, in order,
-    so that who asks goes on meanwhile; what is on its way out is given back from memory.
-
-    open_again(path): for a library that wants the file's name, while it still has one.
-    """
+    so that who asks goes on meanwhile; what is on its way out is given back from memory."""
 
     WAITING = 2**28     # bytes on their way out, above which who writes has to wait
 
-    def __init__(self, open_again: Callable[[str], Any] = lambda path: None):
+    def __init__(self):
         handle, path = tempfile.mkstemp()
-        try:
-            self.file, self.direct = _direct(handle)
-            self.again = open_again(path)
-        finally:
-            os.unlink(path)
+        os.unlink(path)
+        self.file, self.direct = _direct(handle)
         self.end, self.free = 0, {}
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="lpkit disk")
         self.out: deque[tuple[Future, int]] = deque()

@@ -16,7 +16,6 @@ how much.
 
 from __future__ import annotations
 
-import importlib.util
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,37 +89,13 @@ class OnDisk(Away):
 
     def __init__(self, t: Tensor, file: files.Slots):
         self.file, self.dtype, self.shape, self.device = file, t.dtype, t.shape, t.device
-        self.slot = self.write(t)
-
-    def write(self, t: Tensor) -> files.Slot:
-        return self.file.write(t.detach().cpu().view(-1).view(torch.uint8))
+        self.slot = file.write(t.detach().cpu().view(-1).view(torch.uint8))
 
     def expect(self) -> None:
         self.file.expect(self.slot)
 
     def get(self) -> Tensor:
         return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
-
-
-class OnDiskDirectly(OnDisk):
-    """GPUDirect Storage: file and GPU memory without the CPU's between them (NVIDIA's kvikio)."""
-
-    def write(self, t: Tensor) -> files.Slot:
-        slot = self.file.slot(t.nbytes)
-        # the library reads when it is told, not when streams agree
-        torch.cuda.current_stream(t.device).synchronize()
-        self.file.again.write(t.view(-1).view(torch.uint8), t.nbytes, slot.offset)
-        return slot
-
-    def expect(self) -> None:
-        pass
-
-    def get(self) -> Tensor:
-        t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        # whoever had this memory before is done with it
-        torch.cuda.current_stream(t.device).synchronize()
-        self.file.again.read(t.view(-1).view(torch.uint8), t.nbytes, self.slot.offset)
-        return t
 
 
 class Quantized(Away):
@@ -270,19 +245,12 @@ def on_host(device: torch.device) -> Place:
 
 
 def on_disk(device: torch.device) -> Place:
-    where = files.Scratch.where()
-    if device.type == "cuda" and importlib.util.find_spec("kvikio"):
-        import kvikio
-
-        file = files.Slots(open_again=partial(kvikio.CuFile, flags="r+"))
-        return Place(offloader=SavedTensorOffloader(OnDiskDirectly, file=file), used="disk",
-                     why=f"by GPUDirect Storage, in {where} (kvikio is here)")
     file = files.Slots()
     how = "through the page cache: this filesystem has no O_DIRECT"
     if file.direct:
         how = "past the page cache (O_DIRECT)"
     return Place(offloader=SavedTensorOffloader(OnDisk, file=file), used="disk",
-                 why=f"{how}, in {where} (Rajbhandari et al. 2021, arXiv:2104.07857)")
+                 why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")
 
 
 def quantized(bits: int, device: torch.device) -> Place:

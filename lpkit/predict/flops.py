@@ -138,13 +138,8 @@ def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full
     return training_flops(model, attention=attention) / model.T
 
 
-def recomputed_flops(model: ModelConfig, *, batch: int = 1, flash: bool = False,
-                     blocks: bool = False) -> int:
-    """Counts the FLOPs done a second time, which MFU does not count and the clock does.
-
-    A flash kernel computes the scores anew in its backward pass (Dao et al. 2022,
-    https://arxiv.org/abs/2205.14135); recomputing `blocks` repeats their whole forward pass.
-    """
+def recomputed_flops(model: ModelConfig, *, batch: int = 1) -> int:
+    """Counts the FLOPs of blocks that are done a second time, which MFU does not count and the clock
+    does."""
     *inside, _head = products(model, batch=batch)
-    again = sum(p.flops for p in inside) if blocks else 0
-    return again + sum(p.flops for p in inside if flash and p.name == "scores")
+    return sum(p.flops for p in inside)

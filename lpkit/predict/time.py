@@ -45,7 +45,7 @@ from lpkit.predict.params import (
     trained_count,
 )
 from lpkit.predict.recipes import Precision, precision_of, stored
-from lpkit.predict.roofline import FLOOR, Efficiency
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.updates import Work, moved_bytes
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
@@ -246,23 +246,17 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                     factor=factor, calibrated=calibration is not None or efficiency.factor != 1.0)
 
 
-def step_floor(config: Config, machine: Machine, *, precision: str) -> StepTime:
-    """The least that the machine's ceilings allow, without a compiler: every byte of pointwise work
-    moves, as in the eager step that it is set beside."""
-    return step_time(config, machine, precision=precision, efficiency=replace(FLOOR, fused=1.0))
-
-
 def _flat(config: Config, peak: float, efficiency: Efficiency,
           recompute: Recompute) -> list[TimeRow]:
     """Model FLOPs at one rate; recomputed ones are not the model's and cost more time."""
     rate, m, batch = peak * efficiency.flat, config.model, config.global_batch
     once = flops.forward_flops(m, batch=batch) / rate
-    again = flops.recomputed_flops(m, batch=batch, blocks="products" in recompute.repeats) / rate
     formula = f"at {efficiency.flat:g} of the peak"
     rows = [TimeRow(name="model FLOPs", phases={"forward": once, "backward": 2 * once},
                     formula=formula, source=efficiency.source)]
-    if again:
-        rows.append(TimeRow(name="recomputation", phases={"backward": again}, formula=formula,
+    if "products" in recompute.repeats:
+        again = {"backward": flops.recomputed_flops(m, batch=batch) / rate}
+        rows.append(TimeRow(name="recomputation", phases=again, formula=formula,
                             source=CHECKPOINTS))
     return rows
 

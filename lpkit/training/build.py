@@ -237,11 +237,6 @@ def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
     return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
 
 
-def initialised(config: Config, device: torch.device, attend: str = "sdpa") -> nn.Module:
-    """The model as its init leaves it, on `device`."""
-    return moved(made(config, attend), device)
-
-
 def made(config: Config, attend: str, start: Start | None = None) -> nn.Module:
     """Its parts, their initialisation, the weights that it begins from, its changes: in this
     order."""

@@ -116,29 +116,27 @@ def verify(folder: Path, run: str = "") -> dict[str, Any]:
 
 
 def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
-          into: dict[str, Tensor] | None, blank: shards.Blank = shards.whole) -> Checkpoint:
+          blank: shards.Blank = shards.whole) -> Checkpoint:
     paths = [folder / name for name in shards.file_names(len(manifest["files"]) - 1)]
     return Checkpoint(path=folder, step=manifest["step"],
-                      tensors=shards.load(paths, only=only, into=into, blank=blank),
+                      tensors=shards.load(paths, only=only, blank=blank),
                       state=json.loads((folder / STATE).read_text()),
-                      lines=manifest.get("lines", {}))
+                      lines=manifest["lines"])
 
 
 def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
-                into: dict[str, Tensor] | None = None, blank: shards.Blank = shards.whole,
-                quarantine: bool = True) -> tuple[Checkpoint | None, list[str]]:
+                blank: shards.Blank = shards.whole, quarantine: bool = True
+                ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
 
-    `only` keeps the tensors whose name starts so. The (D)tensors of `into` are filled in place,
-    however many processes saved them and however they were cut; without it whole tensors come back,
-    or what `blank` makes, as in `shards.load`. Raises ValueError when a tensor of `into` is not
-    there in this shape and number format.
+    `only` keeps the tensors whose name starts so. However many processes saved them, whole tensors
+    come back, or what `blank` makes, as in `shards.load`.
     `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
     """
     folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)
     if folder is None:
         return None, problems
-    return _read(Path(folder), manifest, only, into, blank), problems
+    return _read(Path(folder), manifest, only, blank), problems
 
 
 def _newest_whole(root: Path, run: str,

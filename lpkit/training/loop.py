@@ -116,7 +116,7 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
            ) -> tuple[Checkpoint | None, dict[str, Any]]:
     """Go back to the newest good checkpoint, and record this start. Returns that, `from_step`, and
     `damaged`: a sentence for each file or line that is passed over."""
-    problems = run.damage
+    problems = run.problems
     saved, damaged = _restore(training, run)
     start, before = saved.step if saved else 0, run.environments
     damaged += problems

@@ -41,8 +41,6 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 # the order in which ranks add up.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
               "precision.telemetry_every", "imports", "start.run", "data.scores"}
-# Settings that runs begun by an older lpkit did not have, and what says that nothing was asked for.
-LATER = {"model.changes": (), "start.map": (), "objective": "next-token", "sizes": "constant"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 OF_RUN = "# The run: "
 
@@ -133,12 +131,11 @@ class Run(Checked):
     @property
     def mark(self) -> str | None:
         """The mark that every line and record of this run carries. None where run.json is not there
-        or is damaged, and in a run that an older lpkit began, of which nothing carries any."""
+        or is damaged."""
         try:
-            said = records.read(self.path / IDENTITY)
+            return records.read(self.path / IDENTITY)["run"][:records.MARK_DIGITS]
         except DamagedError:
             return None
-        return said["run"][:records.MARK_DIGITS] if said.get("born") else None
 
     def _record(self, name: str) -> dict[str, Any]:
         """Raises DamagedError, also for a record of another run."""
@@ -152,10 +149,9 @@ class Run(Checked):
         """The record of run.json, once config.yaml and tokenizer.json agree with it. Raises
         DamagedError."""
         said = records.read(self.path / IDENTITY)
-        here = identify(self.config, said.get("tokens"), self.tokenizer, said.get("model_version"),
-                        said.get("born"), said.get("start", ""))
-        carried = _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip()
-        if OF_RUN in _unsealed_yaml(self.path / CONFIG) and carried != self.mark:
+        here = identify(self.config, tokenizer=self.tokenizer, **{key: said.get(key) for key in (
+            "tokens", "born", "start", "model_version")})
+        if _unsealed_yaml(self.path / CONFIG).rpartition(OF_RUN)[2].strip() != self.mark:
             raise _of_another(self.path / CONFIG, "run", self.path)
         for part, path in (("settings", CONFIG), ("tokenizer", TOKENIZER), ("run", IDENTITY)):
             if said.get(part) != here[part]:
@@ -215,7 +211,7 @@ class Run(Checked):
                 "lines": {path.name: records.head(path) for path in self.path.glob("*.jsonl")}}
 
     @property
-    def damage(self) -> list[str]:
+    def problems(self) -> list[str]:
         """A sentence for each file or line that is not what was written, or not there."""
         found, said, starts = [], {}, []
         reads = [lambda: self.identity, lambda: starts.extend(self.environments)]
@@ -249,16 +245,6 @@ class Run(Checked):
             found += records.read_lines(self.path / name, self.mark, vouched)[1]
         return list(dict.fromkeys(found))
 
-    @property
-    def problems(self) -> list[str]:
-        """`damage`; and that none would be seen, where an older lpkit began the run."""
-        found = self.damage
-        with suppress(DamagedError):
-            if not records.read(self.path / IDENTITY).get("born"):
-                found.append(f"{str(self.path)!r} was begun by an older lpkit: a line or a file of "
-                             f"it that is missing or of another run would not be noticed")
-        return found
-
     def _repr_html_(self) -> str:
         summary = {}
         with suppress(DamagedError):        # a bad file does not hide the run
@@ -267,18 +253,15 @@ class Run(Checked):
         return html_table((), [*rows, *(("problem", one) for one in self.problems)])
 
 
-def identify(config: Config, tokens: Any, tokenizer: dict[str, Any],
-             model_version: int = nn.VERSION, born: str | None = None,
-             start: str = "") -> dict[str, Any]:
+def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: str, start: str,
+             model_version: int = nn.VERSION) -> dict[str, Any]:
     """Returns what decides the numbers of a run, and under "run" the hash of it all. `tokens`: the
     SHA-256 of the training and the validation tokens, and of scores. `born`: drawn at the run's
-    birth, which tells it from another of the same numbers; None: an older lpkit drew none. `start`:
-    the SHA-256 of the weights that it began from; empty: it began from none."""
-    settings = {key: one for key, one in flat(config).items()
-                if key not in MAY_CHANGE and (key not in LATER or one != LATER[key])}
-    facts = {"settings": settings, "tokens": tokens, "tokenizer": records.digest(tokenizer),
-             "model_version": model_version} | ({"born": born} if born else {})
-    facts = records.plain(facts | ({"start": start} if start else {}))
+    birth, which tells it from another of the same numbers. `start`: the SHA-256 of the weights that
+    it began from; empty: it began from none."""
+    settings = {key: one for key, one in flat(config).items() if key not in MAY_CHANGE}
+    facts = records.plain({"settings": settings, "tokens": tokens, "born": born, "start": start,
+                           "tokenizer": records.digest(tokenizer), "model_version": model_version})
     return facts | {"run": records.digest(facts)}
 
 
@@ -287,8 +270,8 @@ def _of_another(path: Path, part: str, run: Path) -> DamagedError:
                         f"differ{'s' * (part == 'run')}; put the run's own file back")
 
 
-def sealed_yaml(config: Config, mark: str | None = None) -> str:
-    text = config.to_yaml() + (f"{OF_RUN}{mark}\n" if mark else "")
+def sealed_yaml(config: Config, mark: str) -> str:
+    text = f"{config.to_yaml()}{OF_RUN}{mark}\n"
     return f"{text}{SEAL}{hashlib.sha256(text.encode()).hexdigest()}\n"
 
 

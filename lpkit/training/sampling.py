@@ -76,7 +76,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
         raise ConfigError(said)
     for problem in problems:
         print(f"lpkit: the weights are those of step {saved.step}: {problem}", file=sys.stderr)
-    for problem in run.damage:
+    for problem in run.problems:
         print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),

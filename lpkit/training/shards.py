@@ -51,34 +51,18 @@ def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def load(paths: list[Path], *, only: Prefix = "", into: dict[str, Tensor] | None = None,
-         blank: Blank = whole) -> dict[str, Tensor]:
-    """The tensors in `paths` whose name starts with `only`, or `into`, filled in place.
+def load(paths: list[Path], *, only: Prefix = "", blank: Blank = whole) -> dict[str, Tensor]:
+    """The tensors in `paths` whose name starts with `only`.
 
     What one file has whole is mapped, and takes no memory. What lies in several is read into what
     `blank` makes for its name, shape and dtype; all of it, unless that is a DTensor.
-    Every process of a group calls this. Raises ValueError when `into` does not fit, before any of
-    it is written.
+    Every process of a group calls this. Raises OSError, on all.
     """
     saved = {name: one for name, one in _mapped(paths).items() if name.startswith(only)}
-    if into is None:
-        into, wanted = {}, {}
-        for name, found in saved.items():
-            if len(found.pieces) == 1:
-                into[name] = found.pieces[0][1]
-            else:
-                into[name] = wanted[name] = blank(name, found.size, found.dtype)
-    else:
-        wanted = {name: t for name, t in into.items() if name.startswith(only)}
-    for name, t in wanted.items():
-        found, due = "nothing", f"{t.dtype} {tuple(t.shape)}"
-        if name in saved:
-            found = f"{saved[name].dtype} {tuple(saved[name].size)}"
-        if found != due:
-            raise ValueError(f"{paths[0].parent} holds {found} as {name}, which is to fill {due}; "
-                             f"load it with the settings that it was saved with")
-    _together(f"could not read {paths[0].parent}", _fill, wanted, saved)
-    return into
+    filled = {name: blank(name, found.size, found.dtype) for name, found in saved.items()
+              if len(found.pieces) > 1}
+    _together(f"could not read {paths[0].parent}", _fill, filled, saved)
+    return {name: filled.get(name, found.pieces[0][1]) for name, found in saved.items()}
 
 
 def _together(what: str, work: Callable, *args: Any) -> None:

@@ -64,7 +64,7 @@ class Start:
 
     def refuse_other(self, run: Run) -> None:
         """Raises ConfigError where `run` was begun from other weights."""
-        if (due := run.identity.get("start", "")) != self.sha256:
+        if (due := run.identity["start"]) != self.sha256:
             raise ConfigError(f"{str(run.path)!r} was begun from weights with the SHA-256 "
                               f"{due or 'none'}, and {self.where or 'start.run'} has "
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "

@@ -16,8 +16,8 @@ from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.updates import PHASES, Bench, take_turns
 from lpkit.predict.flops import Product, products
-from lpkit.predict.roofline import attainable_flops
-from lpkit.predict.time import StepTime, step_floor
+from lpkit.predict.roofline import FLOOR, attainable_flops
+from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
 from lpkit.timing import Watch
@@ -86,9 +86,15 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
     return RooflineMeasurement(
         machine=replace(here, flops={dtype: max(peaks)}, bytes_per_second=max(sweeps)),
         product_seconds={p: min(seconds) for p, seconds in zip(alone, times[len(squares):])},
-        floors=tuple(step_floor(config, one, precision=dtype) for one in each),
+        floors=tuple(step_floor(config, one, dtype) for one in each),
         phases=tuple(phases[1:]), other_cpu_share=other_cpu_share,
         precision=bench.precision, where=bench.where)
+
+
+def step_floor(config: Config, machine: Machine, precision: str) -> StepTime:
+    """The least that the machine's ceilings allow, without a compiler: every byte of pointwise work
+    moves, as in the eager step that it is set beside."""
+    return step_time(config, machine, precision=precision, efficiency=replace(FLOOR, fused=1.0))
 
 
 def _medians(rounds: Iterable[Sequence[float]]) -> dict[str, float]:

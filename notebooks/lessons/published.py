@@ -55,7 +55,7 @@ COUNTED = {     # FLOPs of a step, as the page counts them
     "full": lambda m, batch: training_flops(m, batch=batch),
     "causal": lambda m, batch: training_flops(m, batch=batch, attention="causal"),
     "recomputed": lambda m, batch: (training_flops(m, batch=batch)
-                                    + recomputed_flops(m, batch=batch, blocks=True)),
+                                    + recomputed_flops(m, batch=batch)),
     "parameters": lambda m, batch: (6 * parameter_count(m)
                                     + 12 * m.L * m.H * m.E * m.T) * batch * m.T}
 

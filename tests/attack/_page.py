@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 from lpkit.files import resource
-from lpkit.tables import markdown_table
 from tests.attack import NAMES
 from tests.bench.harness import recorded
+from tests.pages import markdown_table
 
 ROOT = Path(__file__).parents[2]
 PAGE = """# Reliability

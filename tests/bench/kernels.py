@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
-from lpkit.kernels import cast, jit
+from lpkit.kernels import cast, compile_c, jit
 from lpkit.kernels.blocked_attention import blocked
 from lpkit.nn.attention import plain, sdpa, sees
 from lpkit.techniques.attention import Rule
@@ -139,7 +139,7 @@ def _qdq(threads: int, rounds: int) -> list[Result]:
     return race("qdq", ours=ours, peers=peers, over=buffers, check=check, target=QDQ_TARGETS,
                 rounds=rounds, packages=("torch", "ml_dtypes"),
                 case=f"E4M3 and back, 4 Mi float32, threads: {threads}, kernel: "
-                f"{cast.choice().used}")
+                f"{compile_c.choice('cast').used}")
 
 
 def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
@@ -161,7 +161,7 @@ def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
     return race("mx-qdq", ours=ours, peers={"torchao eager": torchaos}, over=buffers, check=check,
                 target=MX_TARGET, rounds=rounds, packages=("torch", "torchao"),
                 case=f"MXFP8, E4M3 elements, floor rule, 4 Mi float32, threads: "
-                f"{torch.get_num_threads()}, kernel: {cast.choice().used}")
+                f"{torch.get_num_threads()}, kernel: {compile_c.choice('cast').used}")
 
 
 def _buffers(count: int) -> list[tuple[Tensor, Tensor]]:

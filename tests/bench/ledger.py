@@ -28,13 +28,13 @@ from lpkit.predict.compare import Row, percent
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.presets import preset
-from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES
 from tests.bench import peaks
 from tests.bench.drawn import configs as draws
 from tests.bench.harness import ROUNDS, Result, paired, race, recorded
+from tests.pages import markdown_table
 
 NAME, EXAMPLE = "ledger", "gpt2-124m"
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"

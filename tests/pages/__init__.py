@@ -1,6 +1,8 @@
 """The pages of docs/ that are made, by name: each is `module:function` and returns its text, or its
 files by their place in docs/. `python -m tests.pages NAME ...` writes them."""
 
+from collections.abc import Iterable, Sequence
+
 PAGES = {
     "techniques": "tests.pages.techniques:page",
     "matrix": "tests.pages.matrix:page",
@@ -11,3 +13,8 @@ PAGES = {
     "recipes": "tests.pages.recipes:files",
     "reliability": "tests.attack._page:page",
 }
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])

@@ -10,9 +10,9 @@ import torch
 from lpkit.config import ModelConfig
 from lpkit.measure.attention import LENGTHS, MODEL, cell
 from lpkit.measure.probes import Probe
-from lpkit.tables import markdown_table
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from tests.pages import markdown_table
 
 DTYPES = ("float32", "bfloat16", "float16")
 SMALLER = {"size": 24, "block": 16}     # than the rows have it, so that something is left out

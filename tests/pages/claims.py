@@ -32,7 +32,6 @@ from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
-from lpkit.tables import markdown_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
@@ -40,6 +39,7 @@ from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Checked, Text
 from tests.bench import protocol
+from tests.pages import markdown_table
 
 CONFIRMED, SMALLER, REFUTED, UNTESTED = "confirmed", "smaller", "refuted", "not yet tested"
 ENOUGH, NOTHING = 0.8, 0.2      # of what is promised
@@ -483,7 +483,7 @@ def recompute_memory() -> Numbers:
 
 def recompute_time() -> Numbers:
     return Numbers(
-        kit={name: recomputed_flops(preset(name).model, blocks=True)
+        kit={name: recomputed_flops(preset(name).model)
              / training_flops(preset(name).model) for name in SIZES},
         elsewhere={f"seconds of {name} on one H100": _seconds(_of(name, 1), recompute="block")
                    / _seconds(_of(name, 1)) - 1 for name in ("gpt2-1.5b", "llama-8b")})

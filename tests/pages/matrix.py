@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from lpkit.measure.matrix import backends_of
 from lpkit.precision.backends import BACKENDS, Library
-from lpkit.tables import markdown_table
 from lpkit.techniques.hardware import (
     CAPABILITY,
     FNUZ,
@@ -19,6 +18,7 @@ from lpkit.techniques.hardware import (
 )
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
+from tests.pages import markdown_table
 
 TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
 AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"

@@ -3,10 +3,10 @@
 import json
 
 from lpkit.files import resource
-from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
 from tests import parity
 from tests.bench.harness import recorded
+from tests.pages import markdown_table
 
 INTRODUCTION = """\
 # Several processes

@@ -28,12 +28,12 @@ from torch import Tensor
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread
-from lpkit.tables import FAINT, INK, markdown_table
+from lpkit.tables import FAINT, INK
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
 from lpkit.ui.style import COLOURS, FONT
-from tests.pages import matrix
+from tests.pages import markdown_table, matrix
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = DOCS.parent / "data" / "measured"
