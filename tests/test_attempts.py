@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
+from lessons import puzzles
 from lpkit.course import attempts, judge
 from lpkit.course.attempts import Parcel, Unknown, asked, pack, unpack
 from lpkit.course.judge import Verdict
 from lpkit.course.learner import check
-from lpkit.course.puzzles import run
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 3.0
@@ -50,7 +50,8 @@ HOSTILE = {
     "another program": "os.execv('/bin/true', ['true'])",
     "json replaced": f"json.dumps = lambda *_, **__: {RIGHT.decode()!r}\njson.loads = lambda *_, **__: {{'status': 'right', 'detail': ''}}",
     "the comparison replaced": """
-        from lpkit.course import judge, puzzles
+        from lessons import puzzles
+        from lpkit.course import judge
         judge.difference = judge.verdict = puzzles.difference = lambda *_, **__: ""
         torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda *_, **__: True""",
     "its own frames": """
@@ -116,13 +117,13 @@ def test_whatever_an_answer_does_is_a_sentence_and_the_next_is_judged(kind):
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_whatever_a_kernel_does_is_a_sentence_and_the_next_is_judged(kind):
-    found, = run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind], "return"))], seconds=SECONDS)
+    found, = puzzles.run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind], "return"))], seconds=SECONDS)
     assert found["status"] == "wrong" and len(found["detail"]) > 10 and "Traceback" not in found["detail"], found
     unharmed()
 
 
 def test_a_kernel_after_all_that_is_judged():
-    assert run([("10.copy", PUZZLES["10.copy"].solution)])[0]["status"] == "right"
+    assert puzzles.run([("10.copy", PUZZLES["10.copy"].solution)])[0]["status"] == "right"
 
 
 RANKS = ("right verdicts into every file", "garbage into every file", "os._exit", "memory", "the judge killed", "json replaced",

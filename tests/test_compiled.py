@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 
+import lessons
 import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Batch
@@ -370,14 +371,14 @@ def test_a_cache_without_flock_is_named(no_caches, monkeypatch):
 def test_only_one_place_begins_to_compile():
     """torch.compile, triton.jit, triton.compile and PyTorch's builder of extensions, wherever they are called."""
     calls = set()
-    for path in (Path(lpkit.__file__).parent).rglob("*.py"):
+    for path in (*Path(lpkit.__file__).parent.rglob("*.py"), *Path(lessons.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.compile", "triton.jit", "triton.compile", "cpp_extension.load"):
                 calls.add((path.name, ast.unparse(node)))
     assert calls == {
         ("jit.py", "torch.compile"), ("jit.py", "triton.jit"),
         ("cuda_norm.py", "cpp_extension.load"),     # into a private folder
-        # the kernel puzzles: a process with a private folder for its cache (course/puzzles.py)
+        # the kernel puzzles: a process with a private folder for its cache (lessons/puzzles.py)
         ("kernel_parts.py", "triton.jit"), ("kernel_process.py", "triton.jit"), ("kernel_process.py", "triton.compile"),
         ("defects.py", "triton.jit")}               # by the interpreter, which keeps nothing
 

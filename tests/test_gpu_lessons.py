@@ -21,10 +21,11 @@ import lpkit
 from lessons import l03_number_formats as linear_operands
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
+from lessons import puzzles
 from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.course import notebooks, puzzles
+from lpkit.course import notebooks
 from lpkit.measure import attention as attention_cells
 from lpkit.measure import trace
 from lpkit.nn.attention import backend

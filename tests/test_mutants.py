@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lpkit.course import puzzles
+from lessons import puzzles
 from lpkit.course.learner import check
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
@@ -20,7 +20,7 @@ def test_every_change_of_a_definition_is_wrong(name):
 
 def test_some_changes_of_each_kernel_are_wrong():
     chosen = [one for name in PUZZLES for every in [mutants(name)] for one in every[len(name) % 3::len(every) // EACH]]
-    assert len(chosen) >= 14 * EACH and judged_right(chosen) == [one for one in chosen if is_same(one)]
+    assert len(chosen) >= len(PUZZLES) * EACH and judged_right(chosen) == [one for one in chosen if is_same(one)]
 
 
 def test_there_are_enough_and_each_exception_has_a_reason():
@@ -123,7 +123,6 @@ def test_what_a_person_writes_instead_is_wrong(name, attempt, said):
     ("11.dequant_matmul", "k // B", "k // 16"),
     ("11.matmul", "(k + j)[:, None] * N", "(k + j)[:, None] * K"),
     ("11.matmul", "tl.dot(left, right)", "tl.dot(left.to(tl.float16), right.to(tl.float16))"),
-    ("11.stochastic", "tl.load(dice + i", "tl.load(dice + tl.arange(0, BLOCK)"),
 ])
 def test_what_a_person_writes_into_a_kernel_instead_is_wrong(name, old, new):
     assert old in PUZZLES[name].solution

@@ -41,7 +41,7 @@ from tests.pages import claims
 
 ROOT = Path(__file__).parents[1] / "lpkit"
 ELSEWHERE = {"techniques/hardware.py", "precision/backends.py", "measure/matrix.py", "kernels/amax.py", "kernels/fused_cast.py",
-             "kernels/cast_operand.py", "kernels/rounding.py", "kernels/defects.py", "course/kernel_parts.py"}
+             "kernels/cast_operand.py", "kernels/rounding.py", "kernels/defects.py"}
 FACTS = {
     "bits of a format": (r"\b(exponent_bits|mantissa_bits)=\d", "techniques/formats.py"),
     "largest value of a format": (r"\b(448|57344|65504)\.0\b", "techniques/formats.py"),

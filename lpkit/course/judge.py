@@ -15,6 +15,7 @@ import ast
 import contextlib
 import copy
 import html
+import importlib
 import inspect
 import itertools
 import math
@@ -79,6 +80,11 @@ class Exercise:
     @property
     def solution(self) -> str:
         return source_of(self.answer)
+
+    def prepare(self) -> None:
+        """Runs in the warm process before it forks: imports what every fork would import again."""
+        if self.most_bytes:
+            importlib.import_module("lpkit.measure.tracking")
 
     def judged(self, attempt: Callable[..., Any]) -> "Verdict":
         """Never raises, whatever the attempt does, and does not wait for ever. An exercise without

@@ -5,7 +5,6 @@
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
 import signal
@@ -18,7 +17,6 @@ import torch
 from lpkit.course import lessons
 from lpkit.course.attempts import NO_ANSWERS, Frames
 from lpkit.errors import ConfigError
-from lpkit.measure import tracking as tracking  # what counts bytes is there before the first fork
 from lpkit.processes import adopt_orphans, end_with_parent, sweep
 
 PR_SET_DUMPABLE = 4
@@ -55,14 +53,11 @@ def main(folder: str, calls: str) -> int:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):      # Linux: the same user's processes cannot look into this one,
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)     # nor into its forks
-    if "TRITON_INTERPRET" in os.environ:    # Triton looks at it while it is imported
-        with contextlib.suppress(ImportError):
-            importlib.import_module("lpkit.course.kernel_process")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(calls)) as heard:
         while (call := socket.recv_fds(heard, 4096, 1))[0]:
             with contextlib.suppress(Exception):    # once, for all forks; a fork says what is wrong
-                lessons.lesson(call[0].decode())
+                lessons.exercise(call[0].decode()).prepare()
             with socket.socket(fileno=call[1][0]) as line:
                 if os.fork():
                     continue

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.draws import FP8, LARGEST, normal
+from lessons.launches import Launch, blank
+from lessons.puzzles import Puzzle
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.launches import Launch, blank
-from lpkit.course.puzzles import Puzzle
 from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
@@ -28,7 +28,7 @@ from lpkit.ui.style import COLOURS
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from lpkit.course.kernel_parts import e4m3
+    from lessons.kernel_parts import e4m3
 
 
 # ---- The study
@@ -167,7 +167,7 @@ MANY, LONG = normal(Random(1), 70, 3), normal(Random(2), 14, 5000)
 BLOCKS = HUGE * normal(Random(3), 1200), TINY * normal(Random(4), 8389)
 
 
-# Exercises: elementwise, reductions, casts.
+# Exercises: elementwise, reductions, casts; then one for another day.
 
 @puzzle("10.copy", *((x,) for x in (*AWKWARD, EXTREME, *BLOCKS)), spec=lambda x: x.clone(),
         minutes=5, draw=lambda r: (normal(r, r.randint(1, 99)),), large=vector,
@@ -201,68 +201,19 @@ def amax(x, out, n, BLOCK: tl.constexpr):
     tl.atomic_max(out, tl.max(tl.abs(v), 0))
 
 
-def _softmax(x: Tensor) -> Tensor:
-    return x.softmax(-1)
-
-
-ROWS = [(x,) for x in (*MATRICES, torch.tensor([[1e4, 1e4 - 1, -1e4]]), -200 - MATRICES[0],
-                      torch.linspace(-90, 90, 40)[None], torch.linspace(90, -90, 40)[None],
-                      HUGE * MATRICES[2], TINY * MATRICES[2], MANY, LONG[:1, :200], LONG)]
-
-
-@puzzle("10.softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
-        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
-        mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
-                  "what lies outside is -inf, so that its exp is nothing":
-                      ('other=float("-inf")', "other=0.0"),
-                  "the rows of x lie x_stride apart": ("row * x_stride", "row * columns")})
-def softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    v = tl.load(x + row * x_stride + i, mask=i < columns, other=float("-inf"))
-    v = tl.exp(v - tl.max(v, 0))
-    tl.store(y + row * columns + i, v / tl.sum(v, 0), mask=i < columns)
-
-
-def _rms_norm(x: Tensor, w: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(x, x.shape[-1:], w, EPS)
-
-
-def _with_weights(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x, torch.arange(x.shape[-1]) / 8 + 0.5
-
-
-@puzzle("10.rms_norm", *map(_with_weights, (*MATRICES, 1e-4 * MATRICES[0], torch.zeros(1, 5),
-                                            1e15 * MATRICES[0], HUGE * MANY, TINY * MANY, LONG)),
-        spec=_rms_norm, tolerance=1e-5, minutes=10, stars=2,
-        draw=lambda r: _with_weights(rows(r, size=r.choice((0.01, 1, 100)))),
-        large=lambda n: _with_weights(*matrix(n)),
-        launch=lambda x, w: by_rows(x, w=w, eps=EPS),
-        mistakes={"the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
-                  "eps stands inside of the root":
-                      ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
-                       "1 / (tl.sqrt(tl.sum(v * v, 0) / columns) + eps)"),
-                  "RMSNorm takes no mean away":
-                      ("    scale", "    v = tl.where(i < columns, v - tl.sum(v, 0) / columns, "
-                                    "0.0)\n    scale")})
-def rms_norm(x, w, y, x_stride, columns, eps, BLOCK: tl.constexpr):
-    row, i = tl.program_id(0), tl.arange(0, BLOCK)
-    v = tl.load(x + row * x_stride + i, mask=i < columns, other=0.0)
-    scale = tl.rsqrt(tl.sum(v * v, 0) / columns + eps)
-    g = tl.load(w + i, mask=i < columns, other=0.0)
-    tl.store(y + row * columns + i, v * scale * g, mask=i < columns)
-
-
 def _add_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     h = x + r
-    return h, _rms_norm(h, w)
+    return h, torch.nn.functional.rms_norm(h, h.shape[-1:], w, EPS)
 
 
 def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return x, torch.cos(x).mul(x.abs().amax()).contiguous(), _with_weights(x)[1]
+    return (x, torch.cos(x).mul(x.abs().amax()).contiguous(),
+            torch.arange(x.shape[-1]) / 8 + 0.5)
 
 
-@puzzle("10.add_norm", *map(_residual, (*MATRICES, 1e-4 * MATRICES[0], HUGE * MANY, LONG)),
-        spec=_add_norm, tolerance=1e-5, minutes=10, stars=2, once=("x", "r"),
+@puzzle("10.add_norm", *map(_residual, (*MATRICES, 1e-4 * MATRICES[0], torch.zeros(1, 5),
+                                        1e15 * MATRICES[0], HUGE * MANY, TINY * MANY, LONG)),
+        spec=_add_norm, tolerance=1e-5, minutes=15, stars=2, once=("x", "r"),
         draw=lambda r: _residual(rows(r, size=r.choice((0.01, 1, 100)))),
         large=lambda n: _residual(*matrix(n)),
         launch=lambda x, r, w: by_rows(x, "hy", r=r, w=w, eps=EPS),
@@ -271,8 +222,12 @@ def _residual(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
                       ("tl.store(h + row * columns + i, v,",
                        "tl.store(h + row * columns + i, v * tl.rsqrt(tl.sum(v * v, 0) / columns "
                        "+ eps),"),
-                  "r lies without gaps, x does not":
-                      ("r + row * columns", "r + row * x_stride")})
+                  "the rows of x lie x_stride apart, those of r without gaps":
+                      ("r + row * columns", "r + row * x_stride"),
+                  "the mean is over the columns, and BLOCK may be more": ("/ columns", "/ BLOCK"),
+                  "eps stands inside of the root":
+                      ("tl.rsqrt(tl.sum(v * v, 0) / columns + eps)",
+                       "1 / (tl.sqrt(tl.sum(v * v, 0) / columns) + eps)")})
 def add_norm(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     b = tl.load(r + row * columns + i, mask=i < columns, other=0.0)
@@ -362,3 +317,25 @@ def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constex
     tl.store(codes + r[:, None] * C + c[None, :], code, mask=inside)
     tl.store(turned + c[None, :] * R + r[:, None], code, mask=inside)
     tl.atomic_max(next_amax, tl.max(tl.max(tl.abs(v), 1), 0))
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.softmax(-1)
+
+
+ROWS = [(x,) for x in (*MATRICES, torch.tensor([[1e4, 1e4 - 1, -1e4]]), -200 - MATRICES[0],
+                      torch.linspace(-90, 90, 40)[None], torch.linspace(90, -90, 40)[None],
+                      HUGE * MATRICES[2], TINY * MATRICES[2], MANY, LONG[:1, :200], LONG)]
+
+
+@puzzle("10.softmax", *ROWS, spec=_softmax, tolerance=1e-6, minutes=12, stars=2,
+        draw=lambda r: (rows(r, size=r.choice((1, 100))),), large=matrix, launch=by_rows,
+        mistakes={"exp overflows: take the row's largest away first": (" - tl.max(v, 0)", ""),
+                  "what lies outside is -inf, so that its exp is nothing":
+                      ('other=float("-inf")', "other=0.0"),
+                  "the rows of x lie x_stride apart": ("row * x_stride", "row * columns")})
+def softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
+    row, i = tl.program_id(0), tl.arange(0, BLOCK)
+    v = tl.load(x + row * x_stride + i, mask=i < columns, other=float("-inf"))
+    v = tl.exp(v - tl.max(v, 0))
+    tl.store(y + row * columns + i, v / tl.sum(v, 0), mask=i < columns)

@@ -28,9 +28,6 @@ from torch import Tensor
 
 from lessons.draws import LARGEST, normal
 from lessons.l10_custom_kernels import (
-    AWKWARD,
-    BLOCKS,
-    EXTREME,
     HUGE,
     LONG,
     MANY,
@@ -40,7 +37,6 @@ from lessons.l10_custom_kernels import (
     TINY,
     _softmax,
     block,
-    by_blocks,
     by_rows,
     cdiv,
     codes_of,
@@ -48,9 +44,9 @@ from lessons.l10_custom_kernels import (
     rows,
     value_of,
 )
+from lessons.launches import Launch, blank
+from lessons.puzzles import Puzzle
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.course.launches import Launch, blank
-from lpkit.course.puzzles import Puzzle
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe
@@ -60,7 +56,7 @@ from lpkit.ui.style import COLOURS
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
+    from lessons.kernel_parts import e2m1, e4m3, e4m3_value
 
 
 # ---- The study
@@ -213,6 +209,7 @@ def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]]
 EXERCISES: dict[str, Exercise] = {}
 puzzle = adding_to(EXERCISES, Puzzle, "kernel")
 
+
 def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte: int = 1,
               **more: Any) -> Launch:
     """A program for each block of a row, which shares a scale."""
@@ -222,58 +219,7 @@ def by_scales(x: Tensor, block: int, scales: torch.dtype = torch.uint8, in_byte:
                   x=x, x_stride=x.stride(0), columns=C, **more)
 
 
-# Exercises: what stands before, in and behind them.
-
-def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
-    """Multiples of 4 / most in [-4, 4]: TF32 holds them (with 512 bf16 does not), and sums of their
-    products are exact in any order."""
-    chance = torch.Generator().manual_seed(r.getrandbits(32))
-    return torch.randint(-most, most + 1, shape, generator=chance) * 4 / most
-
-
-def _factors(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, Tensor]:
-    M, N, K = M or r.randint(1, 40), N or r.randint(1, 40), K or r.randint(1, 40)
-    gap, size = r.choice((0, 3)), r.choice((1, HUGE, TINY))
-    return (size * _few_bits(r, M, K + gap, most=512))[:, :K], _few_bits(r, K, N)
-
-
-def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
-    (M, K), N, B = a.shape, b.shape[1], 64 if len(a) > 64 else 16
-    return Launch(cdiv(M, B), cdiv(N, B), out={"c": blank(M, N)}, a=a, b=b, a_stride=a.stride(0),
-                  M=M, N=N, K=K, B=B)
-
-
-_SOME = Random(0)
-
-
-@puzzle("11.matmul", (_few_bits(_SOME, 5, 3), _few_bits(_SOME, 3, 2)),
-        (_few_bits(_SOME, 17, 20)[:, :18], _few_bits(_SOME, 18, 35)),
-        (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
-        (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
-        (torch.ones(2, 0), torch.ones(0, 3)), (HUGE * _few_bits(_SOME, 3, 20, most=512),
-                                               TINY * _few_bits(_SOME, 20, 4)),
-        _factors(_SOME, 600, 3, 5), _factors(_SOME, 3, 200, 5), _factors(_SOME, 3, 40, 200),
-        spec=lambda a, b: a @ b, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
-        large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
-        flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
-        mistakes={"the sum goes over all of K, block by block":
-                      ("range(0, K, B)", "range(0, B, B)"),
-                  "what lies outside of K is 0 in both factors":
-                      ("mask=(m < M)[:, None] & (k + j < K)[None, :]",
-                       "mask=(m < M)[:, None] & (k + j < k + j + 1)[None, :]"),
-                  "add to what is there": ("total += ", "total = ")})
-def matmul(a, b, c, a_stride, M, N, K, B: tl.constexpr):
-    m, n = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
-    j = tl.arange(0, B)
-    total = tl.zeros((B, B), tl.float32)
-    for k in range(0, K, B):
-        left = tl.load(a + m[:, None] * a_stride + (k + j)[None, :],
-                       mask=(m < M)[:, None] & (k + j < K)[None, :], other=0.0)
-        right = tl.load(b + (k + j)[:, None] * N + n[None, :],
-                        mask=(k + j < K)[:, None] & (n < N)[None, :], other=0.0)
-        total += tl.dot(left, right)
-    tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
-
+# Exercises: scales and codes, then products; and one for another day.
 
 def _parts(x: Tensor, block: int) -> Tensor:
     """(rows, blocks, block), the last filled up with zeros."""
@@ -394,30 +340,55 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
     tl.store(codes + row * (columns // 2) + block * 8 + pair, code.to(tl.uint8))
 
 
-def _thrown(r: Random, x: Tensor) -> tuple[Tensor, Tensor]:
+def _few_bits(r: Random, *shape: int, most: int = 16) -> Tensor:
+    """Multiples of 4 / most in [-4, 4]: TF32 holds them (with 512 bf16 does not), and sums of their
+    products are exact in any order."""
     chance = torch.Generator().manual_seed(r.getrandbits(32))
-    return x, torch.randint(1 << 16, (len(x),), generator=chance, dtype=torch.int32)
+    return torch.randint(-most, most + 1, shape, generator=chance) * 4 / most
 
 
-@puzzle("11.stochastic", *(_thrown(Random(n), x) for n, x in enumerate((*AWKWARD, EXTREME[4:]))),
-        (torch.tensor([1.001953125] * 4), torch.tensor([0, 49_151, 49_152, 65_535]).int()),
-        (torch.tensor([float("inf"), float("-inf"), 2.0]), torch.tensor([65_535] * 3).int()),
-        *(_thrown(Random(9), x) for x in BLOCKS),
-        spec=lambda x, dice: ((x.view(torch.int32) + dice) >> 16).to(torch.int16),
-        minutes=10, stars=2, once=("x", "dice"),
-        draw=lambda r: _thrown(r, normal(r, r.randint(1, 99), size=10 ** r.uniform(-9, 9))),
-        launch=lambda x, dice: by_blocks(x, {"y": blank(len(x), dtype=torch.int16)}, 32,
-                                         dice=dice),
-        mistakes={"that is the nearest: the dice decide": ("bits + throw", "bits + 0x8000"),
-                  "that cuts: add the dice to the bits that go": ("bits + throw", "bits"),
-                  "the sign is a bit of its own: adding to the others always leads away from zero":
-                      ("bits + throw", "bits + tl.where(bits < 0, -throw, throw)")})
-def stochastic(x, dice, y, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + i, mask=i < n, other=0.0)
-    throw = tl.load(dice + i, mask=i < n, other=0)
-    bits = v.to(tl.int32, bitcast=True)
-    tl.store(y + i, ((bits + throw) >> 16).to(tl.int16), mask=i < n)
+def _factors(r: Random, M: int = 0, N: int = 0, K: int = 0) -> tuple[Tensor, Tensor]:
+    M, N, K = M or r.randint(1, 40), N or r.randint(1, 40), K or r.randint(1, 40)
+    gap, size = r.choice((0, 3)), r.choice((1, HUGE, TINY))
+    return (size * _few_bits(r, M, K + gap, most=512))[:, :K], _few_bits(r, K, N)
+
+
+def _matmul_launch(a: Tensor, b: Tensor) -> Launch:
+    (M, K), N, B = a.shape, b.shape[1], 64 if len(a) > 64 else 16
+    return Launch(cdiv(M, B), cdiv(N, B), out={"c": blank(M, N)}, a=a, b=b, a_stride=a.stride(0),
+                  M=M, N=N, K=K, B=B)
+
+
+_SOME = Random(0)
+
+
+@puzzle("11.matmul", (_few_bits(_SOME, 5, 3), _few_bits(_SOME, 3, 2)),
+        (_few_bits(_SOME, 17, 20)[:, :18], _few_bits(_SOME, 18, 35)),
+        (_few_bits(_SOME, 1, 33), _few_bits(_SOME, 33, 1)),
+        (256 * _few_bits(_SOME, 3, 20), 256 * _few_bits(_SOME, 20, 4)),
+        (torch.ones(2, 0), torch.ones(0, 3)), (HUGE * _few_bits(_SOME, 3, 20, most=512),
+                                               TINY * _few_bits(_SOME, 20, 4)),
+        _factors(_SOME, 600, 3, 5), _factors(_SOME, 3, 200, 5), _factors(_SOME, 3, 40, 200),
+        spec=lambda a, b: a @ b, minutes=20, stars=3, draw=_factors, launch=_matmul_launch,
+        large=lambda n: (torch.randn(isqrt(n), isqrt(n)), torch.randn(isqrt(n), isqrt(n))),
+        flops=lambda a, b: 2 * a.shape[0] * a.shape[1] * b.shape[1],
+        mistakes={"the sum goes over all of K, block by block":
+                      ("range(0, K, B)", "range(0, B, B)"),
+                  "what lies outside of K is 0 in both factors":
+                      ("mask=(m < M)[:, None] & (k + j < K)[None, :]",
+                       "mask=(m < M)[:, None] & (k + j < k + j + 1)[None, :]"),
+                  "add to what is there": ("total += ", "total = ")})
+def matmul(a, b, c, a_stride, M, N, K, B: tl.constexpr):
+    m, n = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
+    j = tl.arange(0, B)
+    total = tl.zeros((B, B), tl.float32)
+    for k in range(0, K, B):
+        left = tl.load(a + m[:, None] * a_stride + (k + j)[None, :],
+                       mask=(m < M)[:, None] & (k + j < K)[None, :], other=0.0)
+        right = tl.load(b + (k + j)[:, None] * N + n[None, :],
+                        mask=(k + j < K)[:, None] & (n < N)[None, :], other=0.0)
+        total += tl.dot(left, right)
+    tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def _dequant_matmul(a: Tensor, codes: Tensor, scales: Tensor, block: int) -> Tensor:

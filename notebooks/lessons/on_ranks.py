@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lessons.puzzles import as_text
 from lpkit.course import judge, lessons, rank_exercises
 from lpkit.course.attempts import SECONDS, Answer, Attempt, limit_memory
 from lpkit.course.judge import ENDED, Exercise, Verdict, answer, difference, short
-from lpkit.course.puzzles import as_text
 from lpkit.course.rank_exercises import called, meet_as, on_ranks
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import Place

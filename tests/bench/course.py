@@ -14,7 +14,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lpkit.course import notebooks, puzzles
+from lessons import puzzles
+from lpkit.course import notebooks
 from tests.bench.harness import ROUNDS, Result, paired
 from tests.course import EXERCISES, PUZZLES
 

@@ -1,11 +1,14 @@
 """What a puzzle's kernel may call beside `tl`: FP8 and FP4 as the integers that they are.
 
-Triton's interpreter does not convert to these formats as a GPU does (`lpkit.kernels.defects`),
-so codes are made with float32 additions and integer shifts, which agree everywhere. Needs Triton.
+Triton's interpreter does not convert to these formats as a GPU does (`lpkit.kernels.defects`), so
+codes are made with float32 additions and integer shifts, which agree everywhere. `e2m1`, the codes
+of FP4 (int32, 0 to 15), is the kit's own. Needs Triton.
 """
 
 import triton
 import triton.language as tl
+
+from lpkit.kernels.rounding import e2m1 as e2m1
 
 
 @triton.jit
@@ -30,13 +33,3 @@ def e4m3_value(codes):
     size = ((code & 127) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     size = tl.where((code & 127) == 127, float("nan"), size)
     return tl.where(code > 127, -size, size)
-
-
-@triton.jit
-def e2m1(v):
-    """The E2M1 codes (int32, 0 to 15) of float32 `v`: to nearest-even, saturating at 6."""
-    size = tl.abs(v)
-    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32) + (size > 1.25).to(tl.int32)
-    code += (size >= 1.75).to(tl.int32) + (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    code += (size > 5.0).to(tl.int32)
-    return code | ((v.to(tl.int32, bitcast=True) >> 28) & 8)

@@ -3,8 +3,8 @@
 A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
 kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
 it was not said) and runs in a process of its own (`lpkit.course.attempts`), in Triton's
-interpreter, and where there is a GPU compiled as well. Nothing else of the notebook goes with it:
-a kernel sees `tl` and the functions of `lpkit.course.kernel_parts`.
+interpreter, and where there is a GPU compiled as well (`lessons.kernel_process`). Nothing else of
+the notebook goes with it: a kernel sees `tl` and the functions of `lessons.kernel_parts`.
 """
 
 import ast
@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lessons.launches import UNTOUCHED, Launch, bits
 from lpkit.course.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
 from lpkit.course.judge import Exercise, Verdict, short, source_of, to_do
-from lpkit.course.launches import UNTOUCHED, Launch, bits
 from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 
@@ -48,6 +48,11 @@ def __getattr__(name: str) -> Any:
         return SimpleNamespace(constexpr=int)
 
 
+def triton() -> ModuleType:
+    """What runs kernels. Raises ImportError where there is no Triton."""
+    return importlib.import_module("lessons.kernel_process")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Puzzle(Exercise):
     """`spec` takes a case and returns a tensor or a tuple of them; `mistakes` are small edits of
@@ -69,6 +74,9 @@ class Puzzle(Exercise):
     def mistaken(self) -> dict[str, str]:
         """The sources of the known mistakes, by hint."""
         return {hint: self.solution.replace(*edit) for hint, edit in self.mistakes.items()}
+
+    def prepare(self) -> None:
+        triton()
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         source = as_text(self, getattr(attempt, "fn", attempt))
@@ -94,54 +102,50 @@ class Puzzle(Exercise):
 
     def found(self, job: Mapping[str, Any], hung_up: int) -> dict[str, Any]:
         """Runs in the judge; `compiled` and `elements` as `run` says."""
-        work = partial(_by_triton, self.name, job["source"], job["compiled"], job["elements"])
+        counted, compiled = job["elements"], job["compiled"]
+        cases = [self.large(counted)] if counted else list(self.all_cases())
+        work = partial(_by_triton, self, cases, job["source"], compiled)
         with Attempt(work, job["seconds"], hung_up) as attempt:
             answers = list(attempt)
             printed = attempt.printed
-        if job["elements"]:
-            return {"moved": answers[0].value or {}}
-        cases = list(self.all_cases())
+        if counted:
+            return {"moved": _for_each(answers[0], cases[0])}
         if any(one.to_do for one in answers):
             return {"status": "to do", "detail": ""}
-        if job["compiled"] and isinstance(answers[0].value, str):     # for a GPU that is not here
+        if compiled and isinstance(answers[0].value, str):      # for a GPU that is not here
             return {"status": "right", "detail": answers[0].value}
         both = zip_longest(cases, answers[:len(cases)], fillvalue=answers[-1])
         for turn, (case, one) in enumerate(both):
             if why := self._why_not(one, case):
-                if not job["compiled"] and (mine := self._solution_fails(case, turn)):
+                if not compiled and (mine := self._solution_fails(case, turn)):
                     return {"status": "to do", "detail": f"Triton's interpreter failed, not your "
                             f"kernel: a solution fails, too, for {_case(self, case)}: {mine}"}
-                hint = "" if job["compiled"] else self._hint(answers)
+                hint = "" if compiled else self._hint(cases, answers)
                 return {"status": "wrong", "detail": f"for {_case(self, case)}: {why}"
                                                      f"{hint and f'; {hint}'}{printed}"}
-        if job["compiled"]:
+        if compiled:
             return {"status": "right", "detail": answers[len(cases)].value or ""}
         if not self.large or self.flops:
             return {"status": "right", "detail": ""}
-        most = max(range(len(cases)), key=lambda number: cases[number][0].numel())
-        each = sum(map(sum, answers[most].value["moved"].values())) / cases[most][0].numel()
-        return {"status": "right", "detail": f"on {cases[most][0].numel()} elements its loads and "
-                                             f"stores are {each:.3g} bytes each"}
+        case, one = max(zip(cases, answers), key=lambda both: both[0][0].numel())
+        each = sum(map(sum, _for_each(one, case).values()))
+        return {"status": "right", "detail": f"on {case[0].numel()} elements its loads and stores "
+                                             f"are {each:.3g} bytes each"}
 
     def _why_not(self, answer: Answer, case: tuple) -> str:
         return answer.why + answer.line or difference(answer.value["left"], self, case)
 
     def _solution_fails(self, case: tuple, turn: int) -> str:
         """Says why a solution fails, so the interpreter is wrong; empty if it passes."""
-        from lpkit.course import kernel_process  # it needs Triton
+        kernel = triton().load(self.solution)
+        return self._why_not(triton().run(kernel, self, case, turn=turn), case)
 
-        kernel = kernel_process.load(self.solution)
-        return self._why_not(kernel_process.run(kernel, self, case, turn=turn), case)
-
-    def _hint(self, answers: Sequence[Answer]) -> str:
+    def _hint(self, cases: Sequence[tuple], answers: Sequence[Answer]) -> str:
         """Returns the hint for a known mistake that does what the attempt does, in every case."""
-        from lpkit.course import kernel_process  # it needs Triton
-
-        cases = list(self.all_cases())
         for hint, source in self.mistaken().items():
-            theirs = kernel_process.answers(self.name, source, False)
+            theirs = triton().answers(self, cases, source, False)
             if len(answers) >= len(cases) and all(
-                    same(one, other, self.tolerance) for _, one, other in zip(cases, answers, theirs)):
+                    same(one, other, self.tolerance) for one, other in zip(answers, theirs)):
                 return hint
         return ""
 
@@ -183,15 +187,20 @@ def run(attempts: Sequence[tuple[str, str]], *, compiled: bool = False, seconds:
             for name, source in attempts]
 
 
-def _by_triton(name: str, source: str, compiled: bool, elements: int) -> Iterator[Answer]:
-    """Yields the kernel's answers, or its counted bytes, in the attempt's process."""
+def _by_triton(puzzle: Puzzle, cases: Sequence[tuple], source: str,
+               compiled: bool) -> Iterator[Answer]:
+    """Yields the kernel's answers, in the attempt's process."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
-    from lpkit.course import kernel_process
-
     if not compiled:                # a GPU's driver takes addresses by the terabyte
         limit_memory()
-    yield from kernel_process.count(name, source, elements) if elements else \
-        kernel_process.answers(name, source, compiled)
+    yield from triton().answers(puzzle, cases, source, compiled)
+
+
+def _for_each(answer: Answer, case: tuple) -> dict[str, list[float]]:
+    """Returns bytes read and written, by tensor, for each of the first one's elements; empty where
+    the kernel did not run."""
+    moved = answer.value["moved"] if answer.value else {}
+    return {name: [n / case[0].numel() for n in both] for name, both in moved.items()}
 
 
 # What the judge looks at: tensors that a kernel has left.
@@ -233,7 +242,7 @@ def difference(left: Mapping[str, Tensor], puzzle: Puzzle, case: tuple) -> str:
 def _value(x: Tensor) -> str:
     if x.dtype == torch.uint8:
         return f"0x{x.item():02X}"
-    return f"{x.item():.6g}" if x.is_floating_point() else f"{x.item()}"
+    return f"{x.item():.6g}"
 
 
 def _case(puzzle: Puzzle, case: tuple) -> str:

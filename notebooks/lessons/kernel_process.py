@@ -1,9 +1,8 @@
 """How a learner's kernel runs, in the process of its attempt (`lpkit.course.attempts`).
 
-Every tensor lies inside a larger one, whose margins are NaN (or very large) and are looked at
-afterwards. Triton's interpreter reads and writes through `Memory`, which knows whose element each
-address is, counts bytes, and sees the races that an interpreter hides, because it runs one program
-after the other.
+Triton's interpreter reads and writes through `Memory`, which knows whose element each address is,
+counts bytes, and sees the races that an interpreter hides, because it runs one program after the
+other.
 """
 
 import ast
@@ -11,81 +10,32 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
+from lessons.kernel_parts import e2m1, e4m3, e4m3_value
+from lessons.launches import Held, Launch, bits
 from lpkit.course import attempts
 from lpkit.course.attempts import Answer, Parcel, line_of
 from lpkit.course.judge import Exercise
-from lpkit.course.kernel_parts import e2m1, e4m3, e4m3_value
-from lpkit.course.launches import UNTOUCHED, Launch, bits
-from lpkit.course.lessons import exercise
 from lpkit.kernels.interpreter import mend_calls
 
 LARGE = 1 << 27                 # elements on which a GPU is timed
 TARGET, NAME = GPUTarget("cuda", 90, 32), "an H100 (sm_90)"     # where there is no GPU
-MARGIN = 64                     # elements around a tensor
 NEAR_BYTES = 1 << 20            # within which a tensor is blamed for an address
-LONG_BYTES = 1 << 11            # from which on what is read twice is no edge, wrapped around
 
 
 class FaultError(Exception):
     """Raised for what a kernel may not do, in words for a person."""
-
-
-@dataclass
-class Held:
-    """A tensor in the midst of a larger one."""
-
-    name: str
-    whole: Tensor
-    tensor: Tensor              # a view of it
-    kept: Tensor                # what `whole` was before
-    inside: np.ndarray          # bool, of `whole`: what belongs to the tensor
-    is_output: bool
-    owner: np.ndarray = field(init=False)       # of `whole`: which program wrote it last
-    loaded_bytes: int = 0
-    stored_bytes: int = 0
-
-    def __post_init__(self):
-        self.owner = np.full(len(self.inside), -1)
-
-    def distance(self, address: int) -> int:
-        start = self.whole.data_ptr()
-        return max(start - address, address - start - self.whole.nbytes)
-
-    def element(self, at: int) -> str:
-        """Names the tensor's element at an index into `whole`."""
-        at, shape = at - MARGIN, list(self.tensor.shape)
-        if len(shape) == 2 and at >= 0 and self.tensor.stride(1) == 1:
-            row, column = divmod(at, max(self.tensor.stride(0), 1))
-            return f"{self.name}[{row}, {column}]"
-        return f"{self.name}[{at}]"
-
-
-def hold(name: str, x: Tensor, *, outside: float, device: str, is_output: bool) -> Held:
-    span = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) \
-        if x.numel() else 0
-    whole = torch.empty(span + 2 * MARGIN, dtype=x.dtype, device=device)
-    if x.is_floating_point() and not is_output:
-        whole.fill_(outside)
-    else:
-        bits(whole).fill_(UNTOUCHED[x.dtype])
-    view = whole.as_strided(x.shape, x.stride(), MARGIN)
-    bits(view).copy_(bits(x))
-    inside = torch.zeros(len(whole), dtype=torch.bool)
-    inside.as_strided(x.shape, x.stride(), MARGIN).fill_(True)
-    return Held(name, whole, view, whole.clone(), inside.numpy(), is_output)
 
 
 class Memory:
@@ -97,11 +47,6 @@ class Memory:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
-    @property
-    def program(self) -> tuple[int, ...]:
-        dims = max((i + 1 for i, n in enumerate(self._builder.grid_dim) if n > 1), default=1)
-        return self._builder.grid_idx[:dims]
-
     def _number(self) -> int:
         (x, y, z), (_, ny, nz) = self._builder.grid_idx, self._builder.grid_dim
         return (x * ny + y) * nz + z
@@ -109,8 +54,8 @@ class Memory:
     def _find(self, ptrs: np.ndarray, mask: np.ndarray, size: int,
               does: str) -> tuple[Held, np.ndarray, np.ndarray] | None:
         """Finds whose elements they are: the tensor, addresses and indices. Raises FaultError."""
-        used = np.broadcast_to(ptrs, np.broadcast_shapes(ptrs.shape, mask.shape))[
-            np.broadcast_to(mask, np.broadcast_shapes(ptrs.shape, mask.shape))].astype(np.int64)
+        ptrs, mask = np.broadcast_arrays(ptrs, mask)
+        used = ptrs[mask].astype(np.int64)
         if not used.size:
             return None
         first = int(used[0])
@@ -128,7 +73,8 @@ class Memory:
         return held, used, at
 
     def _said(self) -> str:
-        return f"({', '.join(map(str, self.program))})"
+        axes = max((i + 1 for i, n in enumerate(self._builder.grid_dim) if n > 1), default=1)
+        return f"({', '.join(map(str, self._builder.grid_idx[:axes]))})"
 
     def load(self, ptrs: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: Any) -> np.ndarray:
         if found := self._find(ptrs, mask, np.dtype(dtype).itemsize, "reads"):
@@ -171,7 +117,7 @@ def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = 
     warnings.simplefilter("ignore")
     launch = puzzle.launch(*case)
     outside = (math.nan, 3e38)[turn % 2]
-    held = [hold(name, x, outside=outside, device=device, is_output=name in launch.out)
+    held = [Held.of(name, x, outside=outside, device=device, is_output=name in launch.out)
             for name, x in launch.tensors.items()]
     arguments = launch.arguments | {one.name: one.tensor for one in held}
     try:
@@ -181,21 +127,12 @@ def run(kernel: Any, puzzle: Exercise, case: tuple, *, turn: int, device: str = 
             torch.cuda.synchronize()
     except Exception as error:
         return _raised(error)
-    for one in held:
-        changed = (bits(one.whole) != bits(one.kept)).cpu()
-        changed &= ~torch.from_numpy(one.inside) if one.is_output else True
-        if changed.any():
-            element = one.element(int(changed.nonzero()[0]))
-            why = "which is outside" if one.is_output else f"and {one.name} is not its to write"
-            return Answer(why=f"it wrote to {element}, {why}")
-    moved = {one.name: (one.loaded_bytes, one.stored_bytes) for one in held}
-    for one in held:
-        least = one.tensor.numel() * one.whole.itemsize
-        if one.name in puzzle.once and least > LONG_BYTES and one.loaded_bytes > 1.5 * least:
-            return Answer(why=f"it reads {one.name} {one.loaded_bytes / least:.3g} times, and "
-                              f"once is enough")
-    left = {one.name: one.tensor.cpu() for one in held if one.is_output}
-    return Answer({"left": left, "moved": moved})
+    once = [one for one in held if one.name in puzzle.once]
+    for why in (*(one.trespass() for one in held), *(one.read_again() for one in once)):
+        if why:
+            return Answer(why=why)
+    return Answer({"left": {one.name: one.tensor.cpu() for one in held if one.is_output},
+                   "moved": {one.name: (one.loaded_bytes, one.stored_bytes) for one in held}})
 
 
 @contextlib.contextmanager
@@ -221,15 +158,10 @@ def watched(held: Sequence[Held], outside: float) -> Iterator[None]:
         del builder.create_masked_load      # the class's own again
 
 
-def _cause(error: BaseException) -> BaseException:
-    """Returns the error that was raised in the kernel: the interpreter wraps it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _raised(error: BaseException) -> Answer:
-    cause = _cause(error)
+    cause = error
+    while cause.__cause__ is not None:      # the interpreter wraps what was raised in the kernel
+        cause = cause.__cause__
     lines = str(cause).strip().splitlines() or ["no words"]
     # a compiler shows the source before it says what is wrong
     words = f"{type(cause).__name__}: {lines[-1 if isinstance(cause, CompilationError) else 0]}"
@@ -243,29 +175,21 @@ def load(source: str) -> Any:
     return triton.jit(attempts.load(Parcel(entry=name, texts={name: source}), **known))
 
 
-def answers(name: str, source: str, compiled: bool) -> Iterator[Answer]:
+def answers(puzzle: Exercise, cases: Sequence[tuple], source: str,
+            compiled: bool) -> Iterator[Answer]:
     """Yields what the kernel leaves in each case, and what moved where it is interpreted. Compiled,
-    the last says how fast it is on a GPU; without a GPU the only one says that it compiles."""
-    puzzle = exercise(name)
+    one more says how fast it is on a GPU; without a GPU the only one says that it compiles."""
     try:
         kernel = load(source)
         if compiled and not torch.cuda.is_available():
-            yield Answer(compiles(kernel, puzzle.launch(*puzzle.cases[0])))
+            yield Answer(compiles(kernel, puzzle.launch(*cases[0])))
             return
-        for turn, case in enumerate(puzzle.all_cases()):
+        for turn, case in enumerate(cases):
             yield run(kernel, puzzle, case, turn=turn, device="cuda" if compiled else "cpu")
-        yield Answer(speed(kernel, puzzle) if compiled and puzzle.large else "")
+        if compiled:
+            yield Answer(speed(kernel, puzzle) if puzzle.large else "")
     except Exception as error:
         yield _raised(error)
-
-
-def count(name: str, source: str, elements: int) -> Iterator[Answer]:
-    """Yields one answer: by tensor the bytes read and written, for each element of the first, on a
-    case of about so many."""
-    puzzle = exercise(name)
-    case = puzzle.large(elements)
-    moved = run(load(source), puzzle, case, turn=0).value["moved"]
-    yield Answer({name: [n / case[0].numel() for n in both] for name, both in moved.items()})
 
 
 def compiles(kernel: Any, launch: Launch) -> str:
