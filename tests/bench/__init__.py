@@ -12,8 +12,10 @@ Nothing but the command line imports this room.
 BENCHES = {     # module of this folder and function, and what is beside what
     "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
     "batch-steps": ("batch_steps:run", "updates to a loss by batch size, beside their prediction"),
+    "claim-overhead": ("overhead:run", "a claim of 10 runs beside the seconds of their steps"),
     "claims": ("claims:run", "how often the referee of `lpkit claim` errs, on real runs"),
     "course": ("course:run", "every notebook at tier cpu, alone and beside four busy processes"),
+    "decisions": ("decisions:run", "50 changes kept or discarded in a row, by referee or by one run"),
     "decode": ("decode:run", "a generated token beside transformers.generate, with the same cache"),
     "evidence": ("evidence:run", "everything that only a GPU can tell, for minutes on one"),
     "fp8-linear": ("fp8:linear", "a Linear in FP8 with its casts beside bf16, on a GPU"),

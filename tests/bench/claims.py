@@ -75,11 +75,15 @@ def drawn(rng: random.Random, losses: list[float], gain: float, looks: int
     and looks at two arms that share no run; the other's loss is lower by `gain`. Returns the
     verdict, and the seeds that were asked for."""
     order = rng.sample(losses, len(losses))
-    sigma, level = statistics.stdev(map(math.log, order[:PILOT])), referee.levels(looks)[-1]
-    n = referee.needed(PLANTED, math.sqrt(2) * sigma, level, PILOT - 1)
-    n = min(n, (len(losses) - PILOT) // 2)
+    n = min(asked(order[:PILOT], looks), (len(losses) - PILOT) // 2)
     first, other = order[PILOT:PILOT + n], [loss * (1 - gain) for loss in order[-n:]]
     return referee.judge(lambda seeds: (first[:seeds], other[:seeds]), n, looks), n
+
+
+def asked(pilot: list[float], looks: int) -> int:
+    """Returns the seeds an arm that a gain of PLANTED asks for, by the losses of a pilot."""
+    sigma, level = statistics.stdev(map(math.log, pilot)), referee.levels(looks)[-1]
+    return referee.needed(PLANTED, math.sqrt(2) * sigma, level, len(pilot) - 1)
 
 
 def config(arm: str, seed: int) -> Config:
