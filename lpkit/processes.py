@@ -220,9 +220,12 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_with_parent() -> None:
-    """This process gets SIGKILL when its parent ends."""
+def end_with_parent(parent: int | None = None) -> None:
+    """This process gets SIGKILL when its parent ends; at once where that was `parent`, and ended
+    before this was called."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent not in (None, os.getppid()):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -329,3 +329,16 @@ def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
     assert found["verdicts"][0]["verdict"] in ("better", "worse", "no difference") and found["sentence"].endswith(".")
     again = started(path, out)
     assert json.loads(again.communicate()[0]) == found and {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")} == after
+
+
+def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
+    """PR_SET_PDEATHSIG says nothing of a parent that has ended before. What was already in the pipe was run beside the next command's."""
+    reader, writer = os.pipe()
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True).stdout.strip()
+    config = claim().config("adamw")
+    told = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict()])
+    os.write(writer, f"{gone}\n{told}\n".encode())
+    os.close(writer)
+    ended = subprocess.run([sys.executable, "-c", f"from lpkit.claims.runs import work; work({reader})"], pass_fds=[reader], timeout=120)
+    os.close(reader)
+    assert ended.returncode == -signal.SIGKILL and not list(tmp_path.iterdir())

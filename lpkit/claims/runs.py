@@ -96,6 +96,8 @@ class Workers(ExitStack):
         os.close(reader)
         self.workers.append(_Worker(self.enter_context(keeper), writer))
         self.callback(os.close, writer)
+        with suppress(BrokenPipeError):
+            os.write(writer, f"{keeper.pid}\n".encode())
 
     def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
         waiting, done, dead = list(due), 0, []
@@ -129,8 +131,10 @@ def work(told: int) -> None:
     from lpkit.training.background import train
     from lpkit.training.runs import Run
 
-    processes.end_with_parent()     # a keeper that is killed ends nobody
-    for line in open(told):
+    lines = open(told)
+    # a keeper that is killed ends nobody, also where this was still importing
+    processes.end_with_parent(int(next(lines)))
+    for line in lines:
         where, imports, values = json.loads(line)
         path, begun = Path(where), time.perf_counter()
         Config(imports=imports)     # as the process has that started this one
