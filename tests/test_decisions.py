@@ -187,6 +187,6 @@ def test_a_claim_of_ten_runs_is_measured(monkeypatch):
     [found] = whole.provenance["claims"]["1"]
     assert sum(found["parts"].values()) == pytest.approx(found["wall"]) and found["parts"]["until workers have begun"] > 0
     assert found["parts"][overhead.COMPARED] + found["parts"][overhead.CHOSEN] == pytest.approx(found[overhead.STEPS])
-    with pytest.raises(overhead.ConfigError, match="a claim that should make 10 runs made"):
+    with pytest.raises(overhead.ConfigError, match="a claim that should make 9 runs made 10"):
         monkeypatch.setattr(overhead, "RUNS", 9)
         overhead._settled(overhead.CLAIM | {"settings": overhead.CLAIM["settings"] | small, "budget": {"steps": 3}}, 1)
