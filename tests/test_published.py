@@ -333,8 +333,8 @@ def test_nothing_promises_more_than_anybody_published():
         key = (evidence.generation_of(made.machine), evidence.kind_of(made.machine, made.precision))
         if not run.limited:
             reached.setdefault(key, []).append(made.mfu * made.step_seconds / run.published_seconds)
-    # fewer say nothing of what can be; the formula itself, which no cap holds, is 3% above the best A100
-    best = {key: 1.04 * max(each) for key, each in reached.items() if len(each) >= 5}
+    # fewer say nothing of what can be; the formula itself, which no cap holds, is 2% above the best A100
+    best = {key: 1.03 * max(each) for key, each in reached.items() if len(each) >= 5}
     assert len(best) > 4
     for name, machine, devices in (("gpt2-124m", "h100", 8), ("llama-8b", "a100-80", 64), ("llama-8b", "h100", 64), ("llama-8b", "b200", 64),
                                    ("llama-70b", "h100", 512), ("llama-70b", "h200", 512), ("llama-405b", "h100", 8192), ("llama-8b", "mi300x", 64)):

@@ -43,8 +43,10 @@ class Step:
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
         self.techniques, self.stack = rows_of(config), evidence.STACKS[evidence.stack_of(config)]
-        # lpkit's own makes one graph of head and loss (`lpkit.training.compiled`), others seldom do
-        self.compiles_loss = (config.system.stack == "auto" and config.system.compile is not False
+        # lpkit's own makes one graph of head and loss (`lpkit.training.compiled`), others seldom do;
+        # whether it can be compiled where nobody asked for it, the machine decides
+        self.compiles_loss = (config.system.stack == "auto"
+                              and config.system.compile not in (False, "auto")
                               and on.kind == "gpu" and layout.tensor == 1
                               and not any(row.eager for row in self.techniques.values()))
         self.sequence_parallel = sequence_parallel

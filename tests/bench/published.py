@@ -39,10 +39,10 @@ from lpkit.predict.plan import plan
 from lpkit.predict.prediction import predict
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import quantity
-from lpkit.tables import markdown_table
 from lpkit.techniques.layouts import Layout
 from tests.bench import fit, peaks
 from tests.bench.harness import ROUNDS, Result, paired
+from tests.pages import markdown_table
 
 NAME, DEVICE = "published", "formulas"
 RECORD = resource("data/measured") / f"{NAME}-{DEVICE}.json"
