@@ -250,6 +250,16 @@ def test_a_kernel_in_a_block_must_win_by_more_than_the_compiler_gains_by_fusing(
     assert choosing._winner(seconds, in_block) == used
 
 
+def test_what_a_graph_starts_is_raced_as_a_graph(tmp_path, monkeypatch):
+    """Where a host's time does not count. Here what stands for a graph is the call itself."""
+    captured = []
+    monkeypatch.setattr(choosing.capture, "captured", lambda step: (captured.append(step) or step, step()))
+    found = choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
+    assert len(captured) > 1 and "here, in a CUDA graph, and verified" in found.choice.why
+    choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_calls_of_a_kernel_are_one_graph_within_a_block(as_on_a_gpu, graphs, tmp_path, monkeypatch):
     """Casts have one for each operand."""
     monkeypatch.setattr(choosing, "FUSES", 1.0)

@@ -101,7 +101,7 @@ def test_bf16_weights_with_float32_gradients():
 
 def test_copies_of_weights_are_not_called_gradients_of_logits():
     """Few tokens, many weights, all blocks run again: at the end of forward autocast's copies are the most there is."""
-    config = LLAMA.replace({"model.context": 16, "global_batch": 1, "memory.recompute": "block", "system.compile": False})
+    config = LLAMA.replace({"model.context": 16, "global_batch": 1, "memory.recompute": "block"})
     rows = memory(config, "h200").at(LOSS)
     blocks = 32 * (6144 * 4096 + 4096 * 4096 + 28_672 * 4096 + 4096 * 14_336)
     assert rows["weight copies"] == 2 * (blocks + 128_256 * 4096)
@@ -111,11 +111,11 @@ def test_copies_of_weights_are_not_called_gradients_of_logits():
 def test_reserved_is_what_streams_and_holes_keep():
     """Llama 8B over 8 shards: the peak, 4 bytes of each parameter's gradient over 8, the embeddings gathered at once, and a
     place of 16-bit logits. Of one device: the logits' place alone."""
-    layout, eager = Layout(shard=8), LLAMA.replace({"system.compile": False})
-    found = memory(eager.replace({"global_batch": 16}), "h200", layout=layout)
+    layout = Layout(shard=8)
+    found = memory(LLAMA.replace({"global_batch": 16}), "h200", layout=layout)
     logits, tables = 2 * 8192 * 128_256 * 2, 2 * 128_256 * 4096 * 2
     assert found.reserved_bytes - found.peak_bytes == pytest.approx(4 * parameter_count(LLAMA.model) / 8 + tables + logits)
-    alone, compiled = memory(eager, "h200"), memory(LLAMA.replace({"system.compile": True}), "h200")
+    alone, compiled = memory(LLAMA, "h200"), memory(LLAMA.replace({"system.compile": True}), "h200")
     assert compiled.reserved_bytes == compiled.peak_bytes
     assert alone.peak_moment == LOSS and alone.reserved_bytes - alone.peak_bytes == logits
     assert alone.fragmented_bytes == RESERVED_SHARE * alone.peak_bytes

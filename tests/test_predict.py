@@ -297,10 +297,10 @@ def test_zero_by_the_papers_example():
 
 
 def test_the_peak_is_a_moment_and_not_the_sum():
-    said = memory(preset("cpu-3m").replace({"system.compile": False}), "h200")
+    said = memory(preset("cpu-3m"), "h200")
     assert said.peak_moment == LOSS and "gradients" not in said.at(LOSS) and "activations" not in said.at(UPDATE)
     assert said.peak_bytes == sum(said.at(LOSS).values()) < sum(row.bytes for row in said.rows)
-    accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4, "system.compile": False}), "h200")
+    accumulated = memory(preset("cpu-3m").replace({"grad_accum_steps": 4}), "h200")
     assert "gradients" in accumulated.at(LOSS)
     short = preset("llama-8b").replace({"global_batch": 1, "grad_accum_steps": 1, "model.context": 64})
     assert memory(short, "h200").peak_moment == EMBED       # dense gradients of two tables of 128,256 rows
@@ -380,7 +380,7 @@ def test_tensor_ranks_divide_every_activation_once(monkeypatch):
     """What backward holds returns to what it was: the last block and the first leave alike, and nothing is below zero. What
     ranks gather beside it is in tests/test_memory_layouts.py."""
     monkeypatch.setattr(Walk, "whole_input", lambda self, op: 0.0)
-    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1, "system.compile": False})
+    config = preset("llama-8b").replace({"global_batch": 8, "grad_accum_steps": 1})
     one, eight = (memory(config, "h200", layout=Layout(tensor=n)) for n in (1, 8))
     for moment in eight.rows[-1].at:
         assert eight.at(moment)["temporaries"] == pytest.approx(one.at(moment)["temporaries"] / 8), moment

@@ -134,8 +134,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
                 write_atomically(path, records.sealed(record), 0o600)
     seconds: dict[str, float] = record["seconds"]
     used, fastest = _winner(seconds, in_block), min(seconds, key=seconds.__getitem__)
-    where = " of ".join(filter(None, ("in a compiled block" * in_block, "a CUDA graph" * captured)))
-    where = where or "here"
+    where = ("in a compiled block" if in_block else "here") + ", in a CUDA graph" * captured
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if used != fastest:
         why = (f"{fastest} is less than {FUSES} times as fast alone {where}, and the compiler also "
@@ -176,14 +175,16 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
         kernel, raced, right = _as_in_a_block(kernel, raced, right)
     runners, seconds, known = {}, {}, (kernel.definition, *right.values())
     for key, call in right.items():
-        runners[key] = functools.partial(_step, kernel, call, raced)
+        step = functools.partial(_step, kernel, call, raced)
+        runners[key] = functools.partial(_waited, step, _device(raced))
         try:
             if said := next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), ""):
                 refused[key] = f"{WRONG[0]}: {said}"
                 continue
             if captured:
                 runners[key]()      # compiles
-                runners[key] = _graph(kernel, call, raced)
+                run, _ = capture.captured(step)
+                runners[key] = functools.partial(_waited, run, _device(raced))
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
@@ -301,21 +302,12 @@ def _failed(error: Exception, cannot: str = "") -> str:
 def _step(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> None:
     for arguments in raced:
         gradients_of(kernel, call, arguments)
-    if _device(raced).type == "cuda":
+
+
+def _waited(step: Callable[[], None], device: torch.device) -> None:
+    step()
+    if device.type == "cuda":
         torch.cuda.synchronize()
-
-
-def _graph(kernel: Kernel, call: Version, raced: Sequence[tuple]) -> Callable[[], None]:
-    def queue() -> list:        # results lie as long as the graph
-        return [gradients_of(kernel, call, arguments) for arguments in raced]
-
-    run, _ = capture.captured(queue)
-
-    def step() -> None:
-        run()
-        torch.cuda.synchronize()
-
-    return step
 
 
 def _device(calls: Sequence[tuple]) -> torch.device:

@@ -113,7 +113,7 @@ class OnePass:
             examples=self._examples)
 
     def arguments(self, w: Tensor, bits: Tensor | None = None, update: int = 3) -> tuple:
-        """Tensors of their own: what two arguments share is read from memory once."""
+        """Makes arguments that share nothing: what two share is read from memory once."""
         slots = [w.float().square() for _ in range(self.slots)]
         return w, w.clone(), *slots, bits, self.settings, update
 

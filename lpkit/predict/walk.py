@@ -180,25 +180,25 @@ class Walk(Device):
         low, copies = self.head_low, self.copies(self.table)
         part = logits / self.logit_ranks
         loss = self.kept.operations["loss"] - TOKEN_ID * self.tokens + FP32 * (logits - part)
-        if self.step.compiles_loss:     # head and loss are one graph, which writes no float32 logits
-            loss = logits * compute
+        wide = FP32
+        if self.step.compiles_loss:     # one graph, which writes gradients where the logits were
+            wide, loss = 0, logits * compute
         if low:
             copies = 0.0
             self.add(LOW, self.low_bytes(head, low))
         self.add(COPIES, copies + cached)
-        if not self.step.compiles_loss:
+        if wide:
             self.mark(logits * (compute + self.widened) + self.whole_input(head))
         self.add(COPIES, -cached)
         # torch.distributed.tensor.parallel.loss: the probabilities, too
         if self.tensor > self.logit_ranks:
             loss += FP32 * logits
         self.add(LOGITS, loss)
-        # of the log-probabilities, and of the logits; a graph's are where the logits were
-        self.mark(0.0 if self.step.compiles_loss else 2 * FP32 * logits)
+        self.mark(2 * wide * logits)                # of the log-probabilities, and of the logits
         self.add(LOGITS, -loss)
         self.add(TEMPORARIES, logits * compute)
         self.begin(HEAD)
-        self.mark(logits * FP32 if compute < FP32 and not self.step.compiles_loss else 0)
+        self.mark(logits * wide if compute < FP32 else 0)
         self.add(TEMPORARIES, (part - logits) * compute)
         self.follow(self.fold(head, self.kept.operations["head"], low))
         if self.sharded:

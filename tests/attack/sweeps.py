@@ -59,7 +59,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
 
 def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
-    """What was found, without its seconds, and the names of its runs."""
+    """Returns what was found, without its seconds, and the names of its runs."""
     out.mkdir(exist_ok=True)
     with runs.Workers(out, processes.Children(), AT_ONCE) as workers:
         names: set[str] = set()
@@ -70,13 +70,13 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
 
         found = settle(out / "few", finished)
     if "trials" in found:
-        assert len(Path(found["journal"]).read_text().splitlines()) == TRIALS
-        return [{key: line[key] for key in SAID} for line in found["trials"]], names
+        told = len(Path(found["journal"]).read_text().splitlines())
+        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), names
     return found, names
 
 
 def _verdict(claim: Claim, finished: Callable) -> dict:
-    """Of the first arm against itself: no run depends on how long another took."""
+    """Settles the first arm against itself: no run depends on how long another took."""
     found = Settling(claim, finished, lambda line: None).settle(null=True)
     [verdict] = found["verdicts"]
     return {key: verdict[key] for key in ("verdict", "gain", "interval", "p", "seeds")} | {"tuned": found["tuned"], "runs": found["runs"]}

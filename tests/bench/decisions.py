@@ -152,7 +152,7 @@ def run(rounds: int = 9) -> list[Result]:
 
 
 def told(nothing: list[Sequence], mixed: list[Sequence]) -> dict[str, Any]:
-    """What a sequence keeps: means with their 95% interval. `middle`: where 95 of 100 sequences lie.
+    """Says what a sequence keeps: means with their 95% interval. `middle`: where 95 of 100 sequences lie.
     `pairs_above`: the share of FIRST sequences that together keep more than the share FALSE."""
     counts = [one.count(real=False) for one in nothing]
     pairs = [sum(counts[i:i + FIRST]) for i in range(0, len(counts), FIRST)]

@@ -180,8 +180,7 @@ def drawn_claims(cases: Sequence[dict[str, Any]]
 
 def _drawn_case(name: str, config: Config, here: Machine) -> dict[str, Any]:
     measured = measure.memory(config)
-    formula = memory(config.replace({"system.compile": False}), here,     # as it is measured
-                     attention=measured.chosen["attention"].used)
+    formula = memory(config, here, attention=measured.chosen["attention"].used)
     plain = flat(Config())
     return {"name": name, "measured_bytes": measured.peak_bytes,
             "formula_bytes": formula.peak_bytes, "peak_moment": formula.peak_moment,
@@ -192,8 +191,7 @@ def _drawn_case(name: str, config: Config, here: Machine) -> dict[str, Any]:
 
 def _case(name: str, config: Config, here: Machine) -> dict[str, Any]:
     measured = measure.memory(config)
-    formula = memory(config.replace({"system.compile": False}), here,     # as it is measured
-                     attention=measured.chosen["attention"].used)
+    formula = memory(config, here, attention=measured.chosen["attention"].used)
     device, _, _ = measured.chosen["device"].used.partition(":")
     m, count = config.model, parameter_count(config.model)
     tokens = config.global_batch // config.grad_accum_steps * m.T
@@ -229,7 +227,7 @@ def page() -> str:
     """docs/ledger.md, from "Rows" on made anew from the files that `lpkit bench ledger --out
     data/measured` wrote."""
     head, _, _ = PAGE.read_text().partition("## Rows\n")
-    config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed", "system.compile": False})
+    config = preset(EXAMPLE).replace({"precision.recipe": "fp8-delayed"})
     recomputed = config.replace({"memory.recompute": "block", "memory.moment_format": "int8"})
     example = {}
     for variant in (memory(config, "h200", precision="bf16-master"),
