@@ -71,7 +71,8 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
         found = settle(out / "few", finished)
     if "trials" in found:
         told = len(Path(found["journal"]).read_text().splitlines())
-        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), names
+        # a sweep that goes on asks for what its journal lacks
+        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), {line["name"] for line in found["trials"]}
     return found, names
 
 
