@@ -13,10 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+import plotly.graph_objects as go
 import psutil
 import pytest
 import yaml
 
+from lessons import l19_is_it_progress as lesson
 from lpkit import cli
 from lpkit.claims import protocol, referee, runs, settle
 from lpkit.errors import ConfigError, RunFailedError
@@ -177,8 +179,6 @@ WRONG = [
     ({"budget": {"seconds": 3, "joules": 3}}, "budget must be {steps: 300}, {flops: 1e13}, {seconds: 30} or {joules: 500}"),
     ({"budget": {"seconds": -1}}, "budget.seconds must be positive, got -1"),
     ({"budget": {"joules": "a few"}}, "budget.joules must be a number, got 'a few'"),
-    ({"budget": {"seconds": 3}, "settings": TINY["settings"] | {"sizes": "batch-ramp"}},
-     "budget.seconds=3 must be a step of adamw or more, and sizes constant; or give steps"),
     ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
 ]
@@ -391,6 +391,68 @@ def test_three_arms_share_the_error():
     found, _, _ = settled(noisy, SEES | {"arms": arms})
     assert [one["arm"] for one in found["verdicts"]] == ["lion", "again"]
     assert claim(arms=arms).level == pytest.approx(claim().level / 2)
+
+
+# a verdict, from its file alone
+
+def filed(folder, losses=noisy, **changes):
+    """Settles a claim of made-up losses and writes its verdict, as the command does."""
+    found, _, _ = settled(losses, SEES | changes)
+    path = folder / "lion.verdict"
+    runs.records.write(path, found | {"command": "lpkit claim lion.yaml"})
+    return path, found
+
+
+def test_a_verdict_is_replayed_from_its_file_alone(tmp_path):
+    path, found = filed(tmp_path)
+    again = lesson.replayed(path)
+    assert again["sentence"] == found["sentence"] and again["command"] == "lpkit claim lion.yaml"
+    [verdict] = again["verdicts"]
+    assert settle.sentence(protocol.Claim(**again["claim"]), verdict, again["tuning"]["runs"]) == found["sentence"]
+    assert protocol.Claim(**again["claim"]) == claim(**SEES), "and by whoever has not its file"
+    path.write_text(path.read_text().replace('"better"', '"worse"'))
+    with pytest.raises(ConfigError, match="does not match its checksum"):
+        lesson.replayed(path)
+    verdict["losses"]["lion"][0] *= 1.01
+    runs.records.write(path, again)
+    with pytest.raises(ConfigError, match=r"and its losses give .*; settle it anew: lpkit claim lion.yaml"):
+        lesson.replayed(path)
+
+
+def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
+    def slow(config):
+        return noisy(config) * (1.5 if config.steps < 4 else 1)
+
+    found, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    [verdict] = found["verdicts"]
+    spec = lesson.verdict_figure(json.loads(json.dumps(found)))
+    pairs, gains = spec["data"]
+    assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
+    assert gains["y"] == ["lion beside adamw", "lion, equal seconds<br>(2 steps)"]
+    for i, one in enumerate((verdict, verdict["equal_seconds"])):
+        low, high = one["interval"]
+        assert gains["x"][i] + gains["error_x"]["array"][i] == pytest.approx(100 * high)
+        assert gains["x"][i] - gains["error_x"]["arrayminus"][i] == pytest.approx(100 * low)
+    assert len(pairs["x"]) == verdict["seeds"] and statistics.fmean(pairs["x"]) == pytest.approx(100 * verdict["gain"], abs=0.01)
+    boxes = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
+    assert [shape["x1"] for shape in boxes] == [100 * one["could_see"] for one in (verdict, verdict["equal_seconds"])]
+    lines = {shape["x0"] for shape in spec["layout"]["shapes"] if shape["type"] == "line"}
+    assert lines == {0, 2, -2}, "the effect of interest"
+    go.Figure(json.loads(json.dumps(spec, allow_nan=False)))
+
+
+def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
+    """Lion is worse and its steps are quick: AdamW runs again, in fewer steps."""
+    found, _, _ = settled(lambda config: noisy(config) * (1.06 if config.optimizer.name == "lion" else 1), SEES,
+                          seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
+    gains = lesson.verdict_figure(found)["data"][1]
+    assert gains["y"] == ["lion beside adamw", "adamw, equal seconds<br>(2 steps)"] and gains["x"][0] < 0 < gains["x"][1]
+
+
+def test_the_recorded_verdict_is_of_its_file():
+    found, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
+    assert protocol.Claim(**found["claim"]) == protocol.read(file) and found["command"] == "lpkit claim docs/claims/lion.yaml"
+    assert found["verdicts"][0]["verdict"] == "worse"
 
 
 # runs

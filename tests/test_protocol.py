@@ -1,6 +1,8 @@
 """Published claims that `lpkit claim` settles: the rule of their verdicts, their files, and the record that the page shows."""
 
 import json
+import math
+import statistics
 
 import pytest
 
@@ -22,17 +24,29 @@ def test_a_verdict_follows_from_what_was_found(expects, verdict, gain, low, said
 
 def test_each_sentence_has_a_file_that_can_be_settled_and_a_reason():
     rows = protocol.published()
-    assert {path.stem for path in protocol.FILES.glob("*.yaml")} == rows.keys() == RECORD["found"].keys()
+    assert {path.stem for path in protocol.FILES.glob("*.yaml")} == rows.keys() - {*protocol.SEARCHES} == RECORD["found"].keys()
     for name, row in rows.items():
-        claim = files.read(protocol.FILES / f"{name}.yaml")
-        assert len(claim.arms) == 2 and claim.effect == 0.02 and claim.base == "cpu-3m"
+        if name not in protocol.SEARCHES:
+            claim = files.read(protocol.FILES / f"{name}.yaml")
+            assert len(claim.arms) == 2 and claim.effect == protocol.EFFECT and claim.base == "cpu-3m"
         assert row.keys() == {"says", "source", "conditions", "expects", "why"} and row["why"].endswith(".") and "https://" in row["source"]
         assert row["expects"] in ("better", "no worse")
 
 
 def test_the_page_has_enough_that_held_and_enough_that_did_not():
-    said = [protocol.word(row["expects"], RECORD["found"][name]["verdicts"][0], 0.02) for name, row in protocol.published().items()]
+    settled = {name: RECORD["found"].get(name) or protocol.searched() for name in protocol.published()}
+    said = [protocol.word(row["expects"], settled[name]["verdicts"][0], 0.02) for name, row in protocol.published().items()]
     assert said.count("confirmed") >= 3 and len(said) - said.count("confirmed") >= 3
     page = "\n".join(claims._by_protocol())
-    for name, one in RECORD["found"].items():
+    for name, one in settled.items():
         assert f"| `{name}` | " in page and f"{one['verdicts'][0]['gain']:+.2%}" in page
+
+
+def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
+    """Against scipy-free arithmetic: the mean log ratio of the best of 20 trials, and its t."""
+    record = max((json.loads(path.read_text()) for path in claims.MEASURED.glob("tpe-random-*.json")), key=lambda one: one["date"])
+    gains = [math.log(min(other) / min(mine)) for mine, other in zip(record["losses"]["tpe"], record["losses"]["random"], strict=True)]
+    [verdict] = protocol.searched()["verdicts"]
+    mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    assert verdict["seeds"] == len(gains) == 20 and verdict["gain"] == pytest.approx(1 - math.exp(-mean))
+    assert (verdict["verdict"] != "no difference") == (abs(mean / error) > 2.093), "the table's t of 19 degrees of freedom"

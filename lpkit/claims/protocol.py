@@ -116,8 +116,8 @@ class Claim(Checked):
         cost = step_flops(config) if kind == "flops" else cost
         if config.sizes.name != "constant" or (cost and budget < cost):
             each = f" ({cost:.3g} {kind})" if cost else ""
-            raise ConfigError(f"budget.{kind}={budget:g} must be a step of {arm} or more{each}, and "
-                              f"sizes constant; or give steps")
+            raise ConfigError(f"budget.{kind}={budget:g} must be a step of {arm} or more{each}, "
+                              f"and sizes constant; or give steps")
         return config.replace({"steps": int(budget / cost) if cost else METERED_STEPS})
 
     def metering(self, arm: str, point: Mapping[str, Any]) -> Config:

@@ -108,7 +108,7 @@ class Workers(ExitStack):
             for one in [one for one in self.workers if one.keeper.poll() is not None]:
                 self.workers.remove(one)
                 if one.name in due and not self._has(one.name):     # else it had nothing to do
-                    killed = not 0 <= one.keeper.returncode <= 128      # by a signal: no error of it
+                    killed = not 0 <= one.keeper.returncode <= 128      # no error of its own
                     again = killed and begun[one.name] <= RESTARTS and not self.children.over
                     (waiting.insert(0, one.name) if again else dead.append(one))
             while waiting and not dead and len(self.workers) < at_once:

@@ -79,8 +79,8 @@ class Settling:
             for one in self.run("what a step costs", group):
                 if one[f"step_{kind}"] is None:
                     why = one["error"] or "it finds no meter: NVML of a GPU, RAPL of a CPU"
-                    raise ConfigError(f"budget.{kind}={self.claim.budget[kind]} needs the {kind} of "
-                                      f"a step, which a run here does not tell ({why}); give "
+                    raise ConfigError(f"budget.{kind}={self.claim.budget[kind]} needs the {kind} "
+                                      f"of a step, which a run here does not tell ({why}); give "
                                       f"budget: {{seconds: 30}} or {{steps: 300}}")
                 found.append(one[f"step_{kind}"])
         self.costs = {one: statistics.median(found[i::len(due)]) for i, one in enumerate(due)}
@@ -156,8 +156,8 @@ class Settling:
         return found | {"sentence": sentence(claim, found, tuning_runs)}
 
     def _at_equal(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
-        """Asks whether the better arm stays so in the other's seconds or FLOPs, with a schedule that
-        ends there. `ratio`: of what they took."""
+        """Asks whether the better arm stays so in the other's seconds or FLOPs, with a schedule
+        that ends there. `ratio`: of what they took."""
         steps = self.arms[better][0].steps
         if ratio <= SAME:
             return {"ratio": ratio, "steps": steps, "survives": True}

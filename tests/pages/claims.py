@@ -160,7 +160,8 @@ PROTOCOL = """## By protocol
 Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
 verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 steps of 512 tokens; a sentence about fewer
 steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a gain of 2% or more was found, *no worse* where a loss of 2%
-is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew.
+is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew; `tpe` is settled by the best of
+20 trials in 20 recorded searches each (`lpkit bench tpe-random`).
 """
 
 
@@ -169,17 +170,18 @@ def _by_protocol() -> list[str]:
     records = [json.loads(path.read_text()) for path in sorted(MEASURED.glob("protocol-*.json"))]
     record, rows, parts = max(records, key=lambda one: one["date"]), [], []
     for name, row in protocol.published().items():
-        found = record["found"][name]
+        found = record["found"].get(name) or protocol.searched()
         [one] = found["verdicts"]
         low, high = one["interval"]
-        equal = one["equal_seconds"]
+        equal = ["" if not told else "yes" if told["survives"] else "no"
+                 for told in (one["equal_seconds"], one.get("equal_flops"))]
         rows.append((f"`{name}`", f"{one['arm']} beside {one['against']}",
                      f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
-                     f"{one['could_see']:.2%}", "" if equal is None else "yes" if equal["survives"] else "no",
+                     f"{one['could_see']:.2%}", *equal,
                      protocol.word(row["expects"], one, found["effect"])))
         parts += [f"**{name}**: \"{row['says']}\" " + _linked(row["source"])
                   + f": {row['conditions']}. {row['why']}", ""]
-    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "verdict")
+    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "at equal FLOPs", "verdict")
     return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a gain is a lower loss.", "",
             markdown_table(heads, rows), "", *parts]
 
