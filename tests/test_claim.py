@@ -195,6 +195,18 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_imports_nothing_by_itself(tmp_path, monkeypatch, capsys):
+    """As docs/own_technique.md promises of files: who trusts a module says so."""
+    (tmp_path / "strangers_rows.py").write_text("raise SystemError('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "imports='strangers_rows': a file imports nothing by itself"
+    for changes in ({"settings": TINY["settings"] | {"imports": ["strangers_rows"]}}, {"settings": TINY["settings"] | {"imports": "strangers_rows"}},
+                    {"arms": {"a": {}, "b": {"imports": ["strangers_rows"]}}}, {"tuning": TINY["tuning"] | {"imports": [["strangers_rows"], []]}}):
+        assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err
+    assert "strangers_rows" not in sys.modules
+
+
 @pytest.mark.parametrize("text", ["", "- a", "a: [", "3"])
 def test_no_claim_at_all(text, tmp_path, capsys):
     (tmp_path / "claim.yaml").write_text(text)

@@ -3,7 +3,7 @@ docs/claim.md has every key."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from lpkit.plain_yaml import read_yaml
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import optimizer_work, parameter_count
 from lpkit.presets import resolve
+from lpkit.techniques import outside
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
 NEEDED = {"arms": "two or more names, each with a mapping of settings",
@@ -164,6 +165,18 @@ def evaluated_text(config: Config) -> tuple:
             config.model.context, config.eval_batches * piece)
 
 
+def _modules(value: Any, named: bool = False) -> Iterator[str]:
+    """Yields the modules that are named below `imports`, at any depth: a file imports nothing."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _modules(one, named or key == "imports")
+    elif isinstance(value, list):
+        for one in value:
+            yield from _modules(one, named)
+    elif named:
+        yield str(value)
+
+
 def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> Any:
     """Reads a claim, or another `kind`, of a YAML file. Raises ConfigError before anything runs."""
     values, known = read_yaml(path), {f.name: f for f in fields(kind)}
@@ -171,6 +184,7 @@ def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> 
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
     for key in values:
         pick(known, key, f"key of a {kind.__name__.lower()}")
+    outside.refuse_unknown(list(_modules(values)))
     for key, what in needed.items():
         if values.get(key) in (None, {}):
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")

@@ -90,7 +90,8 @@ def settle(sweep: Sweep, out: Path, finished: Callable[[str, list[Config]], list
         for one in asked:
             line = known.get(one.number, {})
             if line.get("settings") != one.params:
-                line = {"trial": one.number, "settings": one.params, "val_loss": None, "seconds": 0.0}
+                line = {"trial": one.number, "settings": one.params, "val_loss": None,
+                        "seconds": 0.0}
                 try:
                     due[one.number] = sweep.config(one.params)
                 except ConfigError as error:        # settings that do not go together
