@@ -438,7 +438,7 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
     found, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
     [verdict] = found["verdicts"]
     spec = lesson.verdict_figure(json.loads(json.dumps(found)))
-    pairs, gains = spec["data"]
+    pairs, gains, *_ = spec["data"]
     assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
     assert gains["y"] == ["lion beside adamw", "lion, equal seconds<br>(2 steps)"]
     for i, one in enumerate((verdict, verdict["equal_seconds"])):
@@ -447,6 +447,7 @@ def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
         assert gains["x"][i] - gains["error_x"]["arrayminus"][i] == pytest.approx(100 * low)
     assert len(pairs["x"]) == verdict["seeds"] and statistics.fmean(pairs["x"]) == pytest.approx(100 * verdict["gain"], abs=0.01)
     boxes = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
+    assert spec["layout"]["yaxis"]["categoryarray"] == gains["y"] and [shape["y0"] for shape in boxes] == [-0.4, 0.6], "its place is its row"
     assert [shape["x1"] for shape in boxes] == [100 * one["could_see"] for one in (verdict, verdict["equal_seconds"])]
     lines = {shape["x0"] for shape in spec["layout"]["shapes"] if shape["type"] == "line"}
     assert lines == {0, 2, -2}, "the effect of interest"

@@ -5,7 +5,9 @@ import math
 import statistics
 
 import pytest
+import torch
 
+from lessons import gelu_by_table
 from lpkit.claims import protocol as files
 from tests.bench import protocol
 from tests.pages import claims
@@ -50,3 +52,19 @@ def test_searches_are_judged_by_a_paired_test_on_what_was_recorded():
     mean, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
     assert verdict["seeds"] == len(gains) == 20 and verdict["gain"] == pytest.approx(1 - math.exp(-mean))
     assert (verdict["verdict"] != "no difference") == (abs(mean / error) > 2.093), "the table's t of 19 degrees of freedom"
+
+
+def test_gelu_by_table_is_gelu_where_lines_meet_and_near_it_between():
+    """Linear interpolation is off by h^2 / 8 times the most of |f''|, which is 2 phi(0) for GELU; at the ends it bends to 0 and to x."""
+    x = torch.linspace(-8, 8, 4001, requires_grad=True)
+    y, exact = gelu_by_table.gelu(x), torch.nn.functional.gelu(x)
+    within = gelu_by_table.WIDE**2 / 8 * 2 / math.sqrt(2 * math.pi)
+    assert 0.9 * within < (y - exact).abs().max() < within
+    points = torch.tensor(gelu_by_table.POINTS[1:-1])
+    torch.testing.assert_close(gelu_by_table.gelu(points), torch.nn.functional.gelu(points), rtol=0, atol=1e-6)
+    assert (y[x < -4] == 0).all() and torch.equal(y[x >= 4], x[x >= 4])
+    assert gelu_by_table.gelu(x.bfloat16()).dtype == torch.bfloat16
+    [slope] = torch.autograd.grad(y.sum(), x)
+    i = 1000        # inside a line: its slope is that of two points of it
+    assert slope[i] == pytest.approx(((y[i + 1] - y[i]) / (x[i + 1] - x[i])).item(), abs=1e-3)
+    assert (slope[x < -4] == 0).all() and (slope[x > 4.01] == 1).all()

@@ -134,8 +134,10 @@ class Settling:
         claim, seen = self.claim, {}
 
         def losses(seeds: int) -> tuple[list[float], list[float]]:
-            runs = self.run(f"{b} against {a}", self._seeds(a, seeds) + self._seeds(b, seeds))
-            seen.update({a: runs[:seeds], b: runs[seeds:]})
+            # in turns: what disturbs the machine meanwhile slows both
+            pairs = zip(self._seeds(a, seeds), self._seeds(b, seeds))
+            runs = self.run(f"{b} against {a}", [one for pair in pairs for one in pair])
+            seen.update({a: runs[::2], b: runs[1::2]})
             return _losses(seen[a], a), _losses(seen[b], b)
 
         verdict = referee.judge(losses, n, claim.looks, len(claim.arms) - 1)

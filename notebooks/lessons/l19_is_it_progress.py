@@ -128,15 +128,18 @@ def verdict_figure(found: Mapping[str, Any]) -> dict:
                  mode="markers", marker={"symbol": "line-ns-open", "size": 10},
                  hover="%{x:+.2f}%"),
          scatter(gains, list(rows), "gain, with its 95% interval", COLOURS[0], mode="markers",
-                 marker={"size": 10}, error_x=across, hover="%{x:+.2f}%")],
+                 marker={"size": 10}, error_x=across, hover="%{x:+.2f}%"),
+         # the shapes below have no words of their own
+         scatter([None], [None], "smallest effect of interest", COLOURS[1], line={"dash": "dash"}),
+         scatter([None], [None], "could not have been seen", FAINT, mode="markers", opacity=0.3,
+                 marker={"symbol": "square", "size": 14})],
         "; ".join(f"{one['arm']} beside {one['against']}: {one['verdict']}"
                   for one in found["verdicts"]),
-        height=200 + 70 * len(rows), xaxis=axis("lower loss, %"), yaxis=NAMES,
+        height=200 + 70 * len(rows), xaxis=axis("lower loss, %"),
+        yaxis=NAMES | {"autorange": False, "range": [len(rows) - 0.5, -0.5],
+                       "categoryorder": "array", "categoryarray": list(rows)},
         shapes=[*unseen, rule(x=0, dash="solid"),
-                *(rule(x=x, colour=COLOURS[1], width=2, dash="dash") for x in (-effect, effect))],
-        annotations=[note(f"dashed: {effect:g}%, the smallest effect of interest; grey: what so few "
-                          f"seeds could not have seen", 0, 1, xref="paper", yref="paper",
-                          font={"color": FAINT})])
+                *(rule(x=x, colour=COLOURS[1], width=2, dash="dash") for x in (-effect, effect))])
 
 
 def difference_view(losses: Sequence[float]):
