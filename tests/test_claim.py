@@ -604,6 +604,21 @@ def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path, monkeypatch):
     assert len(workers.children._started) == 1
 
 
+@pytest.mark.slow
+def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path):
+    """By a meter that counts 20 J between its first reading and its second: as much for five steps."""
+    reader, writer = os.pipe()
+    config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
+    os.write(writer, f"{os.getpid()}\n{json.dumps([str(tmp_path / 'run'), config.imports, config.to_dict(), 1])}\n".encode())
+    os.close(writer)
+    code = (f"import itertools, lpkit.hardware as h; readings = itertools.count(0, 20); h.energy_joules = lambda device: (next(readings), 'a meter'); "
+            f"from lpkit.claims.runs import work; work({reader})")
+    subprocess.run([sys.executable, "-c", code], pass_fds=[reader], timeout=120, check=True)
+    os.close(reader)
+    found = runs.records.read(tmp_path / "run.json")
+    assert found["energy_wh"] == pytest.approx(20 / 3600) and found["step_joules"] == pytest.approx(20 / 5) and found["restarts"] == 1
+
+
 def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
     """PR_SET_PDEATHSIG says nothing of a parent that has ended before. What was already in the pipe was run beside the next command's."""
     reader, writer = os.pipe()
