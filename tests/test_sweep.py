@@ -101,11 +101,11 @@ def searched(folder, loss=bowl, most=None, **changes):
     """Returns what the command prints, and the configs that were run. `most`: of runs, and then the process is killed."""
     ran = []
 
-    def finished(what, configs):
+    def finished(what, configs, judges):
         if len(ran) == most:
             raise KeyboardInterrupt
         ran.extend(configs)
-        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x"} for one in configs]
+        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x", "evaluations": []} for one in configs]
 
     folder.mkdir(exist_ok=True)
     told = sweep.Sweep(**TINY | changes)

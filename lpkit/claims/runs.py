@@ -3,7 +3,8 @@ NAME is a hash of its config, the code, the data and the machine; NAME/ is one t
 
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
 no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
-all runs of a command, under keepers that end them when this process ends, however it does.
+all runs of a command, under keepers that end them when this process ends, however it does. NAME.stop
+has the step after which a run ends that its judge has seen enough of.
 """
 
 import functools
@@ -13,21 +14,24 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
+from lpkit.contracts import StepRecord
 from lpkit.errors import RunFailedError
-from lpkit.files import PACKAGE, remove
+from lpkit.files import PACKAGE, remove, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
+METRICS, STOP, PRUNED = "metrics.jsonl", ".stop", "pruner"
+Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
 
 
 @functools.cache
@@ -49,107 +53,174 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
     return {split: one["sha256"] for split, one in prepare(data, vocab).header["splits"].items()}
 
 
-def name_of(config: Config) -> str:
-    told = [config.to_dict(), code(), _data(config.data, config.model.vocab)]
+def name_of(config: Config, tag: str = "") -> str:
+    """`tag`: tells the run from others of the same config, where it may be stopped."""
+    told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *filter(None, [tag])]
     return records.digest(told)[:records.MARK_DIGITS]
+
+
+def evaluations(path: Path) -> Evaluations:
+    """Reads those that a run has made so far. Raises OSError, ValueError for a damaged line."""
+    metrics = path / METRICS
+    lines = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else []
+    said = [json.loads(one) for one in lines if b'"val_loss"' in one and one.endswith(b"\n")]
+    return [(one["step"], one["val_loss"]) for one in said]
+
+
+class Judge(Protocol):
+    """Hears the evaluations of a run that goes on; `stop_after` is the step that it ends after."""
+
+    tag: str                    # as of `name_of`
+    stop_after: int | None
+
+    def __call__(self, evaluations: Evaluations) -> None: ...
+
+
+class Job(Protocol):
+    """A future of `make(where, imports, values)`, as every executor has it."""
+
+    def done(self) -> bool: ...
+
+    def exception(self) -> object: ...
+
+
+Submit = Callable[[str, Sequence[str], Mapping[str, Any]], Job]     # the same arguments
 
 
 @dataclass
 class _Worker:
+    """A process for runs, one after the other; and the job of the one that it is at."""
+
     keeper: subprocess.Popen
     told: int                   # a pipe: a line for each run
-    name: str = ""              # of the run that it is at
+    at: Path                    # the record that ends the run
+
+    def done(self) -> bool:
+        return self.keeper.poll() is not None
+
+    def exception(self) -> str:
+        return self.keeper.stdout.read()
 
 
 class Workers(ExitStack):
-    """Processes that make runs, the next when one has ended; they end when the block does."""
+    """Processes that make runs, the next when one has ended; they end when the block does.
+    `submit`: hands runs to others instead."""
 
-    def __init__(self, out: Path, children: processes.Children, at_once: int | None = None):
+    def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
+                 submit: Submit | None = None):
         super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
-        self.workers: list[_Worker] = []
+        self.submit, self.workers = submit or self._submit, []
 
-    def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None
-                 ) -> list[dict[str, Any]]:
+    def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
+                 judges: Sequence[Judge] = ()) -> list[dict[str, Any]]:
         """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
         for a run that could not go on, OSError; KeyboardInterrupt when told to end."""
-        names = [name_of(config) for config in configs]
+        tags = [judge.tag for judge in judges] or [""] * len(configs)
+        names = [name_of(config, tag) for config, tag in zip(configs, tags)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
         if due:
             config = configs[0]
             alone = gpus() and config.system.device != "cpu"
             beside = 1 if alone else max(1, cores() // config.system.threads)
-            self._run(due, min(len(due), self.at_once or beside), say)
+            self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         for name in names:
             remove(self.out / name)
+            remove(self.out / f"{name}{STOP}")
         return [records.read(self.out / f"{name}.json") for name in names]
 
     def _has(self, name: str) -> bool:
         return (self.out / f"{name}.json").is_file()
 
-    def _start(self) -> None:
+    def _submit(self, *told: Any) -> Job:
+        there = [one for one in self.workers if one.at.is_file() and not one.done()]
+        worker = there[0] if there else self._start()
+        worker.at = Path(f"{told[0]}.json")
+        with suppress(BrokenPipeError):     # it has just died
+            os.write(worker.told, f"{json.dumps(told)}\n".encode())
+        return worker
+
+    def _start(self) -> _Worker:
         # modules are looked for where this process finds them
         reader, writer = os.pipe()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
         keeper = self.children.start([sys.executable, "-P", "-c", f"{start}{reader})"],
                                      processes.new_folder(), log="log", fds=[reader])
         os.close(reader)
-        self.workers.append(_Worker(self.enter_context(keeper), writer))
+        self.workers.append(_Worker(self.enter_context(keeper), writer, self.out))
         self.callback(os.close, writer)
         with suppress(BrokenPipeError):
             os.write(writer, f"{keeper.pid}\n".encode())
+        return self.workers[-1]
 
-    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
-        waiting, done, dead = list(due), 0, []
-        while done < len(due):
-            dead += [one for one in self.workers if one.keeper.poll() is not None]
-            self.workers = [one for one in self.workers if one not in dead]
-            while waiting and not dead and len(self.workers) < at_once:
-                self._start()
-            for one in self.workers[:at_once]:
-                if waiting and (not one.name or self._has(one.name)):
-                    one.name = waiting.pop(0)
-                    config = due[one.name]
-                    told = str(self.out / one.name), config.imports, config.to_dict()
-                    with suppress(BrokenPipeError):     # it has just died
-                        os.write(one.told, f"{json.dumps(told)}\n".encode())
-            if done < (done := sum(map(self._has, due))):
-                say(f"{done} of {len(due)} runs")
-            elif dead and not any(one.name and not self._has(one.name) for one in self.workers):
-                break
+    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None],
+             judges: Mapping[str, Judge]) -> None:
+        waiting, going, failed, done = list(due), {}, [], 0
+        while (going or (waiting and not failed)) and not self.children.over:
+            while waiting and not failed and len(going) < at_once:
+                config = due[name := waiting.pop(0)]
+                going[name] = self.submit(str(self.out / name), config.imports, config.to_dict())
             time.sleep(LOOK_SECONDS)
+            for name, job in list(going.items()):
+                over = job.done()       # before the record is looked for, which comes first
+                if self._has(name):
+                    del going[name]
+                    done += 1
+                    say(f"{done} of {len(due)} runs")
+                elif over:
+                    failed.append(going.pop(name))
+                elif judge := judges.get(name):
+                    judge(evaluations(self.out / name))
+                    if judge.stop_after and not (stop := self.out / f"{name}{STOP}").exists():
+                        write_atomically(stop, str(judge.stop_after))
         if self.children.over:
             raise KeyboardInterrupt
-        if done < len(due):
-            words = " ".join(" ".join(one.keeper.stdout.read() for one in dead).split())[-600:]
+        if failed:
+            words = " ".join(" ".join(str(job.exception()) for job in failed).split())[-600:]
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
 
 def work(told: int) -> None:
     """Makes the runs of a worker, as it is told them by this pipe, one after the other."""
-    from lpkit.training.background import train
-    from lpkit.training.runs import Run
-
     lines = open(told)
     # a keeper that is killed ends nobody, also where this was still importing
     processes.end_with_parent(int(next(lines)))
     for line in lines:
-        where, imports, values = json.loads(line)
-        path, begun = Path(where), time.perf_counter()
-        Config(imports=imports)     # as the process has that started this one
-        config = Config.from_dict(values)
-        try:
-            found = train(config, out=path, resume=path.exists()).summary
-            if found["status"] != "complete":       # told to stop, it kept a checkpoint
-                sys.exit(1)
-        except RunFailedError as error:
-            last = ([{}, *Run.open(path).metrics])[-1]
-            if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
-                raise
-            # a loss that is no number is a result
-            found = last | {"val_loss": None, "error": str(error)}
-        keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error")
-        records.write(path.with_suffix(".json"), {
-            **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-            "seconds": time.perf_counter() - begun})
+        make(*json.loads(line))
+
+
+def make(where: str, imports: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Makes a run in the folder `where`, or goes on with it, and writes its record. Raises
+    RunFailedError, SystemExit when told to end."""
+    from lpkit.training.background import train
+    from lpkit.training.control import Control
+    from lpkit.training.runs import Run
+
+    path, begun, control = Path(where), time.perf_counter(), Control()
+    stop = path.with_suffix(STOP)
+
+    def heed(record: StepRecord) -> None:
+        # one that goes on from a checkpoint comes to that step again
+        if stop.is_file() and record.step >= int(stop.read_text()):
+            control.stop(PRUNED)
+
+    Config(imports=imports)     # as the process has that started this one
+    config = Config.from_dict(values)
+    try:
+        found = train(config, out=path, resume=path.exists(), observers=[heed],
+                      control=control).summary
+        if found["stopped_by"] == PRUNED:
+            found |= {"val_loss": None, "stopped_after": found["steps"]}
+        elif found["status"] != "complete":     # told to stop, it kept a checkpoint
+            sys.exit(1)
+    except RunFailedError as error:
+        last = ([{}, *Run.open(path).metrics])[-1]
+        if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
+            raise
+        # a loss that is no number is a result
+        found = last | {"val_loss": None, "error": str(error)}
+    keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error", "stopped_after")
+    records.write(path.with_suffix(".json"), {
+        **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
+        "evaluations": evaluations(path), "seconds": time.perf_counter() - begun})

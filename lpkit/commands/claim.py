@@ -43,8 +43,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> dict[str, Any]:
-    """Returns what `settle(finished, say)` does; its runs end when this process is told to."""
+def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
+              say: Callable[[str], None] | None = None,
+              executor: Callable[[ExitStack], Any] | None = None) -> dict[str, Any]:
+    """Returns what `settle(finished, say)` does; its runs end when this process is told to.
+    `executor`: returns the `submit` of `Workers`."""
     from lpkit import files, processes
     from lpkit.claims import runs
     from lpkit.course.notebooks import tell
@@ -58,9 +61,10 @@ def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> di
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            workers = stack.enter_context(runs.Workers(out, children, at_once))
-            return settle(lambda what, configs: workers.finished(
-                configs, lambda line: tell(f"{what}: {line}")), tell)
+            workers = stack.enter_context(runs.Workers(
+                out, children, at_once, executor and executor(stack)))
+            return settle(lambda what, configs, *judges: workers.finished(
+                configs, lambda line: (say or tell)(f"{what}: {line}"), *judges), tell)
 
     result, heard = processes.hear(work, children.end)
     if heard:

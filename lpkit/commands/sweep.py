@@ -4,6 +4,12 @@
 """
 
 import argparse
+import math
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +22,39 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="the sweep, a YAML file")
     parser.add_argument("--out", type=a_folder, default=Path("runs/sweeps"), metavar="DIR",
                         help="where runs and journals are kept (default: runs/sweeps)")
+    parser.add_argument("--executor", metavar="NAME", help="who makes the runs, whatever the file "
+                        "says: workers, submitit or ray")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.claims import protocol, sweep
+    from lpkit.claims import executors, protocol, sweep
 
     told, out = protocol.read(args.file, sweep.Sweep, sweep.NEEDED), args.out / args.file.stem
-    needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"))
-    return claim.with_runs(args.out, told.at_once, lambda finished, _: sweep.settle(told, out, finished))
+    told = replace(told, executor=args.executor or told.executor)
+    executor = executors.EXECUTORS[told.executor]
+    needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"),
+          *[told.executor] * (executor is not None))
+    return claim.with_runs(
+        args.out, told.at_once, lambda finished, _: sweep.settle(told, out, finished, bar(told.trials)),
+        lambda line: None, executor and partial(executor, args.out, told.job))
+
+
+def bar(total: int) -> Callable[[list[dict]], None]:
+    """Shows how many trials there are so far, and the best; closed after the last."""
+    from tqdm import tqdm
+
+    shown = tqdm(total=total, unit="trial", file=sys.stderr, dynamic_ncols=True)
+
+    def show(trials: list[dict]) -> None:
+        losses = [one["val_loss"] for one in trials if one["val_loss"] is not None]
+        pruned = sum(one["pruned"] is not None for one in trials)
+        with suppress(OSError):     # a terminal that closed
+            shown.set_postfix_str(f"best {min(losses, default=math.nan):.4g}, {pruned} pruned", False)
+            shown.update(len(trials) - shown.n)
+            if shown.n == total:
+                shown.close()
+
+    return show
 
 
 def text(result: dict[str, Any]) -> str:
@@ -31,4 +62,6 @@ def text(result: dict[str, Any]) -> str:
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in
              (one["trial"], one["val_loss"], *one["settings"].values())] for one in trials[:10]]
     table = text_table([("trial", "val_loss", *trials[0]["settings"]), *rows], align=">")
-    return f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
+    pruned = sum(one["pruned"] is not None for one in trials)
+    return (f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
+            + f"; {pruned} were pruned" * (pruned > 0))

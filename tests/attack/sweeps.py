@@ -64,9 +64,9 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
     with runs.Workers(out, processes.Children(), AT_ONCE) as workers:
         names: set[str] = set()
 
-        def finished(what: str, configs: list) -> list[dict]:
+        def finished(what: str, configs: list, judges: list = ()) -> list[dict]:
             names.update(map(runs.name_of, configs))
-            return workers.finished(configs)
+            return workers.finished(configs, judges=judges)
 
         found = settle(out / "few", finished)
     if "trials" in found:
