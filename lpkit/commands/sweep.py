@@ -59,9 +59,10 @@ def bar(total: int) -> Callable[[list[dict]], None]:
 
 def text(result: dict[str, Any]) -> str:
     trials = sorted(result["trials"], key=lambda one: (one["val_loss"] is None, one["val_loss"]))
+    pruned = [one["pruned"] for one in trials if one["pruned"]]
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in
-             (one["trial"], one["val_loss"], *one["settings"].values())] for one in trials[:10]]
+             (one["trial"], "{val_loss:.5g} after {step}".format(**one["pruned"]) if one["pruned"]
+              else one["val_loss"], *one["settings"].values())] for one in trials[:10]]
     table = text_table([("trial", "val_loss", *trials[0]["settings"]), *rows], align=">")
-    pruned = sum(one["pruned"] is not None for one in trials)
     return (f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
-            + f"; {pruned} were pruned" * (pruned > 0))
+            + f"; {len(pruned)} were pruned" * bool(pruned))
