@@ -54,22 +54,23 @@ def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
 
     children = processes.Children()
 
-    def work() -> dict[str, Any]:
+    def work(submit: Any) -> dict[str, Any]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            workers = stack.enter_context(runs.Workers(
-                out, children, at_once, executor and executor(stack)))
+            workers = stack.enter_context(runs.Workers(out, children, at_once, submit))
             return settle(lambda what, configs, *judges: workers.finished(
                 configs, lambda line: (say or tell)(f"{what}: {line}"), *judges), tell)
 
-    result, heard = processes.hear(work, children.end)
-    if heard:
-        tell("lpkit: stopped; the same command goes on")
-        sys.exit(128 + heard)
+    with ExitStack() as around:
+        submit = executor and executor(around)      # Ray takes signals for itself: before we do
+        result, heard = processes.hear(lambda: work(submit), children.end)
+        if heard:
+            tell("lpkit: stopped; the same command goes on")
+            sys.exit(128 + heard)
     return result
 
 
