@@ -3,8 +3,8 @@ NAME is a hash of its config, the code, the data and the machine; NAME/ is one t
 
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
 no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
-all runs of a command, under keepers that end them when this process ends, however it does. NAME.stop
-has the step after which a run ends that its judge has seen enough of.
+all runs of a command, under keepers that end them when this process ends, however it does.
+NAME.stop has the step after which a run is to end.
 """
 
 import functools
@@ -19,7 +19,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
@@ -31,8 +31,9 @@ from lpkit.machine_facts import cores, cpu_name, gpus, versions
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
-METRICS, STOP, PRUNED = "metrics.jsonl", ".stop", "pruner"
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
+# has `make` called, here or elsewhere, with the same arguments; a future: `done()`, `exception()`
+Submit = Callable[[str, Sequence[str], Mapping[str, Any]], Any]
 
 
 @functools.cache
@@ -62,41 +63,21 @@ def name_of(config: Config, tag: str = "") -> str:
 
 def evaluations(path: Path) -> Evaluations:
     """Reads those that a run has made so far. Raises OSError, ValueError for a damaged line."""
-    metrics, key = path / METRICS, b'"val_loss"'
-    parts = (metrics.read_bytes() if metrics.is_file() else b"").split(key)
+    metrics, key = path / "metrics.jsonl", b'"val_loss"'
+    parts = metrics.read_bytes().split(key) if metrics.is_file() else ()
     # asked ten times a second: lines without the key, which are most, are not parsed
     lines = [json.loads(before.rpartition(b"\n")[2] + key + after.partition(b"\n")[0])
              for before, after in pairwise(parts) if b"\n" in after]
     return [(one["step"], one["val_loss"]) for one in lines]
 
 
-class Judge(Protocol):
-    """Hears the evaluations of a run that goes on; `stop_after` is the step that it ends after."""
-
-    tag: str                    # as of `name_of`
-    stop_after: int | None
-
-    def __call__(self, evaluations: Evaluations) -> None: ...
-
-
-class Job(Protocol):
-    """A future of `make(where, imports, values)`, as every executor has it."""
-
-    def done(self) -> bool: ...
-
-    def exception(self) -> object: ...
-
-
-Submit = Callable[[str, Sequence[str], Mapping[str, Any]], Job]     # the same arguments
-
-
 @dataclass
 class _Worker:
-    """A process for runs, one after the other; and the job of the one that it is at."""
+    """Also the future of the run that it is at."""
 
     keeper: subprocess.Popen
     told: int                   # a pipe: a line for each run
-    at: Path                    # the record that ends the run
+    at: Path                    # the record of the run
 
     def done(self) -> bool:
         return self.keeper.poll() is not None
@@ -116,9 +97,10 @@ class Workers(ExitStack):
         self.submit, self.workers = submit or self._submit, []
 
     def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
-                 judges: Sequence[Judge] = ()) -> list[dict[str, Any]]:
-        """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
-        for a run that could not go on, OSError; KeyboardInterrupt when told to end."""
+                 judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Returns the records of `configs`, in order; what `out` lacks is run. A run's judge hears
+        its evaluations (`sweep.Judge`). Raises RunFailedError for a run that could not go on,
+        OSError; KeyboardInterrupt when told to end."""
         tags = [judge.tag for judge in judges] or [""] * len(configs)
         names = [name_of(config, tag) for config, tag in zip(configs, tags)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
@@ -129,15 +111,15 @@ class Workers(ExitStack):
             self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         for name in names:
             remove(self.out / name)
-            remove(self.out / f"{name}{STOP}")
+            remove(self.out / f"{name}.stop")
         return [records.read(self.out / f"{name}.json") for name in names]
 
     def _has(self, name: str) -> bool:
         return (self.out / f"{name}.json").is_file()
 
-    def _submit(self, *told: Any) -> Job:
-        there = [one for one in self.workers if one.at.is_file() and not one.done()]
-        worker = there[0] if there else self._start()
+    def _submit(self, *told: Any) -> _Worker:
+        free = [one for one in self.workers if one.at.is_file() and not one.done()]
+        worker = free[0] if free else self._start()
         worker.at = Path(f"{told[0]}.json")
         with suppress(BrokenPipeError):     # it has just died
             os.write(worker.told, f"{json.dumps(told)}\n".encode())
@@ -157,7 +139,7 @@ class Workers(ExitStack):
         return self.workers[-1]
 
     def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None],
-             judges: Mapping[str, Judge]) -> None:
+             judges: Mapping[str, Any]) -> None:
         waiting, going, failed, done = list(due), {}, [], 0
         while (going or (waiting and not failed)) and not self.children.over:
             while waiting and not failed and len(going) < at_once:
@@ -174,7 +156,7 @@ class Workers(ExitStack):
                     failed.append(going.pop(name))
                 elif judge := judges.get(name):
                     judge(evaluations(self.out / name))
-                    if judge.stop_after and not (stop := self.out / f"{name}{STOP}").exists():
+                    if judge.stop_after and not (stop := self.out / f"{name}.stop").exists():
                         write_atomically(stop, str(judge.stop_after))
         if self.children.over:
             raise KeyboardInterrupt
@@ -194,26 +176,24 @@ def work(told: int) -> None:
 
 
 def make(where: str, imports: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Makes a run in the folder `where`, or goes on with it, and writes its record. Raises
-    RunFailedError, SystemExit when told to end."""
+    """Makes a run, or goes on with it. Raises RunFailedError, SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
     from lpkit.training.runs import Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
-    stop = path.with_suffix(STOP)
 
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
-        if stop.is_file() and record.step >= int(stop.read_text()):
-            control.stop(PRUNED)
+        if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
+            control.stop("judge")
 
     Config(imports=imports)     # as the process has that started this one
     config = Config.from_dict(values)
     try:
         found = train(config, out=path, resume=path.exists(), observers=[heed],
                       control=control).summary
-        if found["stopped_by"] == PRUNED:
+        if found["stopped_by"] == "judge":
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
             sys.exit(1)

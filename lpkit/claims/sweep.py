@@ -23,11 +23,8 @@ WAYS = "{low: 1e-4, high: 1e-2, log: true} or {choices: [...]}"
 NEEDED = {"search": f"a mapping of settings, each to {WAYS}", "trials": "how many runs, such as 20",
           "target": "val_loss"}
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
-# what optuna calls them; the first evaluation is after `eval_every` steps, the unit of asha's rungs
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
-ELSEWHERE = ("trials", "executor", "job")       # do not change what a trial gives
-KEPT = ("val_loss", "seconds", "error", "name", "evaluations")
-Finished = Callable[[str, list[Config], list["Judge"]], list[dict[str, Any]]]
+ELSEWHERE = {"trials": None, "executor": None, "job": None}     # do not change what a trial gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +82,13 @@ class Sweep(Checked):
 
 @dataclass
 class Judge:
-    """A trial before its pruner (a `runs.Judge`)."""
+    """A trial before its pruner. It hears the evaluations of its run, but for the last."""
 
     trial: Any                          # optuna's
-    tag: str
-    steps: float = math.inf             # of its run, whose last evaluation prunes nothing
+    tag: str                            # as of `runs.name_of`
+    steps: float = math.inf             # of the run
     heard: runs.Evaluations = field(default_factory=list)
-    stop_after: int | None = None
+    stop_after: int | None = None       # the step of the evaluation that pruned it
 
     def __call__(self, evaluations: runs.Evaluations) -> None:
         for step, loss in evaluations[len(self.heard):]:
@@ -101,17 +98,18 @@ class Judge:
                 self.stop_after = step if self.trial.should_prune() else None
 
 
-def settle(sweep: Sweep, out: Path, finished: Finished,
+def settle(sweep: Sweep, out: Path,
+           finished: Callable[[str, list[Config], list[Judge]], list[dict[str, Any]]],
            ended: Callable[[list[dict]], None] = lambda trials: None) -> dict:
-    """Returns what the command prints. `finished`: as of `Settling`, with judges; the journal:
-    `out`-MARK.jsonl. `ended` hears of all trials when some have ended. Raises RunFailedError for a
-    run that could not go on, or if no trial has a number."""
+    """Returns what the command prints. `finished`: as of `Settling`; the journal: `out`-MARK.jsonl;
+    `ended` hears of all trials so far. Raises RunFailedError for a run that could not go on, or if
+    no trial has a number."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     here = sweep.config({})
-    mark = records.digest([{**asdict(sweep), **dict.fromkeys(ELSEWHERE)}, optuna.__version__,
-                           runs.name_of(here)])[:records.MARK_DIGITS]
+    mark = records.digest([asdict(sweep) | ELSEWHERE, optuna.__version__, runs.name_of(here)]
+                          )[:records.MARK_DIGITS]
     chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
     known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
@@ -123,8 +121,8 @@ def settle(sweep: Sweep, out: Path, finished: Finished,
     before = copy.copy(study)
     before.get_trials = lambda deepcopy=True, states=None: [
         one for one in study.get_trials(deepcopy, states) if one.state.is_finished()]
-    named = {key: sweep.domain(key) for key in sweep.search}
-    domains = {key: getattr(optuna.distributions, name)(**x) for key, (name, x) in named.items()}
+    domains = {key: getattr(optuna.distributions, name)(**given)
+               for key in sweep.search for name, given in [sweep.domain(key)]}
     while len(trials) < sweep.trials:
         numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
         judges = [Judge(study.ask(domains), f"{mark} {number}" * (sweep.pruner != "none"))
@@ -143,9 +141,9 @@ def settle(sweep: Sweep, out: Path, finished: Finished,
                 lines[i]["error"] = str(error)
         if due:
             word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
-            asked = [judges[i] for i in due]
-            for i, run in zip(due, finished(word, [*due.values()], asked)):
-                lines[i] |= {key: run[key] for key in KEPT}
+            for i, run in zip(due, finished(word, [*due.values()], [judges[i] for i in due])):
+                keep = ("val_loss", "seconds", "error", "name", "evaluations")
+                lines[i] |= {key: run[key] for key in keep}
         for judge, line in zip(judges, lines):      # all, before any is told
             judge(line.get("evaluations", []))
             line |= {"evaluations": judge.heard, "pruned": None}

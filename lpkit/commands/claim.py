@@ -44,10 +44,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
-              say: Callable[[str], None] | None = None,
-              executor: Callable[[ExitStack], Any] | None = None) -> dict[str, Any]:
+              quiet: bool = False, executor: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Returns what `settle(finished, say)` does; its runs end when this process is told to.
-    `executor`: returns the `submit` of `Workers`."""
+    `executor(stack)`: returns the `submit` of `Workers`."""
     from lpkit import files, processes
     from lpkit.claims import runs
     from lpkit.course.notebooks import tell
@@ -63,7 +62,7 @@ def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
                                   f"it, or choose another --out") from None
             workers = stack.enter_context(runs.Workers(out, children, at_once, submit))
             return settle(lambda what, configs, *judges: workers.finished(
-                configs, lambda line: (say or tell)(f"{what}: {line}"), *judges), tell)
+                configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
     with ExitStack() as around:
         submit = executor and executor(around)      # Ray takes signals for itself: before we do

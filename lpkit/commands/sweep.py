@@ -4,7 +4,6 @@
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,26 +31,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     told, out = protocol.read(args.file, sweep.Sweep, sweep.NEEDED), args.out / args.file.stem
     told = replace(told, executor=args.executor or told.executor)
     executor = executors.EXECUTORS[told.executor]
-    needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"),
-          *[told.executor] * (executor is not None))
+    more = ["cmaes"] * (told.sampler == "cmaes") + [told.executor] * bool(executor)
+    needs("a sweep", "optuna", *more)
     return claim.with_runs(
-        args.out, told.at_once, lambda finished, _: sweep.settle(told, out, finished, bar(told.trials)),
-        lambda line: None, executor and partial(executor, args.out, told.job))
+        args.out, told.at_once,
+        lambda finished, _: sweep.settle(told, out, finished, bar(told.trials)),
+        True, executor and partial(executor, args.out, told.job))
 
 
 def bar(total: int) -> Callable[[list[dict]], None]:
-    """Shows how many trials there are so far, and the best; closed after the last."""
     from tqdm import tqdm
 
     shown = tqdm(total=total, unit="trial", file=sys.stderr, dynamic_ncols=True)
 
     def show(trials: list[dict]) -> None:
         losses = [one["val_loss"] for one in trials if one["val_loss"] is not None]
-        pruned = sum(one["pruned"] is not None for one in trials)
         with suppress(OSError):     # a terminal that closed
-            shown.set_postfix_str(f"best {min(losses, default=math.nan):.4g}, {pruned} pruned", False)
+            shown.set_postfix_str(f"best {min(losses):.4g}" if losses else "", refresh=False)
             shown.update(len(trials) - shown.n)
-            if shown.n == total:
+            if len(trials) == total:
                 shown.close()
 
     return show
@@ -59,10 +57,8 @@ def bar(total: int) -> Callable[[list[dict]], None]:
 
 def text(result: dict[str, Any]) -> str:
     trials = sorted(result["trials"], key=lambda one: (one["val_loss"] is None, one["val_loss"]))
-    pruned = [one["pruned"] for one in trials if one["pruned"]]
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in
-             (one["trial"], "{val_loss:.5g} after {step}".format(**one["pruned"]) if one["pruned"]
-              else one["val_loss"], *one["settings"].values())] for one in trials[:10]]
-    table = text_table([("trial", "val_loss", *trials[0]["settings"]), *rows], align=">")
-    return (f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
-            + f"; {len(pruned)} were pruned" * bool(pruned))
+             (one["trial"], one["val_loss"], one["pruned"] and one["pruned"]["step"],
+              *one["settings"].values())] for one in trials[:10]]
+    table = text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
+    return f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
