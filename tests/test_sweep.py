@@ -48,8 +48,8 @@ WRONG = [
     ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
     ({"trials": 0}, "trials must be positive, got 0"),
     ({"pruner": "medain"}, "pruner cannot be 'medain'; did you mean 'median'?"),
-    ({"pruner": "median"}, "pruner=median asks after each evaluation of a trial, and eval_every=0 of 3 steps has none on the way; set settings.eval_every to 1"),
-    ({"pruner": "asha", "settings": SMALL | {"eval_every": 3}}, "eval_every=3 of 3 steps has none on the way"),
+    ({"pruner": "median"}, "pruner=median asks at evaluations on the way, and eval_every=0 of 3 steps has none; set settings.eval_every to 1"),
+    ({"pruner": "asha", "settings": SMALL | {"eval_every": 3}}, "eval_every=3 of 3 steps has none"),
     ({"executor": "slurm"}, "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ({"job": 3}, "job must be a mapping"),
     ({"seed": -1}, "seed must be from 0 to 4,294,967,295, got -1"),
@@ -420,4 +420,4 @@ def test_one_command_at_a_time_in_a_folder(tmp_path, capsys):
     from lpkit.files import locked
 
     with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="another claim or sweep is running"):
-        command.run(type("Args", (), {"file": written(tmp_path), "out": tmp_path}))
+        command.run(type("Args", (), {"file": written(tmp_path), "out": tmp_path, "executor": None}))

@@ -32,8 +32,7 @@ NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
-# has `make` called, here or elsewhere, with the same arguments; a future: `done()`, `exception()`
-Submit = Callable[[str, Sequence[str], Mapping[str, Any]], Any]
+Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
 @functools.cache
@@ -87,8 +86,8 @@ class _Worker:
 
 
 class Workers(ExitStack):
-    """Processes that make runs, the next when one has ended; they end when the block does.
-    `submit`: hands runs to others instead."""
+    """Processes that make runs, the next when one has ended; they end when the block does. None are
+    started where others `submit`."""
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
                  submit: Submit | None = None):

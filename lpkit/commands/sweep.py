@@ -4,7 +4,7 @@
 """
 
 import argparse
-import sys
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -42,15 +42,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def bar(total: int) -> Callable[[list[dict]], None]:
     from tqdm import tqdm
 
-    shown = tqdm(total=total, unit="trial", file=sys.stderr, dynamic_ncols=True)
+    shown = tqdm(total=total, unit="trial", dynamic_ncols=True)
 
     def show(trials: list[dict]) -> None:
-        losses = [one["val_loss"] for one in trials if one["val_loss"] is not None]
+        best = min((one["val_loss"] for one in trials if one["val_loss"]), default=math.nan)
         with suppress(OSError):     # a terminal that closed
-            shown.set_postfix_str(f"best {min(losses):.4g}" if losses else "", refresh=False)
+            shown.set_postfix_str(f"best {best:.4g}", refresh=False)
             shown.update(len(trials) - shown.n)
-            if len(trials) == total:
-                shown.close()
 
     return show
 
