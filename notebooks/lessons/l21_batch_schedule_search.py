@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from random import Random
 from statistics import fmean, linear_regression, stdev
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -40,13 +42,15 @@ from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
 from lpkit.processes import Children
 from lpkit.tables import FAINT, html_table
+from lpkit.techniques.data import SIZES, Sizes
 from lpkit.techniques.inits import INITS
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import Row, Settings
 from lpkit.training.background import Background
 from lpkit.training.training import Training
 from lpkit.ui.draw import axis, figure, note, scatter
 from lpkit.ui.figure import Figure
 from lpkit.ui.style import COLOURS
+from lpkit.values import Count, CountOrZero
 
 # ---- Runs, and their noise
 
@@ -400,6 +404,68 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent of the power law through the points, by least squares of logarithms."""
     u, v = list(map(math.log, x)), list(map(math.log, y))
     return linear_regression(u, v).slope
+
+
+# ---- Warm-up, and updates that grow
+
+def untuned(config: Config) -> int:
+    """Returns `schedule.warmup_steps` by Ma & Yarats 2019, https://arxiv.org/abs/1910.04209: twice
+    the updates over which Adam's second moment averages."""
+    return round(2 / (1 - config.optimizer.beta2))
+
+
+def steps_of(config: Config, tokens: float) -> int:
+    """Returns how many updates read so many tokens, also where `sizes` grow; at most all."""
+    return 1 + bisect_left(range(config.steps - 1), tokens,
+                           key=lambda step: config.tokens_after(step + 1))
+
+
+GPT3_SHARE = 375e6 / 300e9      # Brown et al. 2020, https://arxiv.org/abs/2005.14165, appendix B
+WARMUPS = {     # what is told to be enough by those who did not search it
+    "2 / (1 - beta2)": untuned,
+    "as GPT-3: 1/800 of the tokens": lambda config: steps_of(
+        config, GPT3_SHARE * config.tokens_after(config.steps))}
+WARM = (0, 20, 100)
+
+
+def warmed(beta2: float, warmup: int, seed: int) -> float:
+    """Returns the validation loss after 120 updates at a rate that is a little too high."""
+    training = Training.build(config("adamw", 16, 0.032, seed).replace({
+        "optimizer.beta2": beta2, "schedule.warmup_steps": warmup, "steps": 120,
+        "eval_batches": 16}))
+    for step in range(training.config.steps):
+        training.update(step)
+    return training.evaluate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubling(Settings):
+    where = "sizes."
+
+    doublings: CountOrZero = 2      # until an update has all sequences, or all tokens of them
+    every: Count = 50               # updates
+
+    def left(self, step: int) -> int:
+        return max(0, self.doublings - step // self.every)
+
+
+SIZES["batch-ramp"] = Sizes(
+    why="sequences double", source="Smith et al. 2018, arXiv:1711.00489", settings=Doubling(),
+    at=lambda step, settings, sequences, context: (sequences >> settings.left(step), context))
+SIZES["length-ramp"] = Sizes(
+    why="tokens of a sequence double", source="Li et al. 2022, arXiv:2108.06084",
+    settings=Doubling(),
+    at=lambda step, settings, sequences, context: (sequences, context >> settings.left(step)))
+
+
+def seconds_of(config: Config) -> float:
+    """Returns the seconds of all updates of a run, after one that is not counted."""
+    training = Training.build(config)
+    training.update(0)
+    begun = perf_counter()
+    for step in range(config.steps):
+        training.update(step)
+    return perf_counter() - begun
 
 
 # ---- Search: a sweep that is looked at while it goes on
