@@ -315,15 +315,19 @@ def test_a_pruned_sweep_that_goes_on_is_the_unbroken_one(pruner, at_once, tmp_pa
     assert pruned(tmp_path / "cut", trials=24, **ways) == (found, []), "read back from its journal"
 
 
-def test_a_trial_whose_loss_is_no_number_is_pruned(tmp_path):
-    heard = []
-    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1))
+@pytest.mark.parametrize("pruner", ["MedianPruner", "SuccessiveHalvingPruner"])
+def test_a_trial_whose_loss_is_no_number_is_left_to_end_by_itself(pruner):
+    ways = {"n_startup_trials": 1} if pruner == "MedianPruner" else {"min_resource": 1}
+    study = optuna.create_study(pruner=getattr(optuna.pruners, pruner)(**ways))
+    sweep.Judge(first := study.ask(), "", 10)([(1, 2.0), (4, 1.0)])
+    study.tell(first, 1.0)
     judge = sweep.Judge(study.ask(), "", 10)
-    judge([(1, 2.0)])
-    judge([(1, 2.0), (2, None), (3, 2.0)])
-    assert judge.heard == [(1, 2.0), (2, None), (3, 2.0)] and judge.stop_after is None, "between rungs nobody asks"
-    judge(heard := [*judge.heard, (4, None), (5, 1.0)])
-    assert judge.stop_after == 4 and judge.heard == heard[:4]
+    judge([(1, None)])
+    judge([(1, None), (4, None), (5, None)])
+    assert judge.heard == [(1, None), (4, None), (5, None)] and judge.stop_after is None and study.trials[1].intermediate_values == {}
+    other = sweep.Judge(study.ask(), "", 10)
+    other(heard := [(1, 2.5), (4, 1.0)])
+    assert other.stop_after == 1 and other.heard == heard[:1]
     last = sweep.Judge(study.ask(), "", 4)
     last([(4, 99.0)])
     assert last.stop_after is None, "the last evaluation of a run prunes nothing"

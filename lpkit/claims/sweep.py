@@ -94,8 +94,9 @@ class Judge:
         for step, loss in evaluations[len(self.heard):]:
             if self.stop_after is None and step < self.steps:
                 self.heard.append((step, loss))
-                self.trial.report(math.nan if loss is None else loss, step)
-                self.stop_after = step if self.trial.should_prune() else None
+                if loss is not None:        # such a run ends by itself
+                    self.trial.report(loss, step)
+                    self.stop_after = step if self.trial.should_prune() else None
 
 
 def settle(sweep: Sweep, out: Path,
