@@ -11,9 +11,6 @@ from lpkit.claims import runs
 from lpkit.errors import ConfigError, in_one_line
 from lpkit.files import locked
 
-MINUTES = 24 * 60       # that submitit lets a job have; its own default is 5
-WRONG = (NameError, TypeError, ValueError, AssertionError)      # what both raise for a `job`
-
 
 def alone(where: str, imports: Sequence[str], values: Mapping[str, Any]) -> None:
     """Does as `runs.make`, once: a job that outlived its sweep is waited for."""
@@ -24,14 +21,13 @@ def alone(where: str, imports: Sequence[str], values: Mapping[str, Any]) -> None
 
 
 def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
-    """On Slurm where there is one, else here. `job`: as of `update_parameters`
-    (https://github.com/facebookincubator/submitit)."""
+    """`job`: as of `update_parameters` of https://github.com/facebookincubator/submitit."""
     from submitit import AutoExecutor
 
     executor = AutoExecutor(folder=out / "submitit")
     try:
-        executor.update_parameters(**{"name": "lpkit", "timeout_min": MINUTES, **job})
-    except WRONG as error:
+        executor.update_parameters(**{"timeout_min": 24 * 60, **job})      # its default: 5
+    except Exception as error:
         raise ConfigError(f"job is none of submitit's: {in_one_line(str(error))}") from None
 
     def submit(*told: Any) -> Any:
@@ -43,12 +39,12 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit
 
 
 def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
-    """On a cluster of https://docs.ray.io, or one that begins here. `job`: as of `ray.remote`."""
+    """`job`: as of `ray.remote` of https://docs.ray.io."""
     import ray
 
     try:
         task = ray.remote(**{"max_retries": 0, **job})(alone)
-    except WRONG as error:
+    except Exception as error:
         raise ConfigError(f"job is none of Ray's: {in_one_line(str(error))}") from None
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     stack.callback(ray.shutdown)

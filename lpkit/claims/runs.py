@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 def name_of(config: Config, tag: str = "") -> str:
     """`tag`: tells the run from others of the same config, where it may be stopped."""
-    told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *filter(None, [tag])]
+    told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
     return records.digest(told)[:records.MARK_DIGITS]
 
 
@@ -97,11 +97,11 @@ class Workers(ExitStack):
 
     def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
                  judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Returns the records of `configs`, in order; what `out` lacks is run. A run's judge hears
-        its evaluations (`sweep.Judge`). Raises RunFailedError for a run that could not go on,
-        OSError; KeyboardInterrupt when told to end."""
-        tags = [judge.tag for judge in judges] or [""] * len(configs)
-        names = [name_of(config, tag) for config, tag in zip(configs, tags)]
+        """Returns the records of `configs`, in order; what `out` lacks is run. Judges (of sweeps)
+        hear evaluations. Raises RunFailedError for a run that could not go on, OSError;
+        KeyboardInterrupt when told to end."""
+        names = [name_of(config, judge.tag if judge else "")
+                 for config, judge in zip_longest(configs, judges)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
         if due:
             config = configs[0]

@@ -7,7 +7,7 @@ and tells what the lines say: a sampler of one seed that is told the same sugges
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +23,8 @@ WAYS = "{low: 1e-4, high: 1e-2, log: true} or {choices: [...]}"
 NEEDED = {"search": f"a mapping of settings, each to {WAYS}", "trials": "how many runs, such as 20",
           "target": "val_loss"}
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
+KEPT = ("val_loss", "seconds", "error", "name", "evaluations")      # of a run's record
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
-ELSEWHERE = {"trials": None, "executor": None, "job": None}     # do not change what a trial gives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ def settle(sweep: Sweep, out: Path,
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     here = sweep.config({})
-    mark = records.digest([asdict(sweep) | ELSEWHERE, optuna.__version__, runs.name_of(here)]
-                          )[:records.MARK_DIGITS]
+    alike = asdict(replace(sweep, trials=1, executor="workers", job={}))    # give the same trials
+    mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
     chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
     known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
@@ -143,8 +143,7 @@ def settle(sweep: Sweep, out: Path,
         if due:
             word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
             for i, run in zip(due, finished(word, [*due.values()], [judges[i] for i in due])):
-                keep = ("val_loss", "seconds", "error", "name", "evaluations")
-                lines[i] |= {key: run[key] for key in keep}
+                lines[i] |= {key: run[key] for key in KEPT}
         for judge, line in zip(judges, lines):      # all, before any is told
             judge(line.get("evaluations", []))
             line |= {"evaluations": judge.heard, "pruned": None}
