@@ -83,7 +83,7 @@ install:
 upgrade:
 	rm -rf build/upgrade && $(PYTHON) -m venv build/upgrade
 	build/upgrade/bin/python -m pip install --quiet --upgrade pip
-	build/upgrade/bin/python -m pip install -e '.[dev]' torch==$(TORCH)
+	build/upgrade/bin/python -m pip install -e '.[dev,submitit,ray]' torch==$(TORCH)
 	{ echo "# Every package of the project, at the version it is tested with. Renew: make upgrade."; \
 	  build/upgrade/bin/python -m pip freeze --exclude lpkit --exclude-editable \
 	    | sed -e 's/+[a-z0-9.]*$$//' -e 's/^triton==.*/&; sys_platform == "linux"/' \

@@ -269,5 +269,5 @@ def _described(kind: Any) -> str:
     if args := get_args(kind):
         return " or ".join(_described(option) for option in args if option is not Ellipsis)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text",
-             NoneType: "none", Path: "a path"}
+             NoneType: "none", Path: "a path", Mapping: "a mapping"}
     return words.get(kind) or (f"a {kind.__name__}" if isinstance(kind, type) else str(kind))

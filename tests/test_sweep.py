@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -46,6 +47,11 @@ WRONG = [
     ({"sampler": "tpee"}, "sampler cannot be 'tpee'; did you mean 'tpe'?"),
     ({"sampler": "grid"}, "sampler cannot be 'grid'; choose one of cmaes, random, tpe"),
     ({"trials": 0}, "trials must be positive, got 0"),
+    ({"pruner": "medain"}, "pruner cannot be 'medain'; did you mean 'median'?"),
+    ({"pruner": "median"}, "pruner=median asks at evaluations on the way, and eval_every=0 of 3 steps has none; set settings.eval_every to 1"),
+    ({"pruner": "asha", "settings": SMALL | {"eval_every": 3}}, "eval_every=3 of 3 steps has none"),
+    ({"executor": "slurm"}, "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
+    ({"job": 3}, "job must be a mapping"),
     ({"seed": -1}, "seed must be from 0 to 4,294,967,295, got -1"),
     ({"serach": {}}, "there is no key of a sweep 'serach'; did you mean 'search'?"),
     ({"settings": {"model.layer": 1}}, "there is no setting 'model.layer'; did you mean 'model.layers'?"),
@@ -77,10 +83,11 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sampler, absent", [("tpe", "optuna"), ("cmaes", "cmaes")])
-def test_what_is_not_installed_is_named(sampler, absent, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("absent, changes, more", [
+    ("optuna", {}, []), ("cmaes", {"sampler": "cmaes"}, []), ("submitit", {"executor": "submitit"}, []), ("ray", {}, ["--executor", "ray"])])
+def test_what_is_not_installed_is_named(absent, changes, more, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
-    assert cli.main(["sweep", str(written(tmp_path, sampler=sampler)), "--out", str(tmp_path / "out")]) == 2
+    assert cli.main(["sweep", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), *more]) == 2
     err = capsys.readouterr().err
     assert f"lpkit: a sweep needs {absent}, which this Python does not have" in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -102,11 +109,11 @@ def searched(folder, loss=bowl, most=None, **changes):
     """Returns what the command prints, and the configs that were run. `most`: of runs, and then the process is killed."""
     ran = []
 
-    def finished(what, configs):
+    def finished(what, configs, judges):
         if len(ran) == most:
             raise KeyboardInterrupt
         ran.extend(configs)
-        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x"} for one in configs]
+        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x", "evaluations": []} for one in configs]
 
     folder.mkdir(exist_ok=True)
     told = sweep.Sweep(**TINY | changes)
@@ -219,12 +226,132 @@ def test_settings_that_do_not_go_together_are_a_trial_without_a_run(tmp_path):
     assert searched(tmp_path, sampler="random", trials=12, search={"model.width": {"low": 32, "high": 40}}) == (found, [])
 
 
+# pruning, with curves that are made up
+
+EVERY, STEPS = 10, 80
+CURVES = {"pruner": "asha", "sampler": "tpe", "settings": SMALL | {"eval_every": EVERY, "steps": STEPS}}
+
+
+def curve(config):
+    """Falls to the bowl of its rate, the slower the further away that is: early evaluations say something, and not all."""
+    least = bowl(config)
+    return [(step, least + (1.5 + math.sin(50 * least)) * math.exp(-step / 30)) for step in range(EVERY, STEPS + 1, EVERY)]
+
+
+def pruned(folder, most=None, lag=0, seed=0, **changes):
+    """As `searched`. Judges hear of runs side by side in an order at random, and a run goes on for `lag` evaluations after it is told to
+    end, or to its own end."""
+    ran, order = [], random.Random(seed)
+
+    def finished(what, configs, judges):
+        if len(ran) == most:
+            raise KeyboardInterrupt
+        ran.extend(configs)
+        found, going = [{"evaluations": [], "seconds": 1.0, "error": None, "name": "x", "val_loss": None} for _ in configs], [*range(len(configs))]
+        while going:
+            i = order.choice(going)
+            one, due, judge = found[i], curve(configs[i]), judges[i]
+            one["evaluations"].append(due[len(one["evaluations"])])
+            judge(one["evaluations"])
+            if one["evaluations"] == due:
+                one["val_loss"] = due[-1][1]
+                going.remove(i)
+            elif judge.stop_after and one["evaluations"][-1][0] >= judge.stop_after + lag * EVERY:
+                going.remove(i)
+        return found
+
+    folder.mkdir(exist_ok=True)
+    return sweep.settle(sweep.Sweep(**TINY | CURVES | changes), folder / "few", finished), ran
+
+
+PRUNED = ("trial", "settings", "val_loss", "pruned", "evaluations")
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("pruner", ["median", "asha"])
+def test_a_pruner_sees_what_optuna_shows_it(pruner, at_once, tmp_path):
+    """A loop over optuna alone gives the same trials. Side by side it is shown those that had ended before."""
+    found, _ = pruned(tmp_path, pruner=pruner, at_once=at_once, trials=30)
+    cut = [one for one in found["trials"] if one["pruned"]]
+    assert 5 <= len(cut) <= 27 and found["best"]["val_loss"] == min(one["val_loss"] for one in found["trials"] if not one["pruned"])
+    assert len({one["pruned"]["step"] for one in cut}) > 1, "not all after the first evaluation"
+    pruners = {"median": optuna.pruners.MedianPruner(), "asha": optuna.pruners.SuccessiveHalvingPruner(min_resource=EVERY)}
+    told = sweep.Sweep(**TINY | CURVES)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=3, constant_liar=at_once > 1), pruner=pruners[pruner])
+    domains = {"optimizer": optuna.distributions.CategoricalDistribution(["adamw", "lion"]),
+               "optimizer.lr": optuna.distributions.FloatDistribution(1e-5, 1e-1, log=True)}
+    for first in range(0, 30, at_once):
+        asked, ends = [study.ask(domains) for _ in range(at_once)], []
+        for one in asked:       # each with no other beside it in the study
+            alone = optuna.create_study(sampler=optuna.samplers.RandomSampler(), pruner=pruners[pruner])
+            alone.add_trials([old for old in study.trials if old.state.is_finished()])
+            shadow, end = alone.ask(), None
+            for step, loss in curve(told.config(one.params)):
+                shadow.report(loss, step)
+                one.report(loss, step)
+                if step < STEPS and shadow.should_prune():
+                    end = {"step": step, "val_loss": loss}
+                    break
+            for key, value in alone.trials[-1].system_attrs.items():
+                one.storage.set_trial_system_attr(one._trial_id, key, value)
+            ends.append((one, loss, end))
+        for (one, loss, end), line in zip(ends, found["trials"][first:]):
+            assert line["pruned"] == end and line["settings"] == one.params and line["val_loss"] == (None if end else loss)
+            study.tell(one, None if end else loss, optuna.trial.TrialState.PRUNED if end else None)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+@pytest.mark.parametrize("pruner", ["median", "asha"])
+def test_a_pruned_sweep_that_goes_on_is_the_unbroken_one(pruner, at_once, tmp_path):
+    """Also where trials side by side report in another order, and where a run hears late that it is to end."""
+    ways = {"pruner": pruner, "at_once": at_once}
+    whole, _ = pruned(tmp_path / "whole", trials=24, **ways)
+    assert any(one["pruned"] for one in whole["trials"])
+    for most in (6, 12):
+        with pytest.raises(KeyboardInterrupt):
+            pruned(tmp_path / "cut", most=most, seed=most, lag=most % 5, trials=24, **ways)
+    found, again = pruned(tmp_path / "cut", seed=3, lag=9, trials=24, **ways)
+    assert [{key: one[key] for key in PRUNED} for one in found["trials"]] == [{key: one[key] for key in PRUNED} for one in whole["trials"]]
+    assert len(again) < 24 and found["best"] == whole["best"]
+    assert pruned(tmp_path / "cut", trials=24, **ways) == (found, []), "read back from its journal"
+
+
+@pytest.mark.parametrize("pruner", ["MedianPruner", "SuccessiveHalvingPruner"])
+def test_a_trial_whose_loss_is_no_number_is_left_to_end_by_itself(pruner):
+    ways = {"n_startup_trials": 1} if pruner == "MedianPruner" else {"min_resource": 1}
+    study = optuna.create_study(pruner=getattr(optuna.pruners, pruner)(**ways))
+    sweep.Judge(first := study.ask(), "", 10)([(1, 2.0), (4, 1.0)])
+    study.tell(first, 1.0)
+    judge = sweep.Judge(study.ask(), "", 10)
+    judge([(1, None)])
+    judge([(1, None), (4, None), (5, None)])
+    assert judge.heard == [(1, None), (4, None), (5, None)] and judge.stop_after is None and study.trials[1].intermediate_values == {}
+    other = sweep.Judge(study.ask(), "", 10)
+    other(heard := [(1, 2.5), (4, 1.0)])
+    assert other.stop_after == 1 and other.heard == heard[:1]
+    last = sweep.Judge(study.ask(), "", 4)
+    last([(4, 99.0)])
+    assert last.stop_after is None, "the last evaluation of a run prunes nothing"
+
+
+def test_what_is_pruned_is_shown_as_such(tmp_path, capsys):
+    found, _ = pruned(tmp_path, trials=12)
+    lines, cut = command.text(found).splitlines(), [one for one in found["trials"] if one["pruned"]]
+    assert lines[0].split()[:3] == ["trial", "val_loss", "pruned"] and lines[1].split()[2] == "None" and len(cut) > 3
+    assert [str(cut[0]["trial"]), "None", str(cut[0]["pruned"]["step"])] in [line.split()[:3] for line in lines]
+    show = command.bar(12)
+    for n in (4, 12):
+        show(found["trials"][:n])
+    best = min(one["val_loss"] for one in found["trials"] if not one["pruned"])
+    assert "12/12" in (said := capsys.readouterr().err) and f"best {best:.4g}" in said
+
+
 def test_a_journal_is_of_one_search_and_one_code(tmp_path, monkeypatch):
     first = searched(tmp_path)[0]["journal"]
     names = {first, *(searched(tmp_path, **one)[0]["journal"] for one in (
-        {"sampler": "random"}, {"settings": SMALL | {"steps": 4}}, {"search": {"optimizer.lr": LOG}}))}
+        {"sampler": "random"}, {"pruner": "asha", "settings": SMALL | {"eval_every": 1}}, {"settings": SMALL | {"steps": 4}}, {"search": {"optimizer.lr": LOG}}))}
     monkeypatch.setattr(runs, "code", lambda: "other")
-    assert len(names | {searched(tmp_path)[0]["journal"]}) == 5
+    assert len(names | {searched(tmp_path)[0]["journal"]}) == 6
     assert searched(tmp_path, trials=5)[1], "more trials go on"
 
 
@@ -239,9 +366,13 @@ def lines(out):
     return [one for path in out.glob("few-*.jsonl") for one in path.read_text().splitlines()]
 
 
+LONG = {"pruner": "asha", "settings": SMALL | {"eval_every": 2, "steps": 300, "checkpoint_every": 50}}
+
+
 @pytest.mark.slow
-def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path):
-    path, out = written(tmp_path), tmp_path / "out"
+@pytest.mark.parametrize("changes", [{}, LONG | {"at_once": 2}], ids=["whole", "pruned"])
+def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(changes, tmp_path):
+    path, out = written(tmp_path, **changes), tmp_path / "out"
     process = started(path, out)
     while len(lines(out)) < 2:
         assert process.poll() is None, process.communicate()
@@ -258,13 +389,19 @@ def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(tmp_path):
         said, err = done.communicate()
         assert done.returncode == 0, err
         found.append(json.loads(said))
-    cut, whole = ([{key: one[key] for key in ("trial", "settings", "val_loss", "name")} for one in one["trials"]] for one in found)
-    assert cut == whole and len(whole) == 4 and found[0]["best"]["val_loss"] == min(one["val_loss"] for one in whole)
+    cut, whole = ([{key: one[key] for key in (*PRUNED, "name")} for one in one["trials"]] for one in found)
+    assert cut == whole and len(whole) == 4 and found[0]["best"]["val_loss"] == min(one["val_loss"] for one in whole if not one["pruned"])
+    assert any(one["pruned"] for one in whole) == bool(changes)
     assert lines(out)[:len(before)] == before and len(lines(out)) == 4, "a trial was done twice, or is left"
     assert not [one for one in out.iterdir() if one.is_dir()]
     for one in found[0]["trials"]:
         record = records.read(out / f"{one['name']}.json")
-        assert record["val_loss"] == one["val_loss"] and record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
+        assert record["config"]["optimizer"]["lr"] == one["settings"]["optimizer.lr"]
+        if one["pruned"]:
+            assert record["evaluations"][:len(one["evaluations"])] == one["evaluations"]
+            assert one["pruned"]["step"] <= record["stopped_after"] < 300, "it was stopped on the way"
+        else:
+            assert record["val_loss"] == one["val_loss"] and record["stopped_after"] is None
 
 
 @pytest.mark.slow
@@ -273,7 +410,7 @@ def test_the_example_of_the_page_runs(tmp_path, capsys):
     small = written(tmp_path, **told | {"settings": told["settings"] | SMALL, "trials": 2})
     assert cli.main(["sweep", str(small), "--out", str(tmp_path / "out")]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
-    assert head.split() == ["trial", "val_loss", *told["search"]] and len(rows) == 2 and last.startswith("the best of 2 trials, which took ")
+    assert head.split() == ["trial", "val_loss", "pruned", *told["search"]] and len(rows) == 2 and last.startswith("the best of 2 trials, which took ")
 
 
 def test_the_page_says_every_key_of_a_file_and_of_the_object(tmp_path):
@@ -288,4 +425,4 @@ def test_one_command_at_a_time_in_a_folder(tmp_path, capsys):
     from lpkit.files import locked
 
     with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="another claim or sweep is running"):
-        command.run(type("Args", (), {"file": written(tmp_path), "out": tmp_path}))
+        command.run(type("Args", (), {"file": written(tmp_path), "out": tmp_path, "executor": None}))

@@ -4,7 +4,7 @@ NAME is a hash of its config, the code, the data and the machine; NAME/ is one t
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
 no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
 all runs of a command, under keepers that end them when this process ends, however it does. One that
-is killed is replaced, and its run goes on: its record says how often.
+is killed is replaced, and its run goes on: its record says how often. NAME.stop has the step after which a run is to end.
 """
 
 import functools
@@ -15,22 +15,26 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
+from lpkit.contracts import StepRecord
 from lpkit.errors import RunFailedError
-from lpkit.files import PACKAGE, remove
+from lpkit.files import PACKAGE, remove, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
 RESTARTS = 2                # of a run whose worker is killed, by one command
+Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
+Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
 @functools.cache
@@ -52,117 +56,168 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
     return {split: one["sha256"] for split, one in prepare(data, vocab).header["splits"].items()}
 
 
-def name_of(config: Config) -> str:
-    told = [config.to_dict(), code(), _data(config.data, config.model.vocab)]
+def name_of(config: Config, tag: str = "") -> str:
+    """`tag`: tells the run from others of the same config, where it may be stopped."""
+    told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
     return records.digest(told)[:records.MARK_DIGITS]
+
+
+def evaluations(path: Path) -> Evaluations:
+    """Reads those that a run has made so far. Raises OSError, ValueError for a damaged line."""
+    metrics, key = path / "metrics.jsonl", b'"val_loss"'
+    parts = metrics.read_bytes().split(key) if metrics.is_file() else ()
+    # asked ten times a second: lines without the key, which are most, are not parsed
+    lines = [json.loads(before.rpartition(b"\n")[2] + key + after.partition(b"\n")[0])
+             for before, after in pairwise(parts) if b"\n" in after]
+    return [(one["step"], one["val_loss"]) for one in lines]
 
 
 @dataclass
 class _Worker:
+    """Also the future of the run that it is at."""
+
     keeper: subprocess.Popen
     told: int                   # a pipe: a line for each run
-    name: str = ""              # of the run that it is at
+    at: Path                    # the record of the run
+
+    def done(self) -> bool:
+        return self.keeper.poll() is not None
+
+    def exception(self) -> str:
+        return self.keeper.stdout.read() or "nothing, and were killed"
+
+    @property
+    def killed(self) -> bool:
+        """It ended by no error of its own."""
+        return not 0 <= self.keeper.returncode <= 128
 
 
 class Workers(ExitStack):
-    """Processes that make runs, the next when one has ended; they end when the block does."""
+    """Processes that make runs, the next when one has ended; they end when the block does. None are
+    started where others `submit`."""
 
-    def __init__(self, out: Path, children: processes.Children, at_once: int | None = None):
+    def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
+                 submit: Submit | None = None):
         super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
-        self.workers: list[_Worker] = []
+        self.submit, self.workers = submit or self._submit, []
 
-    def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None
-                 ) -> list[dict[str, Any]]:
-        """Returns the records of `configs`, in order; what `out` lacks is run. Raises RunFailedError
-        for a run that could not go on, OSError; KeyboardInterrupt when told to end."""
-        names = [name_of(config) for config in configs]
+    def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
+                 judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Returns the records of `configs`, in order; what `out` lacks is run. Judges (of sweeps)
+        hear evaluations. Raises RunFailedError for a run that could not go on, OSError;
+        KeyboardInterrupt when told to end."""
+        names = [name_of(config, judge.tag if judge else "")
+                 for config, judge in zip_longest(configs, judges)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
         if due:
             config = configs[0]
             alone = gpus() and config.system.device != "cpu"
             beside = 1 if alone else max(1, cores() // config.system.threads)
-            self._run(due, min(len(due), self.at_once or beside), say)
+            self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         for name in names:
             remove(self.out / name)
+            remove(self.out / f"{name}.stop")
         return [records.read(self.out / f"{name}.json") for name in names]
 
     def _has(self, name: str) -> bool:
         return (self.out / f"{name}.json").is_file()
 
-    def _start(self) -> None:
+    def _submit(self, *told: Any) -> _Worker:
+        free = [one for one in self.workers if one.at.is_file() and not one.done()]
+        worker = free[0] if free else self._start()
+        worker.at = Path(f"{told[0]}.json")
+        with suppress(BrokenPipeError):     # it has just died
+            os.write(worker.told, f"{json.dumps(told)}\n".encode())
+        return worker
+
+    def _start(self) -> _Worker:
         # modules are looked for where this process finds them
         reader, writer = os.pipe()
         start = f"import sys; sys.path[:] = {sys.path!r}; from lpkit.claims.runs import work; work("
         keeper = self.children.start([sys.executable, "-P", "-c", f"{start}{reader})"],
                                      processes.new_folder(), log="log", fds=[reader])
         os.close(reader)
-        self.workers.append(_Worker(self.enter_context(keeper), writer))
+        self.workers.append(_Worker(self.enter_context(keeper), writer, self.out))
         self.callback(os.close, writer)
         with suppress(BrokenPipeError):
             os.write(writer, f"{keeper.pid}\n".encode())
+        return self.workers[-1]
 
-    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
-        waiting, done, dead, begun = list(due), 0, [], Counter()
-        while done < len(due):
-            for one in [one for one in self.workers if one.keeper.poll() is not None]:
-                self.workers.remove(one)
-                if one.name in due and not self._has(one.name):     # else it had nothing to do
-                    killed = not 0 <= one.keeper.returncode <= 128      # no error of its own
-                    again = killed and begun[one.name] <= RESTARTS and not self.children.over
-                    (waiting.insert(0, one.name) if again else dead.append(one))
-            while waiting and not dead and len(self.workers) < at_once:
-                self._start()
-            for one in self.workers[:at_once]:
-                if waiting and (not one.name or self._has(one.name)):
-                    one.name = waiting.pop(0)
-                    config = due[one.name]
-                    told = (str(self.out / one.name), config.imports, config.to_dict(),
-                            begun[one.name])
-                    begun[one.name] += 1
-                    with suppress(BrokenPipeError):     # it has just died
-                        os.write(one.told, f"{json.dumps(told)}\n".encode())
-            if done < (done := sum(map(self._has, due))):
-                say(f"{done} of {len(due)} runs")
-            elif dead and not any(one.name and not self._has(one.name) for one in self.workers):
-                break
+    def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None],
+             judges: Mapping[str, Any]) -> None:
+        waiting, going, failed, done, begun = list(due), {}, [], 0, Counter()
+        while (going or (waiting and not failed)) and not self.children.over:
+            while waiting and not failed and len(going) < at_once:
+                config = due[name := waiting.pop(0)]
+                going[name] = self.submit(str(self.out / name), config.imports, config.to_dict(),
+                                          begun[name])
+                begun[name] += 1
             time.sleep(LOOK_SECONDS)
+            for name, job in list(going.items()):
+                over = job.done()       # before the record is looked for, which comes first
+                if self._has(name):
+                    del going[name]
+                    done += 1
+                    say(f"{done} of {len(due)} runs")
+                elif over:
+                    del going[name]
+                    again = job in self.workers and job.killed and begun[name] <= RESTARTS
+                    (waiting.insert(0, name) if again else failed.append(job))
+                elif judge := judges.get(name):
+                    judge(evaluations(self.out / name))
+                    if judge.stop_after and not (stop := self.out / f"{name}.stop").exists():
+                        write_atomically(stop, str(judge.stop_after))
         if self.children.over:
             raise KeyboardInterrupt
-        if done < len(due):
-            words = " ".join(" ".join(one.keeper.stdout.read() for one in dead).split())[-600:]
-            words = words or "nothing, and were killed"
+        if failed:
+            words = " ".join(" ".join(str(job.exception()) for job in failed).split())[-600:]
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
 
 def work(told: int) -> None:
     """Makes the runs of a worker, as it is told them by this pipe, one after the other."""
-    from lpkit.training.background import train
-    from lpkit.training.runs import Run
-
     lines = open(told)
     # a keeper that is killed ends nobody, also where this was still importing
     processes.end_with_parent(int(next(lines)))
     for line in lines:
-        where, imports, values, restarts = json.loads(line)
-        path, begun = Path(where), time.perf_counter()
-        Config(imports=imports)     # as the process has that started this one
-        config = Config.from_dict(values)
-        try:
-            found = train(config, out=path, resume=path.exists()).summary
-            if found["status"] != "complete":       # told to stop, it kept a checkpoint
-                sys.exit(1)
-        except RunFailedError as error:
-            last = ([{}, *Run.open(path).metrics])[-1]
-            if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
-                raise
-            # a loss that is no number is a result
-            found = last | {"val_loss": None, "error": str(error)}
-        if found.get("energy_wh") and found["energy_tokens"]:
-            found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
-                                    / found["energy_tokens"])
-        keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules", "error")
-        records.write(path.with_suffix(".json"), {
-            **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-            "restarts": restarts, "seconds": time.perf_counter() - begun})
+        make(*json.loads(line))
+
+
+def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
+    """Makes a run, or goes on with it; `restarts`: so often already. Raises RunFailedError, SystemExit when told to end."""
+    from lpkit.training.background import train
+    from lpkit.training.control import Control
+    from lpkit.training.runs import Run
+
+    path, begun, control = Path(where), time.perf_counter(), Control()
+
+    def heed(record: StepRecord) -> None:
+        # one that goes on from a checkpoint comes to that step again
+        if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
+            control.stop("judge")
+
+    Config(imports=imports)     # as the process has that started this one
+    config = Config.from_dict(values)
+    try:
+        found = train(config, out=path, resume=path.exists(), observers=[heed],
+                      control=control).summary
+        if found["stopped_by"] == "judge":
+            found |= {"val_loss": None, "stopped_after": found["steps"]}
+        elif found["status"] != "complete":     # told to stop, it kept a checkpoint
+            sys.exit(1)
+    except RunFailedError as error:
+        last = ([{}, *Run.open(path).metrics])[-1]
+        if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
+            raise
+        # a loss that is no number is a result
+        found = last | {"val_loss": None, "error": str(error)}
+    if found.get("energy_wh") and found["energy_tokens"]:
+        found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
+                                / found["energy_tokens"])
+    keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules", "error",
+            "stopped_after")
+    records.write(path.with_suffix(".json"), {
+        **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
+        "evaluations": evaluations(path), "restarts": restarts, "seconds": time.perf_counter() - begun})

@@ -4,9 +4,10 @@ A trial that has ended is a line of the journal; any other is run. A killed swee
 and tells what the lines say: a sampler of one seed that is told the same suggests the same.
 """
 
+import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,6 +23,8 @@ WAYS = "{low: 1e-4, high: 1e-2, log: true} or {choices: [...]}"
 NEEDED = {"search": f"a mapping of settings, each to {WAYS}", "trials": "how many runs, such as 20",
           "target": "val_loss"}
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "cmaes": "CmaEsSampler"}
+KEPT = ("val_loss", "seconds", "error", "name", "evaluations")      # of a run's record
+PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHalvingPruner"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +39,18 @@ class Sweep(Checked):
     sampler: Literal["tpe", "random", "cmaes"] = "tpe"
     seed: Annotated[int, between(0, 2**32 - 1)] = 0     # of the sampler
     at_once: Count = 1                  # trials side by side, which do not hear of each other
+    pruner: Literal["none", "median", "asha"] = "none"      # at each evaluation of a trial
+    executor: Literal["workers", "submitit", "ray"] = "workers"     # makes the runs
+    job: Mapping = field(default_factory=dict)      # what the executor is told of each
 
     def __post_init__(self):
         super().__post_init__()
-        text = protocol.evaluated_text(self.config({}))
+        here = self.config({})
+        if self.pruner != "none" and not 0 < here.eval_every < here.steps:
+            raise ConfigError(f"pruner={self.pruner} asks at evaluations on the way, and eval_every="
+                              f"{here.eval_every} of {here.steps} steps has none; set settings."
+                              f"eval_every to {max(1, here.steps // 10)}")
+        text = protocol.evaluated_text(here)
         for key in self.search:
             for value in (one := self.domain(key)[1]).get("choices") or (one["low"], one["high"]):
                 if protocol.evaluated_text(self.config({key: value})) != text:
@@ -69,44 +80,84 @@ class Sweep(Checked):
         return f"{kind.__name__.title()}Distribution", {"low": low, "high": high, "log": log}
 
 
-def settle(sweep: Sweep, out: Path, finished: Callable[[str, list[Config]], list[dict]]) -> dict:
-    """Returns what the command prints. `finished`: as of `Settling`; the journal: `out`-MARK.jsonl.
-    Raises RunFailedError for a run that could not go on, or if no trial has a number."""
+@dataclass
+class Judge:
+    """A trial before its pruner. It hears the evaluations of its run, but for the last."""
+
+    trial: Any                          # optuna's
+    tag: str                            # as of `runs.name_of`
+    steps: float = math.inf             # of the run
+    heard: runs.Evaluations = field(default_factory=list)
+    stop_after: int | None = None       # the step of the evaluation that pruned it
+
+    def __call__(self, evaluations: runs.Evaluations) -> None:
+        for step, loss in evaluations[len(self.heard):]:
+            if self.stop_after is None and step < self.steps:
+                self.heard.append((step, loss))
+                if loss is not None:        # such a run ends by itself
+                    self.trial.report(loss, step)
+                    self.stop_after = step if self.trial.should_prune() else None
+
+
+def settle(sweep: Sweep, out: Path,
+           finished: Callable[[str, list[Config], list[Judge]], list[dict[str, Any]]],
+           ended: Callable[[list[dict]], None] = lambda trials: None) -> dict:
+    """Returns what the command prints. `finished`: as of `Settling`; the journal: `out`-MARK.jsonl;
+    `ended` hears of all trials so far. Raises RunFailedError for a run that could not go on, or if
+    no trial has a number."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    mark = records.digest([{**asdict(sweep), "trials": None}, optuna.__version__,
-                           runs.name_of(sweep.config({}))])[:records.MARK_DIGITS]
+    here = sweep.config({})
+    alike = asdict(replace(sweep, trials=1, executor="workers", job={}))    # give the same trials
+    mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
     chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
     known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
     sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed, **liar)
-    study, trials, losses = optuna.create_study(sampler=sampler), [], []
-    named = {key: sweep.domain(key) for key in sweep.search}
-    domains = {key: getattr(optuna.distributions, name)(**x) for key, (name, x) in named.items()}
+    rungs = {"min_resource": here.eval_every} if sweep.pruner == "asha" else {}
+    pruner = getattr(optuna.pruners, PRUNERS[sweep.pruner])(**rungs)
+    study, trials, losses = optuna.create_study(sampler=sampler, pruner=pruner), [], []
+    # what a pruner sees: of trials side by side none hears how far another is
+    before = copy.copy(study)
+    before.get_trials = lambda deepcopy=True, states=None: [
+        one for one in study.get_trials(deepcopy, states) if one.state.is_finished()]
+    domains = {key: getattr(optuna.distributions, name)(**given)
+               for key in sweep.search for name, given in [sweep.domain(key)]}
     while len(trials) < sweep.trials:
-        asked = [study.ask(domains) for _ in range(min(sweep.at_once, sweep.trials - len(trials)))]
-        lines, due = {}, {}
-        for one in asked:
-            line = known.get(one.number, {})
-            if line.get("settings") != one.params:
-                line = {"trial": one.number, "settings": one.params, "val_loss": None,
-                        "seconds": 0.0}
-                try:
-                    due[one.number] = sweep.config(one.params)
-                except ConfigError as error:        # settings that do not go together
-                    line["error"] = str(error)
-            lines[one.number] = line
+        numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
+        judges = [Judge(study.ask(domains), f"{mark} {number}" * (sweep.pruner != "none"))
+                  for number in numbers]
+        lines = [known.get(number, {}) for number in numbers]
+        due: dict[int, Config] = {}
+        for i, (number, judge) in enumerate(zip(numbers, judges)):
+            judge.trial.study = before
+            if lines[i].get("settings") == (params := judge.trial.params):
+                continue
+            lines[i] = {"trial": number, "settings": params, "val_loss": None, "seconds": 0.0}
+            try:
+                due[i] = sweep.config(params)
+                judge.steps = due[i].steps
+            except ConfigError as error:        # settings that do not go together
+                lines[i]["error"] = str(error)
         if due:
-            word = f"trial {' and '.join(str(number + 1) for number in due)} of {sweep.trials}"
-            for number, run in zip(due, finished(word, [*due.values()])):
-                lines[number] |= {key: run[key] for key in ("val_loss", "seconds", "error", "name")}
-        for one in asked:
-            trials.append(line := lines[one.number])
-            if line is not known.get(one.number):
+            word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
+            for i, run in zip(due, finished(word, [*due.values()], [judges[i] for i in due])):
+                lines[i] |= {key: run[key] for key in KEPT}
+        for judge, line in zip(judges, lines):      # all, before any is told
+            judge(line.get("evaluations", []))
+            line |= {"evaluations": judge.heard, "pruned": None}
+            if judge.stop_after is not None:        # it may have gone on until it heard
+                line |= {"val_loss": None, "error": None,
+                         "pruned": dict(zip(("step", "val_loss"), judge.heard[-1]))}
+        for number, judge, line in zip(numbers, judges, lines):
+            if line is not known.get(number):
                 append_lines(path, [chain.line(line)])
+            trials.append(line)
             losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
-            study.tell(one, losses[-1])
+            over = optuna.trial.TrialState.PRUNED if line["pruned"] else None
+            study.tell(judge.trial, None if over else losses[-1], over)
+        ended(trials)
     if (least := min(losses)) == math.inf:
         raise RunFailedError(f"none of {len(trials)} trials has a number: {trials[0]['error']}")
     enough = len({*losses} - {math.inf}) >= 20      # it is of the best tenth: not of one

@@ -46,29 +46,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict]) -> dict[str, Any]:
-    """Returns what `settle(finished, say)` does; its runs end when this process is told to."""
+def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
+              quiet: bool = False, executor: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Returns what `settle(finished, say)` does; its runs end when this process is told to.
+    `executor(stack)`: returns the `submit` of `Workers`."""
     from lpkit import files, processes
     from lpkit.claims import runs
     from lpkit.course.notebooks import tell
 
     children = processes.Children()
 
-    def work() -> dict[str, Any]:
+    def work(submit: Any) -> dict[str, Any]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            workers = stack.enter_context(runs.Workers(out, children, at_once))
-            return settle(lambda what, configs: workers.finished(
-                configs, lambda line: tell(f"{what}: {line}")), tell)
+            workers = stack.enter_context(runs.Workers(out, children, at_once, submit))
+            return settle(lambda what, configs, *judges: workers.finished(
+                configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
-    result, heard = processes.hear(work, children.end)
-    if heard:
-        tell("lpkit: stopped; the same command goes on")
-        sys.exit(128 + heard)
+    with ExitStack() as around:
+        submit = executor and executor(around)      # Ray takes signals for itself: before we do
+        result, heard = processes.hear(lambda: work(submit), children.end)
+        if heard:
+            tell("lpkit: stopped; the same command goes on")
+            sys.exit(128 + heard)
     return result
 
 

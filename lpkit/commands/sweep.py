@@ -4,6 +4,11 @@
 """
 
 import argparse
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +21,44 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="the sweep, a YAML file")
     parser.add_argument("--out", type=a_folder, default=Path("runs/sweeps"), metavar="DIR",
                         help="where runs and journals are kept (default: runs/sweeps)")
+    parser.add_argument("--executor", metavar="NAME", help="who makes the runs, whatever the file "
+                        "says: workers, submitit or ray")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.claims import protocol, sweep
+    from lpkit.claims import executors, protocol, sweep
 
     told, out = protocol.read(args.file, sweep.Sweep, sweep.NEEDED), args.out / args.file.stem
-    needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"))
-    return claim.with_runs(args.out, told.at_once, lambda finished, _: sweep.settle(told, out, finished))
+    told = replace(told, executor=args.executor or told.executor)
+    executor = executors.EXECUTORS[told.executor]
+    more = ["cmaes"] * (told.sampler == "cmaes") + [told.executor] * bool(executor)
+    needs("a sweep", "optuna", *more)
+    return claim.with_runs(
+        args.out, told.at_once,
+        lambda finished, _: sweep.settle(told, out, finished, bar(told.trials)),
+        True, executor and partial(executor, args.out, told.job))
+
+
+def bar(total: int) -> Callable[[list[dict]], None]:
+    from tqdm import tqdm
+
+    shown = tqdm(total=total, unit="trial", dynamic_ncols=True)
+
+    def show(trials: list[dict]) -> None:
+        best = min((one["val_loss"] for one in trials if one["val_loss"]), default=math.nan)
+        with suppress(OSError):     # a terminal that closed
+            shown.update(len(trials) - shown.n)
+            shown.set_postfix_str(f"best {best:.4g}")
+            if len(trials) == total:
+                shown.close()
+
+    return show
 
 
 def text(result: dict[str, Any]) -> str:
     trials = sorted(result["trials"], key=lambda one: (one["val_loss"] is None, one["val_loss"]))
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in
-             (one["trial"], one["val_loss"], *one["settings"].values())] for one in trials[:10]]
-    table = text_table([("trial", "val_loss", *trials[0]["settings"]), *rows], align=">")
+             (one["trial"], one["val_loss"], one["pruned"] and one["pruned"]["step"],
+              *one["settings"].values())] for one in trials[:10]]
+    table = text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
     return f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"

@@ -34,15 +34,16 @@ def default_folder(name: str = "run") -> Path:
 
 @checked
 def train(config: Config, *, out: Folder | None = None, resume: bool = False,
-          observers: Sequence[Observer] = ()) -> Run:
+          observers: Sequence[Observer] = (), control: Control | None = None) -> Run:
     """Train to the end, or to a signal (Ctrl-C, SIGTERM, SIGHUP), which keeps a checkpoint and
     returns a partial Run.
 
     `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
-    raised: the run is trained longer. Raises ConfigError for an invalid combination, and names it;
+    raised: the run is trained longer. An observer stops it by `control`. Raises ConfigError for an invalid combination, and names it;
     RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
-    return _fit(config, Path(out or default_folder()), resume, Observers(observers), Control())
+    return _fit(config, Path(out or default_folder()), resume, Observers(observers),
+                control or Control())
 
 
 def _fit(config: Config, path: Path, resume: bool, observers: Observers, control: Control) -> Run:

@@ -13,30 +13,44 @@ losses in nats per token.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
+import os
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from random import Random
 from statistics import fmean, linear_regression, stdev
+from time import process_time
 from typing import Any
 
 import torch
 
+from lpkit import records
+from lpkit.claims import runs
+from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.course.judge import adding_to
 from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
+from lpkit.processes import Children
 from lpkit.tables import FAINT, html_table
+from lpkit.techniques.data import SIZES, Sizes
 from lpkit.techniques.inits import INITS
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import Row, Settings
+from lpkit.training.background import Background
 from lpkit.training.training import Training
 from lpkit.ui.draw import axis, figure, note, scatter
+from lpkit.ui.figure import Figure
 from lpkit.ui.style import COLOURS
+from lpkit.values import Count, CountOrZero
 
 # ---- Runs, and their noise
 
@@ -392,7 +406,165 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
     return linear_regression(u, v).slope
 
 
+# ---- Warm-up, and updates that grow
+
+def untuned(config: Config) -> int:
+    """Returns `schedule.warmup_steps` by Ma & Yarats 2019, https://arxiv.org/abs/1910.04209: twice
+    the updates over which Adam's second moment averages."""
+    return round(2 / (1 - config.optimizer.beta2))
+
+
+def steps_of(config: Config, tokens: float) -> int:
+    """Returns how many updates read so many tokens, also where `sizes` grow; at most all."""
+    return 1 + bisect_left(range(config.steps - 1), tokens,
+                           key=lambda step: config.tokens_after(step + 1))
+
+
+GPT3_SHARE = 375e6 / 300e9      # Brown et al. 2020, https://arxiv.org/abs/2005.14165, appendix B
+WARMUPS = {     # what is told to be enough by those who did not search it
+    "2 / (1 - beta2)": untuned,
+    "as GPT-3: 1/800 of the tokens": lambda config: steps_of(
+        config, GPT3_SHARE * config.tokens_after(config.steps))}
+WARM = (0, 20, 100)
+
+
+def warmed(beta2: float, warmup: int, seed: int) -> float:
+    """Returns the validation loss after 120 updates at a rate that is a little too high."""
+    training = Training.build(config("adamw", 16, 0.032, seed).replace({
+        "optimizer.beta2": beta2, "schedule.warmup_steps": warmup, "steps": 120,
+        "eval_batches": 16}))
+    for step in range(training.config.steps):
+        training.update(step)
+    return training.evaluate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubling(Settings):
+    where = "sizes."
+
+    doublings: CountOrZero = 2      # until an update has all sequences, or all tokens of them
+    every: Count = 50               # updates
+
+    def left(self, step: int) -> int:
+        return max(0, self.doublings - step // self.every)
+
+
+SIZES["batch-ramp"] = Sizes(
+    why="sequences double", source="Smith et al. 2018, arXiv:1711.00489", settings=Doubling(),
+    at=lambda step, settings, sequences, context: (sequences >> settings.left(step), context))
+SIZES["length-ramp"] = Sizes(
+    why="tokens of a sequence double", source="Li et al. 2022, arXiv:2108.06084",
+    settings=Doubling(),
+    at=lambda step, settings, sequences, context: (sequences, context >> settings.left(step)))
+
+
+def seconds_of(config: Config) -> float:
+    """Returns the seconds of a CPU that all updates of a run take, after one that is not counted: what
+    other programs take meanwhile is no part of them."""
+    training = Training.build(config)
+    training.update(0)
+    begun = process_time()
+    for step in range(config.steps):
+        training.update(step)
+    return process_time() - begun
+
+
+# ---- Search: a sweep that is looked at while it goes on
+
+TRIALS, STARTUP, EVERY = 16, 5, 5       # median prunes nothing before STARTUP trials have ended
+SEARCHED = Sweep(
+    base="cpu-3m", trials=TRIALS, target="val_loss", sampler="random", pruner="median",
+    settings=BASE | {"optimizer": "adamw", "global_batch": 8, "steps": 40, "eval_every": EVERY,
+                     "eval_batches": 4, "checkpoint_every": 0},
+    search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+            "optimizer.beta1": {"low": 0.5, "high": 0.99},
+            "schedule": {"choices": ["constant", "linear", "cosine"]}})
+
+
+class Search(Background):
+    """A sweep in a background thread; its result is what `lpkit sweep` prints. The executor is a
+    thread of this process: whatever has a `submit` that returns a future could be one."""
+
+    def __init__(self, told: Sweep, out: Path):
+        super().__init__("search")
+        self.told, self.out = told, out     # `out`: the journal is `out`-MARK.jsonl
+
+    def _do(self) -> dict[str, Any]:
+        children = Children()
+        with ThreadPoolExecutor(1) as pool, \
+                runs.Workers(self.out.parent, children, 1, partial(pool.submit, runs.make)) as them:
+            return settle(self.told, self.out, lambda what, configs, judges: them.finished(
+                configs, judges=judges))
+
+
+class LiveSweep(Figure):
+    """The trials of a sweep's journal, drawn again when it has more of them, whoever writes it."""
+
+    def __init__(self, told: Sweep, out: Path):
+        super().__init__(parallel_figure([], told))
+        self.told, self.out, self.drawn = told, out, 0
+
+    def look(self) -> None:
+        journals = sorted(self.out.parent.glob(f"{self.out.name}-*.jsonl"), key=os.path.getmtime)
+        trials = records.read_lines(journals[-1])[0] if journals else []
+        if len(trials) != self.drawn:
+            self.drawn = len(trials)
+            self.show(parallel_figure(trials, self.told))
+
+    async def until(self, search: Background) -> Any:
+        """Looks until `search` is done, and returns its result."""
+        while not search.done:
+            self.look()
+            await asyncio.sleep(0.1)
+        self.look()
+        self.refresh_output()
+        return search.result()
+
+
+def last_loss(trial: Mapping[str, Any]) -> float | None:
+    """The loss of a trial's end, where it was pruned too; None: it diverged."""
+    return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
+
+
+def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
+    """The share of all trials' updates that pruning saved."""
+    ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
+    return 1 - fmean(ends) / steps
+
+
 # ---- Figures and tables
+
+
+def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
+    """The plotly spec of a sweep: each trial is a line through its settings and the step at which
+    it ended to its loss there, in the colour of that loss. Axes of settings are as wide as the
+    search; a trial that diverged has no line."""
+    there = [one for one in trials if last_loss(one) is not None]
+    steps, losses = told.config({}).steps, [last_loss(one) for one in there]
+    dimensions = []
+    for key in told.search:
+        domain = told.domain(key)[1]
+        values, ticks = [one["settings"][key] for one in there], {}
+        if choices := domain.get("choices"):
+            values, ends = [choices.index(value) for value in values], (0, len(choices) - 1)
+            ticks = {"tickvals": list(range(len(choices))), "ticktext": list(map(str, choices))}
+        elif domain["log"]:
+            values, ends = list(map(math.log10, values)), tuple(map(math.log10, (
+                domain["low"], domain["high"])))
+            powers = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
+            ticks = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
+        else:
+            ends = domain["low"], domain["high"]
+        dimensions.append({"label": key, "values": values, "range": list(ends), **ticks})
+    ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
+    dimensions += [{"label": "ended after", "values": ended, "range": [0, steps]},
+                   {"label": "loss there, nats", "values": losses}]
+    line = {"color": losses, "colorscale": "Cividis", "showscale": False}
+    pruned = sum(one["pruned"] is not None for one in trials)
+    return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],
+                  f"{len(trials)} of {told.trials} trials, {pruned} pruned", height=420,
+                  margin={"l": 70, "r": 50, "t": 90, "b": 30})
+
 
 TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
 

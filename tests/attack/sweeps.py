@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ from tests.attack._nursery import prepare
 COUNT, FEW = 200, 3
 TRIALS, AT_ONCE = 12, 2
 SEARCH = {"optimizer": {"choices": ["adamw", "lion"]}, "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}}
-SAID = ("trial", "settings", "val_loss", "name")
+SAID = ("trial", "settings", "val_loss", "name", "pruned", "evaluations")
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
     base = str(prepare(folder, steps=40))
     told = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss", sampler="random", at_once=AT_ONCE)
+    cut = replace(told, sampler="tpe", pruner="asha", settings={"eval_every": 4})
     claim = Claim(base=base, arms={"adamw": {}, "lion": {"optimizer": "lion"}}, differ=("optimizer",), target="val_loss", effect=0.3,
                   budget={"steps": 40}, seeds=3, pilot=3, tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
-    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways), "claim": lambda out, finished: _verdict(claim, finished)}
+    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways), "pruned": lambda *ways: sweep.settle(cut, *ways), "claim": lambda out, finished: _verdict(claim, finished)}
     whole, seconds = {}, {}
     for kind, settle in kinds.items():
         whole[kind], begun = _settled(settle, folder / f"whole-{kind}"), time.monotonic()
@@ -64,9 +66,9 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
     with runs.Workers(out, processes.Children(), AT_ONCE) as workers:
         names: set[str] = set()
 
-        def finished(what: str, configs: list) -> list[dict]:
+        def finished(what: str, configs: list, judges: list = ()) -> list[dict]:
             names.update(map(runs.name_of, configs))
-            return workers.finished(configs)
+            return workers.finished(configs, judges=judges)
 
         found = settle(out / "few", finished)
     if "trials" in found:

@@ -1,0 +1,54 @@
+"""Who makes the runs of a sweep, if not workers: jobs of submitit, or tasks of Ray, which see the
+same folder under the same path. Each is `executor(out, job, stack)`, and returns a `runs.Submit`.
+"""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lpkit.claims import runs
+from lpkit.errors import ConfigError, in_one_line
+from lpkit.files import locked
+
+
+def alone(where: str, *told: Any) -> None:
+    """Does as `runs.make`, once: a job that outlived its sweep is waited for."""
+    with locked(lock := Path(f"{where}.lock")):
+        if not Path(f"{where}.json").is_file():
+            runs.make(where, *told)
+        lock.unlink(missing_ok=True)
+
+
+def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
+    """`job`: as of `update_parameters` of https://github.com/facebookincubator/submitit."""
+    from submitit import AutoExecutor
+
+    executor = AutoExecutor(folder=out / "submitit")
+    try:
+        executor.update_parameters(**{"timeout_min": 24 * 60, **job})      # its default: 5
+    except Exception as error:
+        raise ConfigError(f"job is none of submitit's: {in_one_line(str(error))}") from None
+
+    def submit(*told: Any) -> Any:
+        future = executor.submit(alone, *told)
+        stack.callback(lambda: future.done() or future.cancel(check=False))
+        return future
+
+    return submit
+
+
+def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
+    """`job`: as of `ray.remote` of https://docs.ray.io."""
+    import ray
+
+    try:
+        task = ray.remote(**{"max_retries": 0, **job})(alone)
+    except Exception as error:
+        raise ConfigError(f"job is none of Ray's: {in_one_line(str(error))}") from None
+    ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+    stack.callback(ray.shutdown)
+    return lambda *told: task.remote(*told).future()
+
+
+EXECUTORS = {"workers": None, "submitit": submitit, "ray": ray}
