@@ -53,6 +53,8 @@ SAYS = {    # what a Config says of each
     "lars": {"optimizer": "lars", "optimizer.lr": 10.0},
     "normuon": {"optimizer": "normuon"},
     "soap": {"optimizer": "soap", "optimizer.every": 2, "optimizer.clip": 0.0},
+    "shampoo": {"optimizer": "shampoo", "optimizer.every": 2},
+    "galore": {"optimizer": "galore", "optimizer.rank": 8, "optimizer.every": 2},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
     "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},

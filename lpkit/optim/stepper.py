@@ -134,9 +134,10 @@ class Stepper(torch.optim.Optimizer):
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
         """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
+        rule = self.rule_of[p]
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
-                       and slot.shape(self.told[p].shape) is not None
-                       for slot in self.rule_of[p].row.slots)
+                       and slot.shape(self.told[p].shape, rule.settings) is not None
+                       for slot in rule.row.slots)
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
@@ -165,7 +166,7 @@ class Stepper(torch.optim.Optimizer):
             state["update"] = 0
             zeros = []
             for slot in slots:
-                shape = slot.shape(self.told[p].shape)
+                shape = slot.shape(self.told[p].shape, self.rule_of[p].settings)
                 like = p if shape is None else p.new_empty(shape)
                 zeros += self.codec.zeros(like, signed=slot.signed)
             for name, t in zip(names, zeros, strict=True):

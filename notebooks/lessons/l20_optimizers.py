@@ -56,7 +56,7 @@ def count(config: Config, form: str = "") -> int:
     found, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
-            numbers = math.prod(slot.shape(each[name]) or each[name])
+            numbers = math.prod(slot.shape(each[name], own) or each[name])
             if form == "8 bits":
                 found += numbers + FLOAT32 * -(-numbers // BLOCK)
             else:
@@ -114,7 +114,7 @@ def published(config: Config) -> float:
 
 # What a rule moves.
 
-PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd")
+PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd", "_linalg_eigh")
 
 
 class Passes(TorchDispatchMode):
@@ -144,7 +144,8 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
     operations of its update that are no products; of a square matrix, not its first update."""
     row, p = OPTIMIZERS[name], (side, side)
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
-    slots = [torch.zeros(p if (own := slot.shape(p)) is None else own) for slot in row.slots]
+    shapes = [slot.shape(p, settings) for slot in row.slots]
+    slots = [torch.zeros(p if own is None else own) for own in shapes]
     told = (Parameter("a", p),) if row.told else ()
     update = row.load()
     update(w, g, slots, settings, 1, *told)
