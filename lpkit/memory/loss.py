@@ -50,11 +50,22 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
     """Mean nats per token, weighted where the batch has weights."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
+    targets = labels(logits, batch.targets)
     if batch.weights is None:
-        return cross_entropy(logits, batch.targets)
-    nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(),
+        return cross_entropy(logits, targets)
+    nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(),
                                     reduction="none")
     return _mean(nats, batch.weights.flatten().float())
+
+
+def labels(logits: Tensor, targets: Tensor) -> Tensor:
+    """Targets of integers as they are; of [0, 1) the tokens that the model draws at these quantiles
+    of its own probabilities, (..., V) and (...)."""
+    if not targets.is_floating_point():
+        return targets
+    sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
+    found = torch.searchsorted(sums, targets[..., None], right=True).squeeze(-1)
+    return found.clamp_(max=logits.shape[-1] - 1)
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
@@ -113,6 +124,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
         part = part.detach().requires_grad_()
         logits = head(part)
     g = logits.detach()
+    y = labels(g, y)
     nats.copy_(cross_entropy_(g, y, weights, by))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
         # as any backward: under autocast the gradients' products would be cast once more

@@ -112,6 +112,15 @@ class GaloreSettings(AdamWSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SophiaSettings(AdamWSettings):
+    beta1: Rate = 0.96
+    beta2: Rate = 0.99
+    eps: Positive = 1e-12
+    gamma: Positive = 0.05  # of the curvature: the larger, the fewer numbers are clipped
+    every: Count = 10       # the curvature is estimated after every n-th update
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdafactorSettings(OptimizerSettings):
     lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
     least: Positive = 1e-3
@@ -164,6 +173,9 @@ class Optimizer(Row):
     matrix. `matrices`: it updates those alone, each that is fused in p by itself. `groups` come
     before the settings'.
 
+    `estimate` is `f(g, slots, settings, labels)`: every `settings.every` updates it is given the
+    gradients of labels that the model draws from its own output, by one more forward and backward.
+
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
 
@@ -181,6 +193,7 @@ class Optimizer(Row):
     one_pass: str = ""
     temporary_bytes: int = 0
     evaluated: str = ""
+    estimate: str = ""
     told: bool = False
     gathers: int = 0
     matrices: bool = False
@@ -372,6 +385,12 @@ OPTIMIZERS = {
         flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                             + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
         implementation="lpkit.optim.soap:soap"),
+    "sophia": Optimizer(
+        why="a momentum over the curvature that labels of the model's own show, clipped at lr",
+        source="Liu et al. 2023, arXiv:2305.14342, algorithm 3 (Sophia-G)",
+        settings=SophiaSettings(), temporary_bytes=FLOAT32, estimate="lpkit.optim.sophia:estimate",
+        slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)),
+        implementation="lpkit.optim.sophia:sophia"),
 }
 
 
@@ -473,3 +492,8 @@ def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, Opt
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
     """The settings of every rule, that of `settings` first."""
     return (settings, *(own for _, _, own in _groups(settings) if own))
+
+
+def estimating(settings: OptimizerSettings, step: int = 0) -> list[OptimizerSettings]:
+    """The settings of the rules that estimate after the update `step`, from 0 on."""
+    return [one for one in rules(settings) if find(one.name).estimate and step % one.every == 0]

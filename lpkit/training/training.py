@@ -31,6 +31,7 @@ from lpkit.datasets.policies import Ramped, scored
 from lpkit.datasets.prepared import prepare
 from lpkit.files import sha256
 from lpkit.optim import stepper
+from lpkit.optim.rounding import generator
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
 from lpkit.parallel.sharding import Sharding, local, sharding
@@ -41,6 +42,7 @@ from lpkit.techniques.blocks import fused
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.optimizers import estimating
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
@@ -207,13 +209,32 @@ class Training:
         with ExitStack() as stack:
             for watch in self.watchers:
                 stack.enter_context(watch(step))
-            loss = self.forward_backward(self.batch(step), phases=phases)
+            loss = self.forward_backward(batch := self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
+            self._estimate(step, batch)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
+
+    def _estimate(self, step: int, batch: Batch) -> None:
+        """Gives rules that ask for it the gradients of labels that the model draws. Where it draws
+        follows from the seed and the update, whatever the ranks. Nobody waits for it or gives it
+        up: an update is done with it."""
+        if not (asking := estimating(self.config.optimizer, step)):
+            return
+        mine, world, rank = len(batch.targets), self.ranks.world, self.ranks.rank
+        draw = generator(torch.device("cpu"), self.config.seed, step)
+        drawn = torch.rand((mine * world, *batch.targets.shape[1:]), generator=draw)
+        labels = drawn.numel() if batch.weights is None else (
+            self.ranks.mean(batch.weights.sum()) * world)
+        self.optimizer.asking, self.optimizer.labels = asking, labels
+        batch = replace(batch, targets=drawn[rank * mine:][:mine].to(self.device))
+        Executor().forward_backward(replace(self, objective=self.loss), batch, phases=nullcontext)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.asking = ()
 
     def _govern(self, moment: str, step: int) -> None:
         """`moment`: begin or end, of which a governor may have one."""
