@@ -1,11 +1,13 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
 import copy
+import pkgutil
 import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,13 +17,16 @@ from lpkit.contracts import Choice, Parameter
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
+from lpkit.memory.loss import labels
 from lpkit.nn.transformer import Transformer
 from lpkit.optim import one_pass, rules
 from lpkit.optim.muon import orthogonalised
+from lpkit.optim.rounding import generator
 from lpkit.optim.stepper import Stepper, build, recorded
 from lpkit.predict import memory, parameter_count
 from lpkit.predict.ledger import UPDATE
 from lpkit.predict.params import optimizer_work
+from lpkit.predict.time import step_time
 from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
 from lpkit.techniques import blocks, optimizers
@@ -37,7 +42,8 @@ from lpkit.techniques.optimizers import (
     Slot,
     parameter_groups,
 )
-from lpkit.training import checkpoint
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training import checkpoint, graphs
 from lpkit.training.background import start, train
 from lpkit.training.training import RandomTokens, Training
 from tests import toys
@@ -595,8 +601,7 @@ def galore_by_hand(x, settings):
         if t % settings.every == 0:
             P = torch.eye(1, dtype=x.dtype) if flat else torch.linalg.eigh(wide @ wide.T)[1].flip(1)[:, :settings.rank]
             if not flat:
-                u, _, vt = torch.linalg.svd(g, full_matrices=False)
-                P = P * (P * (u if g.shape[0] < g.shape[1] else vt.T)[:, :settings.rank]).sum(0).sign()
+                P = P * (P * torch.linalg.svd(wide, full_matrices=False)[0][:, :settings.rank]).sum(0).sign()
         low = P.T @ wide
         m, v = 0.9 * m + 0.1 * low, 0.999 * v + 0.001 * low**2
         step = P @ ((m / (1 - 0.9 ** (t + 1))) / ((v / (1 - 0.999 ** (t + 1))).sqrt() + 1e-8))
@@ -629,6 +634,85 @@ def test_what_lars_has_no_ratio_of_moves_as_by_sgd():
     rule(w, of_one, [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
     rule(still, torch.zeros(3), [torch.zeros(3)], settings, 1, Parameter("b", (3,)))
     assert torch.equal(w, torch.full((3,), -0.5)) and torch.equal(still, torch.ones(3))
+
+
+def test_sophia_is_algorithms_2_and_3_of_the_paper():
+    """Liu et al. 2023, in float64: h = b2 h + (1 - b2) B g^2 of drawn labels, and x = x - lr l x - lr clip(m / max(gamma h, eps), 1)."""
+    row, settings, B = OPTIMIZERS["sophia"], settings_of("sophia", lr=0.01), 64.0
+    for dtype in (torch.float32, torch.float64):
+        for x in two_sizes(torch.float64, VECTORS):
+            w, (m, h), clipped = x.detach().clone().to(dtype), (torch.zeros(x.shape, dtype=dtype) for _ in range(2)), []
+            x, ours, theirs = x.detach(), [m, h], [0.0, 0.0]
+            for t in range(20):
+                g = gradient(x, t) * 1e-2
+                row.load()(w, g.to(dtype), ours, settings, t + 1)
+                theirs[0] = 0.96 * theirs[0] + 0.04 * g
+                step = theirs[0] / torch.clamp(0.05 * torch.as_tensor(theirs[1]), min=1e-12)
+                clipped.append((step.abs() > 1).double().mean().item())
+                x = x - 0.01 * 0.1 * x - 0.01 * torch.clamp(step, -1, 1)
+                if t % 5 == 0:
+                    g = gradient(x, 100 + t)
+                    pkgutil.resolve_name(row.estimate)(g.to(dtype), ours, settings, B)
+                    theirs[1] = 0.99 * theirs[1] + 0.01 * B * g**2
+            assert (w - x).norm() < 1e-6 * x.norm() and clipped[0] == 1 and clipped[-1] < 0.5
+
+
+SOPHIA = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 32, "model.vocab": 64, "global_batch": 4, "optimizer": "sophia",
+                           "optimizer.every": 3, "precision.recipe": "fp32", "system.device": "cpu"})
+
+
+def test_sophias_curvature_is_that_of_labels_that_the_model_draws():
+    """After the first update and the fourth: by torch's autograd, of labels that numpy draws from probabilities in float64."""
+    training = Training.build(SOPHIA, data=RandomTokens(SOPHIA))
+    h, tokens = {name: 0.0 for name, _ in training.model.named_parameters()}, training.batch(0).tokens
+    for step in range(5):
+        training.update(step)
+        if step % 3 == 0:
+            logits = training.model(tokens)
+            draw = generator(CPU, SOPHIA.seed, step)
+            at = torch.rand(tokens.shape, generator=draw).double().numpy()
+            sums = np.cumsum(logits.detach().double().softmax(-1).numpy(), axis=-1)
+            labels = torch.from_numpy((sums <= at[..., None]).sum(-1))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            for name, g in zip(h, torch.autograd.grad(loss, tuple(training.model.parameters()))):
+                h[name] = 0.99 * h[name] + 0.01 * tokens.numel() * g.double()**2
+        for name, p in training.model.named_parameters():
+            state = training.optimizer.state[p]
+            assert state["update"] == step + 1 and p.grad is None
+            assert (state["hessian"] - h[name]).norm() <= 1e-5 * h[name].norm()
+
+
+@pytest.mark.parametrize("changes", [{"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 48}, {"grad_accum_steps": 4},
+                                     {"memory.optimizer_step": "in-backward"}, {"memory.recompute": "block"}, {"memory.optimizer_state": "disk"}], ids=str)
+def test_sophias_estimate_is_the_same_by_every_memory_technique(changes):
+    plain = SOPHIA.replace({"optimizer.clip": 0.0, "optimizer.eps": 1e-6})
+    found = []
+    for config in (plain, plain.replace(changes)):
+        training = Training.build(config, data=RandomTokens(plain))
+        found.append([training.update(step).loss.item() for step in range(6)] + [t.sum().item() for t in training.model.parameters()])
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
+
+
+def test_labels_are_drawn_as_often_as_they_are_probable():
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0]).expand(200_000, 4)
+    drawn = labels(logits, torch.rand(200_000, generator=torch.Generator().manual_seed(5)))
+    assert torch.allclose(drawn.bincount(minlength=4) / 200_000, logits[0].softmax(0), atol=0.005)
+    assert labels(logits[:2], torch.tensor([0.0, 1 - 2**-24])).tolist() == [0, 3] and labels(logits[:2], torch.tensor([3, 1])).tolist() == [3, 1]
+
+
+def test_sophias_flops_and_seconds_are_one_more_forward_and_backward_of_every_k():
+    counted = []
+    for name in ("adamw", "sophia"):
+        training = Training.build(config := SOPHIA.replace({"optimizer": name}), data=RandomTokens(config))
+        with FlopCounterMode(display=False) as counter:
+            for step in range(3):
+                training.update(step)
+        counted.append(counter.get_total_flops())
+    assert counted[1] == counted[0] * 4 / 3
+    time = step_time(config.replace({"optimizer.every": 5}), "h200")
+    rest = sum(row.seconds for row in time.rows if "optimizer" not in row.phases)
+    assert time["optimizer: drawn labels"].seconds == pytest.approx(rest / 5)
+    assert "runs forward and backward once more" in graphs.why_not(config, RECIPES["bf16"], torch.device("cuda"), 1)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2}], ids=str)
@@ -774,7 +858,7 @@ def test_a_told_rule_holds_what_its_row_says(told, name):
     assert found.peak_bytes - before == pytest.approx(needed, rel=0.03)
     state = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
     assert [t.shape for t in state] == [slot.shape((256, 512), row.settings) or (256, 512) for slot in row.slots]
-    assert sum(t.numel() for t in state) == sum(row.state_numbers((256, 512), row.settings))
+    assert sum(t.numel() for t in state) == sum(row.slot_numbers((256, 512), row.settings))
 
 
 def test_groups_by_name_have_rules_of_their_own(told):

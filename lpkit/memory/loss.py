@@ -59,13 +59,13 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
 
 
 def labels(logits: Tensor, targets: Tensor) -> Tensor:
-    """Targets of integers as they are; of [0, 1) the tokens that the model draws at these quantiles
-    of its own probabilities, (..., V) and (...)."""
-    if not targets.is_floating_point():
-        return targets
-    sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
-    found = torch.searchsorted(sums, targets[..., None], right=True).squeeze(-1)
-    return found.clamp_(max=logits.shape[-1] - 1)
+    """Targets (...) as they are, or, in [0, 1), the tokens at these quantiles of the model's own
+    probabilities, (..., V)."""
+    if targets.is_floating_point():
+        sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
+        found = torch.searchsorted(sums, targets[..., None], right=True).squeeze(-1)
+        targets = found.clamp_(max=logits.shape[-1] - 1)
+    return targets
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,

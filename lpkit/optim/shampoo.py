@@ -17,10 +17,6 @@ def inverse_root(total: Tensor, eps: float, power: int) -> Tensor:
     return vectors * values.clamp_(min=0).add_(eps).pow_(-1 / power) @ vectors.mT
 
 
-def times(root: Tensor, x: Tensor) -> Tensor:
-    return root @ x if root.ndim == 2 else root[:, None] * x
-
-
 def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, update: int,
             parameter: Parameter) -> None:
     """Algorithm 1, whose step is a momentum's; a vector's only side has the root 1/2 (algorithm 2),
@@ -31,12 +27,13 @@ def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, updat
     for total, root, x in zip(sums, (left, right), (step, step.mT)):
         if total.ndim == 2:
             total.addmm_(x, x.mT)
-        elif len(total):
+        else:
             total.add_(x.square().sum(1))
         if (update - 1) % settings.every == 0:
             root.copy_(inverse_root(total, settings.eps, 2 * whole.ndim))
-    step = times(left, step)
-    step = times(right, step.mT).mT if len(right) else step
+        if len(root):
+            step = root @ step if root.ndim == 2 else root[:, None] * step
+        step = step.mT
     w.mul_(1 - settings.lr * settings.weight_decay)
-    m.mul_(settings.momentum).add_(parameter.part(step.view_as(whole)))
+    m.mul_(settings.momentum).add_(parameter.part(step.view(whole.shape)))
     w.sub_(m, alpha=settings.lr)

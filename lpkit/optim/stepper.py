@@ -95,8 +95,8 @@ class Stepper(torch.optim.Optimizer):
         self.number = {p: i for i, p in enumerate(parameters)}
         self.told = told or {p: Parameter("", tuple(p.shape)) for p in parameters}
         plain = not optimizers.find_format(moment_format).encoding_bytes
-        # rules that an estimate's gradients are for, and the labels that it drew; (): an update
-        self.asking, self.labels = (), 0.0
+        # how many labels an estimate drew, for the rules that asked for it; empty: an update
+        self.asking: Mapping[OptimizerSettings, float] = {}
         self.rule_of: dict[nn.Parameter, Rule] = {}
         self.choices: dict[str, Choice] = {}
         for of in dict.fromkeys(group["settings"] for group in self.param_groups):
@@ -137,10 +137,9 @@ class Stepper(torch.optim.Optimizer):
 
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
         """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
-        rule = self.rule_of[p]
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
-                       and slot.shape(self.told[p].shape, rule.settings) is not None
-                       for slot in rule.row.slots)
+                       and slot.shape(self.told[p].shape, self.rule_of[p].settings) is not None
+                       for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
     def evaluated(self, p: nn.Parameter) -> Tensor | None:
@@ -191,7 +190,7 @@ class Stepper(torch.optim.Optimizer):
         w = p.detach() if drawing is None else p.float()
         told = (self.told[p],) if rule.row.told else ()
         if self.asking:
-            resolve_name(rule.row.estimate)(p.grad.float(), slots, rule.settings, self.labels)
+            resolve_name(rule.row.estimate)(p.grad.float(), slots, now, self.asking[rule.settings])
         else:
             rule.function(w, p.grad.float(), slots, now, update, *told)
         for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):

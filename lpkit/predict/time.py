@@ -234,10 +234,9 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
         for one in estimating(optimizer_settings(config, optimizer)):
-            again = sum(row.seconds for row in rows if "optimizer" not in row.phases)
-            rows.append(TimeRow("optimizer: drawn labels", {"optimizer": again / one.every},
-                                f"forward and backward once more every {one.every} updates",
-                                find(one.name).source))
+            again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / one.every
+            rows.append(TimeRow("optimizer: drawn labels", {"optimizer": again}, "forward and "
+                                f"backward, every {one.every} updates", find(one.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)

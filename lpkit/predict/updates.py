@@ -40,17 +40,15 @@ def moved_bytes(row: Optimizer, moment_format: str = "float32") -> float:
 
 
 def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: int = FLOAT32,
-                 whole: float = 0.0, slots: Sequence[float] | None = None) -> float:
+                 whole: float = 0.0, slots: Sequence[float] = ()) -> float:
     """Returns temporary bytes a number of the largest parameter, where it is updated by itself.
-    `whole`: what the rule holds of whole parameters. `slots`: numbers of each; None: of a large
-    matrix.
+    `whole`: what the rule holds of whole parameters. `slots`: numbers of each, or a large matrix's.
 
     The slots are decoded; then come, one after the other, the rule, the encoding and, for a weight
     of 16 bits, the noise and the result of its rounding.
     """
     stored = find_format(moment_format)
-    if slots is None:
-        slots = [n / 4096**2 for n in row.slot_numbers((4096, 4096), row.settings)]
+    slots = slots or [n / 4096**2 for n in row.slot_numbers((4096, 4096), row.settings)]
     decoded = FLOAT32 * sum(slots) if stored.encoding_bytes else 0
     encoding = stored.encoding_bytes * max(slots, default=0)
     working = row.temporary_bytes + whole
@@ -95,7 +93,8 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
             raise ConfigError(f"optimizer={rule.name} updates matrices, and {name} has the shape "
                               f"{p}; give it another rule, after the other ones of "
                               f"optimizer.groups: {name}:optimizer=adamw:lr_scale=0.05")
-        cut, whole = row.state_numbers(p, rule)
+        whole = sum(row.slot_numbers(p, rule, math.inf))
+        cut = sum(row.slot_numbers(p, rule)) - whole
         flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and fused(name)))
         found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
     count = sum(map(math.prod, shapes.values()))

@@ -93,15 +93,6 @@ class SoapSettings(AdamWSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShampooSettings(OptimizerSettings):
-    lr: Positive = 0.03
-    weight_decay: PositiveOrZero = 0.01
-    momentum: Rate = 0.9
-    eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
-    every: Count = 10       # the roots are taken at every n-th update
-
-
-@dataclass(frozen=True, kw_only=True)
 class GaloreSettings(AdamWSettings):
     lr: Positive = 1e-2
     weight_decay: PositiveOrZero = 0.0
@@ -130,6 +121,14 @@ class AdafactorSettings(OptimizerSettings):
 @dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
     momentum: Rate = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooSettings(MomentumSettings):
+    lr: Positive = 0.03
+    weight_decay: PositiveOrZero = 0.01
+    eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
+    every: Count = 10       # the roots are taken at every n-th update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +168,10 @@ class Optimizer(Row):
     A rule that reads more than one number at a time is `told`: its sixth argument is the
     `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
     shape p it holds `whole_bytes(p, settings)` for a while and has `flops(p, settings)` of
-    matrices, on every rank that has some of it; `gathers`: so often it asks for all rows of a
-    matrix. `matrices`: it updates those alone, each that is fused in p by itself. `groups` come
-    before the settings'.
-
-    `estimate` is `f(g, slots, settings, labels)`: every `settings.every` updates it is given the
-    gradients of labels that the model draws from its own output, by one more forward and backward.
+    matrices, on every rank that has some of it; `gathers`: so often it asks for all rows.
+    `matrices`: it updates those alone, each that is fused in p by itself. `groups` come before the
+    settings'. `estimate` is `f(g, slots, settings, labels)`: every `settings.every` updates it has
+    the gradients of labels that the model draws, by one more forward and backward.
 
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
@@ -207,16 +204,9 @@ class Optimizer(Row):
         return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
 
     def slot_numbers(self, p: Shape, settings: Any, shards: int = 1) -> list[float]:
-        """The numbers of each slot of a parameter of shape p, of which a rank has one of `shards`
-        parts."""
+        """Numbers of each slot of a parameter of shape p, on a rank that has 1 / shards of it."""
         shapes = [slot.shape(p, settings) for slot in self.slots]
         return [math.prod(p) / shards if shape is None else math.prod(shape) for shape in shapes]
-
-    def state_numbers(self, p: Shape, settings: Any) -> tuple[int, int]:
-        """Numbers of the slots that are cut with a parameter of shape p, and of those that are
-        not."""
-        cut = math.prod(p) * [slot.shape(p, settings) for slot in self.slots].count(None)
-        return cut, round(sum(self.slot_numbers(p, settings))) - cut
 
     @property
     def slots_per_number(self) -> float:
@@ -258,28 +248,13 @@ def sides(p: Shape) -> list[int]:
 
 
 def _sums(p: Shape, i: int) -> Shape:
-    """Shampoo's sums over side i: a gram, or a number for each row where the side is too long or
-    the parameter is a vector."""
+    """Shampoo's sums of side i: a gram, or a diagonal of a vector's side and of one too long."""
     return (sides(p)[i],) * 2 if sides(p)[i] else p[i:i + 1] or (0,)
 
 
-def _low(p: Shape, settings: GaloreSettings) -> int:
-    """GaLore's rank; 0 for a vector, which has no projection."""
-    return min(settings.rank, *p) if len(p) == 2 else 0
-
-
-def _galore_bytes(p: Shape, settings: GaloreSettings) -> float:
-    """The singular vectors; the projected gradient, Adam's step and its root; the step and what it
-    becomes. Of a vector AdamW's root."""
-    low = _low(p, settings) * max(p)
-    return FLOAT32 * max(math.prod(p) + min(p)**2 * bool(low), 3 * low, math.prod(p) + low)
-
-
-def _galore_flops(p: Shape, settings: GaloreSettings) -> float:
-    """To the projection and back; singular vectors take 6 m n^2 + 20 n^3 (Golub & Van Loan,
-    R-SVD)."""
-    svd = 6 * max(p) * min(p)**2 + 20 * min(p)**3
-    return (4 * math.prod(p) * _low(p, settings) + svd / settings.every) * (len(p) == 2)
+def _low(p: Shape, settings: GaloreSettings) -> Shape | None:
+    """GaLore's projected gradient; None: a vector, which has no projection."""
+    return (min(settings.rank, *p), max(p)) if len(p) == 2 else None
 
 
 BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
@@ -309,22 +284,27 @@ OPTIMIZERS = {
     "galore": Optimizer(
         why="AdamW in the r directions in which a matrix's gradient is largest; others by AdamW",
         source="Zhao et al. 2024, arXiv:2403.03507, algorithm 2", settings=GaloreSettings(),
-        slots=tuple(Slot(name=name, signed=signed, shape=shape) for name, signed, shape in (
-            ("exp_avg", True, lambda p, s: (_low(p, s), max(p)) if len(p) == 2 else None),
-            ("exp_avg_sq", False, lambda p, s: (_low(p, s), max(p)) if len(p) == 2 else None),
-            ("projection", True, lambda p, s: (min(p), _low(p, s)) if len(p) == 2 else (0,)))),
+        slots=(*(replace(slot, shape=_low) for slot in MOMENTS), Slot(
+            name="projection", shape=lambda p, s: (min(p), min(s.rank, *p)) if p[1:] else (0,))),
         groups=BY_ADAMW[:3], told=True, gathers=1,
-        whole_bytes=_galore_bytes, flops=_galore_flops, implementation="lpkit.optim.galore:galore"),
+        # singular vectors; the projection, Adam's step and its root; that step and the whole one
+        whole_bytes=lambda p, s: FLOAT32 * max(
+            math.prod(p) + min(p)**2 * len(p[1:]), math.prod(p) + math.prod(_low(p, s) or (0,)),
+            3 * math.prod(_low(p, s) or (0,))),
+        # to the projection and back; singular vectors take 6 m n^2 + 20 n^3 (Golub & Van Loan)
+        flops=lambda p, s: len(p[1:]) * (4 * math.prod(p) * min(s.rank, *p) + (
+            6 * max(p) * min(p)**2 + 20 * min(p)**3) / s.every),
+        implementation="lpkit.optim.galore:galore"),
     "lamb": Optimizer(
         why="AdamW's step, made as long as lr times the norm of its parameter",
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
         settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
-        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
+        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.trust:lamb"),
     "lars": Optimizer(
         why="SGD with momentum, whose step is a share of the norm of its parameter",
         source="You et al. 2017, arXiv:1708.03888, algorithm 1", settings=LarsSettings(),
         slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
-        implementation="lpkit.optim.lars:lars"),
+        implementation="lpkit.optim.trust:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -366,8 +346,8 @@ OPTIMIZERS = {
         slots=(Slot(name="momentum_buffer"),
                *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
                    ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
-        told=True, gathers=1,
-        whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
+        told=True, gathers=1, whole_bytes=lambda p, s: FLOAT32 * max(
+            2 * math.prod(p), 3 * sides(p)[0]**2, math.prod(p) + 3 * sides(p)[1]**2),
         # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
         flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
                             + 11 * sum(n**3 for n in sides(p)) / s.every),
@@ -375,12 +355,10 @@ OPTIMIZERS = {
     "soap": Optimizer(
         why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
         source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", settings=SoapSettings(),
-        slots=(*MOMENTS, *(Slot(name=name, shape=lambda p, s, i=i: (sides(p)[i],) * 2)
-                           for name, i in (("left", 0), ("right", 1), ("left_basis", 0),
-                                           ("right_basis", 1)))),
+        slots=(*MOMENTS, *(Slot(name=n, shape=lambda p, s, i=i: (sides(p)[i],) * 2) for n, i in (
+            ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
         told=True, gathers=2, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p) * any(sides(p)),
-                                               2 * max(sides(p))**2),
+        whole_bytes=lambda p, s: 2 * FLOAT32 * max(math.prod(p) * any(sides(p)), max(sides(p))**2),
         # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
         flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                             + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
@@ -388,9 +366,9 @@ OPTIMIZERS = {
     "sophia": Optimizer(
         why="a momentum over the curvature that labels of the model's own show, clipped at lr",
         source="Liu et al. 2023, arXiv:2305.14342, algorithm 3 (Sophia-G)",
-        settings=SophiaSettings(), temporary_bytes=FLOAT32, estimate="lpkit.optim.sophia:estimate",
-        slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)),
-        implementation="lpkit.optim.sophia:sophia"),
+        slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)), temporary_bytes=FLOAT32,
+        settings=SophiaSettings(), estimate="lpkit.optim.rules:sophia_estimate",
+        implementation="lpkit.optim.rules:sophia"),
 }
 
 

@@ -31,7 +31,6 @@ from lpkit.datasets.policies import Ramped, scored
 from lpkit.datasets.prepared import prepare
 from lpkit.files import sha256
 from lpkit.optim import stepper
-from lpkit.optim.rounding import generator
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
 from lpkit.parallel.sharding import Sharding, local, sharding
@@ -219,22 +218,21 @@ class Training:
                       extra={name: read() for name, read in self.step_metrics.items()})
 
     def _estimate(self, step: int, batch: Batch) -> None:
-        """Gives rules that ask for it the gradients of labels that the model draws. Where it draws
-        follows from the seed and the update, whatever the ranks. Nobody waits for it or gives it
-        up: an update is done with it."""
-        if not (asking := estimating(self.config.optimizer, step)):
-            return
-        mine, world, rank = len(batch.targets), self.ranks.world, self.ranks.rank
-        draw = generator(torch.device("cpu"), self.config.seed, step)
-        drawn = torch.rand((mine * world, *batch.targets.shape[1:]), generator=draw)
-        labels = drawn.numel() if batch.weights is None else (
-            self.ranks.mean(batch.weights.sum()) * world)
-        self.optimizer.asking, self.optimizer.labels = asking, labels
-        batch = replace(batch, targets=drawn[rank * mine:][:mine].to(self.device))
-        Executor().forward_backward(replace(self, objective=self.loss), batch, phases=nullcontext)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.optimizer.asking = ()
+        """Gives rules that ask for it the gradients of labels that the model draws, at quantiles
+        that follow from the seed and the update, whatever the ranks. It is never given up."""
+        if asking := estimating(self.config.optimizer, step):
+            draw = stepper.generator(torch.device("cpu"), self.config.seed, step)
+            world = self.ranks.world
+            drawn = torch.rand(world * len(batch.targets), *batch.targets.shape[1:], generator=draw)
+            labels = drawn.numel() if batch.weights is None else (
+                self.ranks.mean(batch.weights.sum()) * world)
+            self.optimizer.asking = dict.fromkeys(asking, labels)
+            batch = replace(batch, targets=drawn.chunk(world)[self.ranks.rank].to(self.device))
+            Executor().forward_backward(replace(self, objective=self.loss), batch,
+                                        phases=nullcontext)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.optimizer.asking = {}
 
     def _govern(self, moment: str, step: int) -> None:
         """`moment`: begin or end, of which a governor may have one."""

@@ -33,7 +33,15 @@ from lpkit.predict.params import optimizer_work, shapes
 from lpkit.predict.updates import matrices
 from lpkit.tables import FAINT, html_table
 from lpkit.techniques.blocks import fused
-from lpkit.techniques.optimizers import BLOCK, FLOAT32, OPTIMIZERS, Optimizer, find, rules_of
+from lpkit.techniques.optimizers import (
+    BLOCK,
+    FLOAT32,
+    OPTIMIZERS,
+    Optimizer,
+    estimating,
+    find,
+    rules_of,
+)
 from lpkit.timing import Watch
 from lpkit.training.training import Training
 from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
@@ -102,9 +110,14 @@ def flops(config: Config) -> float:
     return work.flops * parameter_count(config.model) if work else 0.0
 
 
+def drawn(config: Config) -> float:
+    """Returns the forwards and backwards of labels that the model draws, of those of an update."""
+    return sum(1 / one.every for one in estimating(config.optimizer))
+
+
 def overhead(config: Config) -> float:
     """Returns FLOPs of the update over those of forward and backward, all products counted."""
-    return flops(config) / training_flops(config.model, batch=config.global_batch)
+    return flops(config) / training_flops(config.model, batch=config.global_batch) + drawn(config)
 
 
 def published(config: Config) -> float:
@@ -280,8 +293,9 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
         numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
         for name in OPTIMIZERS:
             config = models[model].replace({"optimizer": name})
-            products = flops(config)
-            own[name] = (count(config) / numbers, (products + made[name] * numbers) / whole,
+            again = drawn(config)
+            products = flops(config) / whole + again
+            own[name] = (count(config) / numbers, products + made[name] * numbers / whole,
                          COLOURS[2 if products else 0])
         order = sorted(own, key=lambda name: own[name])
         colours = [own[name][2] for name in order]
