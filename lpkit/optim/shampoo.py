@@ -31,6 +31,7 @@ def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, updat
             total.add_(x.square().sum(1))
         if (update - 1) % settings.every == 0:
             root.copy_(inverse_root(total, settings.eps, 2 * whole.ndim))
+    for root in (left, right):
         if len(root):
             step = root @ step if root.ndim == 2 else root[:, None] * step
         step = step.mT

@@ -346,8 +346,8 @@ OPTIMIZERS = {
         slots=(Slot(name="momentum_buffer"),
                *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
                    ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
-        told=True, gathers=1, whole_bytes=lambda p, s: FLOAT32 * max(
-            2 * math.prod(p), 3 * sides(p)[0]**2, math.prod(p) + 3 * sides(p)[1]**2),
+        told=True, gathers=1,
+        whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
         # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
         flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
                             + 11 * sum(n**3 for n in sides(p)) / s.every),
@@ -472,6 +472,6 @@ def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
     return (settings, *(own for _, _, own in _groups(settings) if own))
 
 
-def estimating(settings: OptimizerSettings, step: int = 0) -> list[OptimizerSettings]:
-    """The settings of the rules that estimate after the update `step`, from 0 on."""
-    return [one for one in rules(settings) if find(one.name).estimate and step % one.every == 0]
+def estimating(settings: OptimizerSettings) -> list[OptimizerSettings]:
+    """The settings of the rules that estimate after the first update and every n-th from there."""
+    return [one for one in rules(settings) if find(one.name).estimate]

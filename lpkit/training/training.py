@@ -41,7 +41,7 @@ from lpkit.techniques.blocks import fused
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
-from lpkit.techniques.optimizers import estimating
+from lpkit.techniques.optimizers import OptimizerSettings, estimating
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
@@ -106,6 +106,7 @@ class Training:
     # around the micro-batches of an update: casts of weights are kept meanwhile
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
+    estimating: list[OptimizerSettings]     # as `optimizers.estimating`
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
     executor: Executor = field(default_factory=Executor)
@@ -179,7 +180,7 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts, governors=governors,
+            cached_casts=cached_casts, governors=governors, estimating=estimating(config.optimizer),
             executor=Graphs() if decisions.choices["cuda_graphs"].used == ON else Executor())
 
     @property
@@ -213,14 +214,15 @@ class Training:
             grad_norm = self.optimizer_step()
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
-            self._estimate(step, batch)
+            if self.estimating:
+                self._estimate(step, batch)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
 
     def _estimate(self, step: int, batch: Batch) -> None:
         """Gives rules that ask for it the gradients of labels that the model draws, at quantiles
         that follow from the seed and the update, whatever the ranks. It is never given up."""
-        if asking := estimating(self.config.optimizer, step):
+        if asking := [one for one in self.estimating if step % one.every == 0]:
             draw = stepper.generator(torch.device("cpu"), self.config.seed, step)
             world = self.ranks.world
             drawn = torch.rand(world * len(batch.targets), *batch.targets.shape[1:], generator=draw)
