@@ -10,11 +10,11 @@ from lpkit.techniques.optimizers import ShampooSettings
 
 
 def inverse_root(total: Tensor, eps: float, power: int) -> Tensor:
-    """(total + eps)^(-1/power) of a gram (n, n), or of each number of a diagonal (n,)."""
+    """total^(-1/power) of a gram (n, n), or of each number of a diagonal (n,), that began at eps."""
     if total.ndim == 1:
-        return (total + eps).pow_(-1 / power)
+        return total.clamp(min=eps).pow_(-1 / power)
     values, vectors = torch.linalg.eigh(total)
-    return vectors * values.clamp_(min=0).add_(eps).pow_(-1 / power) @ vectors.mT
+    return vectors * values.clamp_(min=eps).pow_(-1 / power) @ vectors.mT
 
 
 def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, update: int,
@@ -25,6 +25,8 @@ def shampoo(w: Tensor, g: Tensor, slots: Slots, settings: ShampooSettings, updat
     whole = parameter.gather(g)
     step = whole.view(len(whole), -1)
     for total, root, x in zip(sums, (left, right), (step, step.mT)):
+        if update == 1:     # also for LAPACK, which finds no eigenvectors of most rows of zeros
+            (total.diagonal() if total.ndim == 2 else total).fill_(settings.eps)
         if total.ndim == 2:
             total.addmm_(x, x.mT)
         else:
