@@ -1,11 +1,13 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
 import copy
+import pkgutil
 import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -15,13 +17,16 @@ from lpkit.contracts import Choice, Parameter
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure.tracking import Tracker
+from lpkit.memory.loss import labels
 from lpkit.nn.transformer import Transformer
 from lpkit.optim import one_pass, rules
 from lpkit.optim.muon import orthogonalised
+from lpkit.optim.rounding import generator
 from lpkit.optim.stepper import Stepper, build, recorded
 from lpkit.predict import memory, parameter_count
 from lpkit.predict.ledger import UPDATE
 from lpkit.predict.params import optimizer_work
+from lpkit.predict.time import step_time
 from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
 from lpkit.techniques import blocks, optimizers
@@ -37,14 +42,15 @@ from lpkit.techniques.optimizers import (
     Slot,
     parameter_groups,
 )
-from lpkit.training import checkpoint
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training import checkpoint, graphs
 from lpkit.training.background import start, train
 from lpkit.training.training import RandomTokens, Training
 from tests import toys
 
 CPU = torch.device("cpu")
 TOLD = [name for name, row in (OPTIMIZERS | toys.OPTIMIZERS).items() if row.told]
-MOST = defaultdict(dict, soap={"every": 1})     # settings by which every update needs as many bytes as the largest does
+MOST = defaultdict(dict, {name: {"every": 1} for name in ("galore", "shampoo", "soap")})    # settings by which every update needs as many bytes as the largest does
 WITH_STATE = [name for name, row in OPTIMIZERS.items() if row.slots]
 
 
@@ -200,8 +206,8 @@ def test_bf16_weights_are_rounded_as_recorded(name):
     model = torch.nn.Linear(256, 256, bias=False).bfloat16()
     torch.nn.init.ones_(model.weight)
     # ones have one singular value, of 256
-    scale = {"muon": 256, "soap": 256, "normuon": 5, "lars": 1000}.get(name, 1)
-    noise = {"eps": 1.0} if name == "soap" else {}      # what rounding leaves in other directions
+    scale = {"muon": 256, "soap": 256, "normuon": 5, "lars": 1000, "shampoo": 256, "galore": 4 * 17}.get(name, 1)
+    noise = {"eps": 1.0} if name in ("galore", "soap") else {}      # what rounding leaves in other directions
     optimizer = build(dict(model.named_parameters()), settings_of(name, lr=scale * 2**-12, weight_decay=0.0, **noise))
     model.weight.grad = torch.ones_like(model.weight)
     for _ in range(1 + (name == "soap")):               # whose first update finds a basis
@@ -440,7 +446,7 @@ def after(name: str, shapes, updates: int = 20, fused=(), dtype=torch.float64, *
     rule, row, got = OPTIMIZERS[name].load(), OPTIMIZERS[name], []
     for p in two_sizes(dtype, shapes):
         w, parameter = p.detach().clone(), Parameter("p.weight", tuple(p.shape), fused=fused)
-        slots = [torch.zeros(p.shape if (shape := slot.shape(tuple(p.shape))) is None else shape, dtype=dtype) for slot in row.slots]
+        slots = [torch.zeros(p.shape if (shape := slot.shape(tuple(p.shape), settings_of(name, **settings))) is None else shape, dtype=dtype) for slot in row.slots]
         for update in range(updates):
             g = gradient(p, update)
             rule(w, g.clone(), slots, settings_of(name, **settings), update + 1, *((parameter,) if row.told else ()))
@@ -565,12 +571,54 @@ def soap_by_hand(x, settings, largest=10_000):
     return whole.reshape(x.shape)
 
 
+def shampoo_by_hand(x, settings, largest=10_000):
+    """Gupta et al. 2018, algorithms 1 and 2: W = W - lr L^(-1/4) G R^(-1/4) of sums L and R that begin as eps I, with the momentum and the weight
+    decay of this kit. A vector, and a side above `largest`, has its diagonal alone, as in the authors' code (tensorflow/contrib/opt at e6921fd)."""
+    w, m, order = x.reshape(len(x), -1), 0.0, x.ndim
+    sums = [settings.eps * torch.eye(n, dtype=x.dtype) for n in w.shape[:order]]
+    roots = [None, torch.eye(1, dtype=x.dtype)]
+    for t in range(20):
+        g = gradient(x, t).reshape(w.shape)
+        for i, of in enumerate((g, g.T)[:order]):
+            gram = of @ of.T
+            sums[i] = sums[i] + (gram if order == 2 and len(of) <= largest else gram.diag().diag())
+            if t % settings.every == 0:     # by a singular value decomposition
+                u, s, vt = torch.linalg.svd(sums[i])
+                roots[i] = u @ (s ** (-1 / (2 * order))).diag() @ vt
+        m = settings.momentum * m + roots[0] @ g @ roots[1]
+        w = w - settings.lr * settings.weight_decay * w - settings.lr * m
+    return w.reshape(x.shape)
+
+
+def galore_by_hand(x, settings):
+    """Zhao et al. 2024, algorithm 2 (P from the left where m <= n, else from the right), by eigenvectors of the gram, each with the sign that a
+    decomposition of the gradient gives it: moments outlive their projection, and a sign counts."""
+    m = v = 0.0
+    for t in range(20):
+        g = gradient(x, t)
+        flat = x.ndim == 1
+        wide = g[None] if flat else g if g.shape[0] < g.shape[1] else g.T
+        if t % settings.every == 0:
+            P = torch.eye(1, dtype=x.dtype) if flat else torch.linalg.eigh(wide @ wide.T)[1].flip(1)[:, :settings.rank]
+            if not flat:
+                P = P * (P * torch.linalg.svd(wide, full_matrices=False)[0][:, :settings.rank]).sum(0).sign()
+        low = P.T @ wide
+        m, v = 0.9 * m + 0.1 * low, 0.999 * v + 0.001 * low**2
+        step = P @ ((m / (1 - 0.9 ** (t + 1))) / ((v / (1 - 0.999 ** (t + 1))).sqrt() + 1e-8))
+        step = step[0] if flat else settings.scale * (step if g.shape[0] < g.shape[1] else step.T)
+        x = x - settings.lr * settings.weight_decay * x - settings.lr * step
+    return x
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name, by_hand, shapes, settings", [
     ("lars", lars_by_hand, VECTORS, {"lr": 10.0, "weight_decay": 0.1}), ("normuon", normuon_by_hand, MATRICES, {"lr": 0.01}),
     ("soap", soap_by_hand, ((24, 24), (17,)), {"every": 3}), ("soap", soap_by_hand, ((24, 24), (17,)), {}),
     ("soap", partial(soap_by_hand, largest=30), ((24, 40), (40, 24), (40, 40)), {"every": 3}),      # a side longer than the other has any basis
-], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side"])
+    ("shampoo", shampoo_by_hand, ((24, 24), (17,)), {"every": 3, "lr": 1e-3}), ("shampoo", shampoo_by_hand, MATRICES, {"every": 1, "momentum": 0.0, "lr": 0.03}),
+    ("shampoo", partial(shampoo_by_hand, largest=30), ((24, 40), (40, 24), (40, 40)), {"every": 1, "lr": 0.03}),
+    ("galore", galore_by_hand, ((24, 40), (40, 24), (24, 24), (17,)), {"every": 3, "rank": 5}), ("galore", galore_by_hand, ((24, 40),), {"weight_decay": 0.1}),
+], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3", "shampoo, 1", "shampoo of one side", "galore, 3", "galore, whole"])
 def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
     """In float64, of whole matrices."""
     monkeypatch.setattr(optimizers, "LARGEST", getattr(by_hand, "keywords", {"largest": 10_000})["largest"])
@@ -588,31 +636,115 @@ def test_what_lars_has_no_ratio_of_moves_as_by_sgd():
     assert torch.equal(w, torch.full((3,), -0.5)) and torch.equal(still, torch.ones(3))
 
 
+def test_sophia_is_algorithms_2_and_3_of_the_paper():
+    """Liu et al. 2023, in float64: h = b2 h + (1 - b2) B g^2 of drawn labels, and x = x - lr l x - lr clip(m / max(gamma h, eps), 1)."""
+    row, settings, B = OPTIMIZERS["sophia"], settings_of("sophia", lr=0.01), 64.0
+    for dtype in (torch.float32, torch.float64):
+        for x in two_sizes(torch.float64, VECTORS):
+            w, (m, h), clipped = x.detach().clone().to(dtype), (torch.zeros(x.shape, dtype=dtype) for _ in range(2)), []
+            x, ours, theirs = x.detach(), [m, h], [0.0, 0.0]
+            for t in range(20):
+                g = gradient(x, t) * 1e-2
+                row.load()(w, g.to(dtype), ours, settings, t + 1)
+                theirs[0] = 0.96 * theirs[0] + 0.04 * g
+                step = theirs[0] / torch.clamp(0.05 * torch.as_tensor(theirs[1]), min=1e-12)
+                clipped.append((step.abs() > 1).double().mean().item())
+                x = x - 0.01 * 0.1 * x - 0.01 * torch.clamp(step, -1, 1)
+                if t % 5 == 0:
+                    g = gradient(x, 100 + t)
+                    pkgutil.resolve_name(row.estimate)(g.to(dtype), ours, settings, B)
+                    theirs[1] = 0.99 * theirs[1] + 0.01 * B * g**2
+            assert (w - x).norm() < 1e-6 * x.norm() and clipped[0] == 1 and clipped[-1] < 0.5
+
+
+SOPHIA = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 4, "model.context": 32, "model.vocab": 64, "global_batch": 4, "optimizer": "sophia",
+                           "optimizer.every": 3, "precision.recipe": "fp32", "system.device": "cpu"})
+
+
+def test_sophias_curvature_is_that_of_labels_that_the_model_draws():
+    """After the first update and the fourth: by torch's autograd, of labels that numpy draws from probabilities in float64."""
+    training = Training.build(SOPHIA, data=RandomTokens(SOPHIA))
+    h, tokens = {name: 0.0 for name, _ in training.model.named_parameters()}, training.batch(0).tokens
+    for step in range(5):
+        training.update(step)
+        if step % 3 == 0:
+            logits = training.model(tokens)
+            draw = generator(CPU, SOPHIA.seed, step)
+            at = torch.rand(tokens.shape, generator=draw).double().numpy()
+            sums = np.cumsum(logits.detach().double().softmax(-1).numpy(), axis=-1)
+            labels = torch.from_numpy((sums <= at[..., None]).sum(-1))
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            for name, g in zip(h, torch.autograd.grad(loss, tuple(training.model.parameters()))):
+                h[name] = 0.99 * h[name] + 0.01 * tokens.numel() * g.double()**2
+        for name, p in training.model.named_parameters():
+            state = training.optimizer.state[p]
+            assert state["update"] == step + 1 and p.grad is None
+            assert (state["hessian"] - h[name]).norm() <= 1e-5 * h[name].norm()
+
+
+@pytest.mark.parametrize("changes", [{"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 48}, {"grad_accum_steps": 4},
+                                     {"memory.optimizer_step": "in-backward"}, {"memory.recompute": "block"}, {"memory.optimizer_state": "disk"}], ids=str)
+def test_sophias_estimate_is_the_same_by_every_memory_technique(changes):
+    plain = SOPHIA.replace({"optimizer.clip": 0.0, "optimizer.eps": 1e-6})
+    found = []
+    for config in (plain, plain.replace(changes)):
+        training = Training.build(config, data=RandomTokens(plain))
+        found.append([training.update(step).loss.item() for step in range(6)] + [t.sum().item() for t in training.model.parameters()])
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-4)
+
+
+def test_labels_are_drawn_as_often_as_they_are_probable():
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0]).expand(200_000, 4)
+    drawn = labels(logits, torch.rand(200_000, generator=torch.Generator().manual_seed(5)))
+    assert torch.allclose(drawn.bincount(minlength=4) / 200_000, logits[0].softmax(0), atol=0.005)
+    assert labels(logits[:2], torch.tensor([0.0, 1 - 2**-24])).tolist() == [0, 3]
+
+
+def test_sophias_flops_and_seconds_are_one_more_forward_and_backward_of_every_k():
+    counted = []
+    for name in ("adamw", "sophia"):
+        training = Training.build(config := SOPHIA.replace({"optimizer": name}), data=RandomTokens(config))
+        with FlopCounterMode(display=False) as counter:
+            for step in range(3):
+                training.update(step)
+        counted.append(counter.get_total_flops())
+    assert counted[1] == counted[0] * 4 / 3
+    time = step_time(config.replace({"optimizer.every": 5}), "h200")
+    rest = sum(row.seconds for row in time.rows if "optimizer" not in row.phases)
+    assert time["optimizer: drawn labels"].seconds == pytest.approx(rest / 5)
+    assert "runs forward and backward once more" in graphs.why_not(config, RECIPES["bf16"], torch.device("cuda"), 1)
+
+
 @pytest.mark.parametrize("changes", [{}, {"model.mlp": "swiglu", "model.kv_heads": 2}], ids=str)
-def test_soaps_flops_are_those_that_pytorch_counts(changes):
+@pytest.mark.parametrize("name", ["galore", "shampoo", "soap"])
+def test_flops_of_rules_are_those_that_pytorch_counts(name, changes):
     """Of `every` updates. The counter is told what it does not know: a product in place, and that a QR has 8/3 n^3 (Golub & Van Loan, section 5.2:
-    4/3 for R, and as many for Q)."""
-    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": "soap",
+    4/3 for R, and as many for Q), eigenvectors of a symmetric matrix 9 n^3 (8.3), and singular ones 6 m n^2 + 20 n^3 (8.6)."""
+    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 32, "global_batch": 2, "optimizer": name,
                                "optimizer.every": 3, "precision.recipe": "fp32", "system.device": "cpu"} | changes)
     training = Training.build(config, data=RandomTokens(config))
     training.forward_backward(training.batch(0))
     training.optimizer.step()
-    more = {torch.ops.aten.geqrf: lambda shape, **_: 8 * shape[0]**3 // 3, torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    more = {torch.ops.aten.geqrf: lambda shape, **_: 8 * shape[0]**3 // 3, torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1],
+            torch.ops.aten._linalg_eigh: lambda shape, *_, **__: 9 * shape[0]**3,
+            torch.ops.aten._linalg_svd: lambda shape, *_, **__: 6 * max(shape) * min(shape)**2 + 20 * min(shape)**3}
     with FlopCounterMode(display=False, custom_mapping=more) as counter:
         for _ in range(3):
             training.optimizer.step()
     said = optimizer_work(config)
     count = parameter_count(config.model)
     assert counter.get_total_flops() == pytest.approx(3 * said.flops * count, rel=1e-6) != 0
-    assert said.gathered == 2 and said.whole_bytes * count == sum(
-        t.nbytes for p, state in training.optimizer.state.items() for name, t in state.items() if name.startswith(("left", "right")))
+    whole = ("left", "right") if name != "galore" else ("exp_avg", "projection")
+    held = sum(t.nbytes for p, state in training.optimizer.state.items() for key, t in state.items()
+               if key.startswith(whole) and not training.optimizer.is_cut(p, key))
+    assert said.gathered == pytest.approx(OPTIMIZERS[name].gathers, rel=0.3) and round(said.whole_bytes * count) == held > 0
 
 
-@pytest.mark.parametrize("name", ["soap", "normuon"])
+@pytest.mark.parametrize("name", ["galore", "shampoo", "soap", "normuon"])
 def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
     """25 rows on two threads, 13 and 12; the same gradients; slots of other shapes whole on both."""
     w, rows, at, sent = two_sizes(torch.float32, ((25, 24),))[0].detach(), (slice(13), slice(13, 25)), threading.Barrier(2), [None, None]
-    row, settings = OPTIMIZERS[name], settings_of(name, **({"every": 2} if name == "soap" else {}))
+    row, settings = OPTIMIZERS[name], settings_of(name, **({"every": 2} if name != "normuon" else {}), **({"rank": 6} if name == "galore" else {}))
 
     class Cut(Parameter):
         def gather(self, t):
@@ -628,7 +760,7 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
 
     def run(parameter, mine):
         its = w[mine].clone()
-        slots = [torch.zeros(its.shape if (shape := slot.shape((25, 24))) is None else shape) for slot in row.slots]
+        slots = [torch.zeros(its.shape if (shape := slot.shape((25, 24), settings)) is None else shape) for slot in row.slots]
         for update in range(1, 8):
             row.load()(its, gradient(w, update)[mine], slots, settings, update, parameter)
         return its, slots
@@ -642,7 +774,7 @@ def test_ranks_with_rows_of_a_matrix_update_it_as_one_process_does(name):
         thread.join(60)
     assert torch.equal(torch.cat([its for its, _ in found]), whole) and not torch.equal(whole, w)
     for slot, one, *two in zip(row.slots, slots, *(of for _, of in found)):
-        assert all(torch.equal(t, one[mine] if slot.shape((25, 24)) is None else one) for t, mine in zip(two, rows))
+        assert all(torch.equal(t, one[mine] if slot.shape((25, 24), settings) is None else one) for t, mine in zip(two, rows))
 
 
 def test_muon_turns_singular_values_alone():
@@ -722,11 +854,11 @@ def test_a_told_rule_holds_what_its_row_says(told, name):
             optimizer.step()
     found = tracker.footprint()
     before = sum(found.most.get(one, 0) for one in ("weights", "gradients", "optimizer state"))
-    needed = update_bytes(row) * 256 * 512 + row.whole_bytes((256, 512))
+    needed = update_bytes(row) * 256 * 512 + row.whole_bytes((256, 512), row.settings)
     assert found.peak_bytes - before == pytest.approx(needed, rel=0.03)
     state = [t for t in optimizer.state[model.weight].values() if torch.is_tensor(t)]
-    assert [t.shape for t in state] == [slot.shape((256, 512)) or (256, 512) for slot in row.slots]
-    assert sum(t.numel() for t in state) == sum(row.state_numbers((256, 512)))
+    assert [t.shape for t in state] == [slot.shape((256, 512), row.settings) or (256, 512) for slot in row.slots]
+    assert sum(t.numel() for t in state) == sum(row.slot_numbers((256, 512), row.settings))
 
 
 def test_groups_by_name_have_rules_of_their_own(told):
@@ -771,7 +903,7 @@ def test_schedule_free_averages_what_moves():
 
 def test_a_slot_of_its_own_shape_is_whole_whatever_the_shape_of_a_rows_part(told, monkeypatch):
     """(n, n) beside a parameter (2n, n) has the shape of one of two ranks' rows, and beside (n, n) that of all: what is cut is declared."""
-    square = replace(OPTIMIZERS["adafactor"], slots=(Slot(name="right", shape=lambda p: p[-1:] * 2), Slot(name="exp_avg")))
+    square = replace(OPTIMIZERS["adafactor"], slots=(Slot(name="right", shape=lambda p, s: p[-1:] * 2), Slot(name="exp_avg")))
     monkeypatch.setitem(OPTIMIZERS, "square", square)
     rows = torch.nn.Parameter(torch.zeros(8, 8))
     optimizer = build({"w": rows}, replace(square.settings, name="square"), told=lambda name: Parameter(name, (16, 8)))

@@ -722,9 +722,9 @@ def test_toys_train_in_fp8(name, with_toys, tmp_path):
 @pytest.mark.parametrize("layout", [Layout(), Layout(shard=2, zero=1), Layout(shard=2, zero=2), Layout(shard=2, zero=3)], ids=str)
 def test_the_formula_of_a_toy_is_the_trace(name, layout, with_toys):
     """Its states to the byte (PyTorch's own Adam counts in 4 a parameter), the peak within 2%, or a doubt that names the trace. SOAP's first
-    update, which is traced, holds less than those that turn its bases."""
+    update, which is traced, holds less than those that turn its bases, and ZeRO 1's buffer of weights is gone when Shampoo takes a root."""
     config = with_toys.replace(toys.SAYS[name] | {"model.layers": 4, "model.width": 64, "model.heads": 4})
     traced = lpkit.predict_trace(config, layout.devices, layout=layout)
     there = memory(config, _cpu(), layout=layout, attention=traced.chosen["attention"].used)
     assert there.at(there.peak_moment)["optimizer state"] == pytest.approx(traced.rows["optimizer state"], rel=1e-9 if name in {*toys.RULES} - {"adam"} else 1e-3)
-    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt or name == "soap" else 0.02)
+    assert there.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in there.doubt or name in ("shampoo", "soap") else 0.02)

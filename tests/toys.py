@@ -53,6 +53,10 @@ SAYS = {    # what a Config says of each
     "lars": {"optimizer": "lars", "optimizer.lr": 10.0},
     "normuon": {"optimizer": "normuon"},
     "soap": {"optimizer": "soap", "optimizer.every": 2, "optimizer.clip": 0.0},
+    "shampoo": {"optimizer": "shampoo", "optimizer.every": 1},     # the second update, which is measured, takes roots too
+    "galore": {"optimizer": "galore", "optimizer.rank": 8, "optimizer.every": 2},
+    # a gradient that is rounding, as that of keys' biases, moves nothing far
+    "sophia": {"optimizer": "sophia", "optimizer.every": 2, "optimizer.eps": 1e-5},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
     "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},

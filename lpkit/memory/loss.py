@@ -50,11 +50,21 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
     """Mean nats per token, weighted where the batch has weights."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
+    targets = batch.targets
+    if targets.is_floating_point():
+        targets = labels(logits, targets)
     if batch.weights is None:
-        return cross_entropy(logits, batch.targets)
-    nats = functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(),
+        return cross_entropy(logits, targets)
+    nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(),
                                     reduction="none")
     return _mean(nats, batch.weights.flatten().float())
+
+
+def labels(logits: Tensor, at: Tensor) -> Tensor:
+    """Tokens that the model draws: those at quantiles (...) in [0, 1) of its logits (..., V)."""
+    sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
+    found = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
+    return found.clamp_(max=logits.shape[-1] - 1)
 
 
 def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractContextManager,
@@ -113,6 +123,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
         part = part.detach().requires_grad_()
         logits = head(part)
     g = logits.detach()
+    y = labels(g, y) if y.is_floating_point() else y
     nats.copy_(cross_entropy_(g, y, weights, by))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
         # as any backward: under autocast the gradients' products would be cast once more

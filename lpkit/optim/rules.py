@@ -20,6 +20,7 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
+    SophiaSettings,
 )
 
 Slots = list[Tensor]
@@ -71,3 +72,17 @@ def momentum(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, upd
 
 def sgd(w: Tensor, g: Tensor, slots: Slots, settings: OptimizerSettings, update: int) -> None:
     w.mul_(1 - settings.lr * settings.weight_decay).add_(g, alpha=-settings.lr)
+
+
+def sophia(w: Tensor, g: Tensor, slots: Slots, settings: SophiaSettings, update: int) -> None:
+    """No number moves by more than lr; it does where there is no curvature (Liu et al. 2023,
+    arXiv:2305.14342, algorithm 3)."""
+    m, h = slots
+    m.lerp_(g, 1 - settings.beta1)
+    step = (h * settings.gamma).clamp_(min=settings.eps).reciprocal_().mul_(m).clamp_(-1, 1)
+    w.mul_(1 - settings.lr * settings.weight_decay).sub_(step, alpha=settings.lr)
+
+
+def sophia_estimate(g: Tensor, slots: Slots, settings: SophiaSettings, labels: float) -> None:
+    """Algorithm 2, Gauss-Newton-Bartlett. g: of the mean loss over so many drawn labels."""
+    slots[1].lerp_(g.square().mul_(labels), 1 - settings.beta2)

@@ -95,6 +95,8 @@ class Stepper(torch.optim.Optimizer):
         self.number = {p: i for i, p in enumerate(parameters)}
         self.told = told or {p: Parameter("", tuple(p.shape)) for p in parameters}
         plain = not optimizers.find_format(moment_format).encoding_bytes
+        # how many labels an estimate drew, for the rules that asked for it; empty: an update
+        self.asking: Mapping[OptimizerSettings, float] = {}
         self.rule_of: dict[nn.Parameter, Rule] = {}
         self.choices: dict[str, Choice] = {}
         for of in dict.fromkeys(group["settings"] for group in self.param_groups):
@@ -114,10 +116,11 @@ class Stepper(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         work = []
         for group in self.param_groups:
-            work += [(p, group) for p in group["params"] if p.grad is not None]
+            work += [(p, group) for p in group["params"] if p.grad is not None
+                     and (not self.asking or self.rule_of[p].settings in self.asking)]
         fetched = self._fetch([p for p, _ in work])
         for tensors, (p, group) in zip(fetched, work):  # in this order: `fetched` ends itself
-            self.state[p]["update"] += 1
+            self.state[p]["update"] += not self.asking
             self._update(p, group, tensors, self.state[p]["update"])
 
     def _fetch(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
@@ -135,7 +138,7 @@ class Stepper(torch.optim.Optimizer):
     def is_cut(self, p: nn.Parameter, name: str) -> bool:
         """True if a tensor of the state of p has the rows of p; else it is whole on every rank."""
         return not any(name in (slot.name + suffix for suffix in self.codec.suffixes)
-                       and slot.shape(self.told[p].shape) is not None
+                       and slot.shape(self.told[p].shape, self.rule_of[p].settings) is not None
                        for slot in self.rule_of[p].row.slots)
 
     @torch.no_grad()
@@ -165,7 +168,7 @@ class Stepper(torch.optim.Optimizer):
             state["update"] = 0
             zeros = []
             for slot in slots:
-                shape = slot.shape(self.told[p].shape)
+                shape = slot.shape(self.told[p].shape, self.rule_of[p].settings)
                 like = p if shape is None else p.new_empty(shape)
                 zeros += self.codec.zeros(like, signed=slot.signed)
             for name, t in zip(names, zeros, strict=True):
@@ -186,10 +189,13 @@ class Stepper(torch.optim.Optimizer):
         slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
         told = (self.told[p],) if rule.row.told else ()
-        rule.function(w, p.grad.float(), slots, now, update, *told)
+        if self.asking:
+            resolve_name(rule.row.estimate)(p.grad.float(), slots, now, self.asking[rule.settings])
+        else:
+            rule.function(w, p.grad.float(), slots, now, update, *told)
         for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):
             self.codec.encode(part, moment, signed=slot.signed)
-        if drawing is not None:
+        if drawing is not None and not self.asking:
             p.copy_(to_bf16(w, drawing))
 
 

@@ -38,6 +38,7 @@ from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import (
+    optimizer_settings,
     optimizer_work,
     parameter_count,
     parameters,
@@ -54,7 +55,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
-from lpkit.techniques.optimizers import find
+from lpkit.techniques.optimizers import estimating, find
 from lpkit.techniques.row import Settings
 from lpkit.values import between
 
@@ -232,6 +233,10 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = rank.rows(moved, updating)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
+        for one in estimating(optimizer_settings(config, optimizer)):
+            again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / one.every
+            rows.append(TimeRow("optimizer: drawn labels", {"optimizer": again}, "forward and "
+                                f"backward, every {one.every} updates", find(one.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)

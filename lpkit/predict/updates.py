@@ -2,7 +2,7 @@
 and the shapes of parameters."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from lpkit.errors import ConfigError
@@ -24,7 +24,7 @@ def describe_state(name: str, moment_format: str = "float32") -> str:
     row, numbers = find(name), find_format(moment_format).numbers
     words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
     if row.slots and row.slots_per_number < 1:
-        return f"{numbers} moments of rows and of columns, and of each number of a vector"
+        return f"{numbers} moments of less than a matrix, and of each number of a vector"
     found = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
     return f"{found}, and those of other rules by name" if row.groups else found
 
@@ -39,17 +39,18 @@ def moved_bytes(row: Optimizer, moment_format: str = "float32") -> float:
     return 3 * FLOAT32 + 2 * row.state_bytes(moment_format)
 
 
-def update_bytes(row: Optimizer, moment_format: str = "float32",
-                 weight_bytes: int = FLOAT32, whole: float = 0.0) -> float:
+def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: int = FLOAT32,
+                 whole: float = 0.0, slots: Sequence[float] = ()) -> float:
     """Returns temporary bytes a number of the largest parameter, where it is updated by itself.
-    `whole`: what the rule holds of whole parameters.
+    `whole`: what the rule holds of whole parameters. `slots`: numbers of each, or a large matrix's.
 
     The slots are decoded; then come, one after the other, the rule, the encoding and, for a weight
     of 16 bits, the noise and the result of its rounding.
     """
     stored = find_format(moment_format)
-    decoded = FLOAT32 * row.slots_per_number if stored.encoding_bytes else 0
-    encoding = stored.encoding_bytes * min(1.0, row.slots_per_number)
+    slots = slots or [n / 4096**2 for n in row.slot_numbers((4096, 4096), row.settings)]
+    decoded = FLOAT32 * sum(slots) if stored.encoding_bytes else 0
+    encoding = stored.encoding_bytes * max(slots, default=0)
     working = row.temporary_bytes + whole
     if weight_bytes == FLOAT32:
         return decoded + max(working, encoding)
@@ -92,7 +93,8 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
             raise ConfigError(f"optimizer={rule.name} updates matrices, and {name} has the shape "
                               f"{p}; give it another rule, after the other ones of "
                               f"optimizer.groups: {name}:optimizer=adamw:lr_scale=0.05")
-        cut, whole = row.state_numbers(p)
+        whole = sum(row.slot_numbers(p, rule, math.inf))
+        cut = sum(row.slot_numbers(p, rule)) - whole
         flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and fused(name)))
         found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
     count = sum(map(math.prod, shapes.values()))
@@ -108,8 +110,9 @@ def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
     for name, rule in rules_of(shapes, settings).items():
         row, p = find(rule.name), shapes[name]
         parts, mine = matrices(p, row.matrices and fused(name)), math.prod(p) / shards
-        whole = max(map(row.whole_bytes, parts))
+        whole = max(row.whole_bytes(part, rule) for part in parts)
         if row.gathers and shards > 1:
             whole += FLOAT32 * (math.prod(p) + mine)
-        most = max(most, mine * update_bytes(row, moment_format, weight_bytes, whole / mine))
+        slots = [n / mine for n in row.slot_numbers(p, rule, shards)]
+        most = max(most, mine * update_bytes(row, moment_format, weight_bytes, whole / mine, slots))
     return most

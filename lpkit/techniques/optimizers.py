@@ -22,7 +22,7 @@ from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Shar
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
-LARGEST = 10_000        # side of a matrix that SOAP has a basis of
+LARGEST = 10_000        # side of a matrix that SOAP and Shampoo have a gram of
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 Shape = tuple[int, ...]
@@ -93,6 +93,25 @@ class SoapSettings(AdamWSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GaloreSettings(AdamWSettings):
+    lr: Positive = 1e-2
+    weight_decay: PositiveOrZero = 0.0
+    beta2: Rate = 0.999
+    rank: Count = 128       # of the projection, at most the shorter side
+    every: Count = 200      # the projection is renewed at every n-th update
+    scale: Positive = 0.25  # of the learning rate, for what is projected
+
+
+@dataclass(frozen=True, kw_only=True)
+class SophiaSettings(AdamWSettings):
+    beta1: Rate = 0.96
+    beta2: Rate = 0.99
+    eps: Positive = 1e-12
+    gamma: Positive = 0.05  # of the curvature: the larger, the fewer numbers are clipped
+    every: Count = 10       # the curvature is estimated after every n-th update
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdafactorSettings(OptimizerSettings):
     lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
     least: Positive = 1e-3
@@ -102,6 +121,14 @@ class AdafactorSettings(OptimizerSettings):
 @dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
     momentum: Rate = 0.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooSettings(MomentumSettings):
+    lr: Positive = 0.03
+    weight_decay: PositiveOrZero = 0.01
+    eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
+    every: Count = 10       # the roots are taken at every n-th update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +151,14 @@ class MomentFormat(Technique):
 class Slot:
     """State of a parameter, named as in checkpoints. Unsigned: never below 0.
 
-    `shape(p)` is the slot's shape, from that of the whole parameter. None: the parameter's own, and
-    ZeRO cuts the slot as it cuts the parameter. A slot of another shape is whole on every rank, and
-    one that a parameter does not need is (0,).
+    `shape(p, settings)` is the slot's shape, from that of the whole parameter. None: the
+    parameter's own, and ZeRO cuts the slot as it cuts the parameter. A slot of another shape is
+    whole on every rank, and one that a parameter does not need is (0,).
     """
 
     name: str
     signed: bool = True
-    shape: Callable[[Shape], Shape | None] = lambda p: None
+    shape: Callable[[Shape, Any], Shape | None] = lambda p, settings: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +167,11 @@ class Optimizer(Row):
 
     A rule that reads more than one number at a time is `told`: its sixth argument is the
     `contracts.Parameter` that it updates, of which ZeRO gives it rows. Of a whole parameter of
-    shape p it holds `whole_bytes(p)` for a while and has `flops(p, settings)` of matrices, on every
-    rank that has some of it; `gathers`: so often it asks for all rows of a matrix. `matrices`: it
-    updates those alone, each that is fused in p by itself. `groups` come before the settings'.
+    shape p it holds `whole_bytes(p, settings)` for a while and has `flops(p, settings)` of
+    matrices, on every rank that has some of it; `gathers`: so often it asks for all rows.
+    `matrices`: it updates those alone, each that is fused in p by itself. `groups` come before the
+    settings'. `estimate` is `f(g, slots, settings, labels)`: every `settings.every` updates it has
+    the gradients of labels that the model draws, by one more forward and backward.
 
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
@@ -161,11 +190,12 @@ class Optimizer(Row):
     one_pass: str = ""
     temporary_bytes: int = 0
     evaluated: str = ""
+    estimate: str = ""
     told: bool = False
     gathers: int = 0
     matrices: bool = False
     groups: tuple[str, ...] = ()
-    whole_bytes: Callable[[Shape], float] = lambda p: 0.0
+    whole_bytes: Callable[[Shape, Any], float] = lambda p, settings: 0.0
     flops: Callable[[Shape, Any], float] = lambda p, settings: 0.0
 
     @property
@@ -173,17 +203,15 @@ class Optimizer(Row):
         """True if bytes follow from the number of parameters alone."""
         return not self.told and all(slot.shape is Slot.shape for slot in self.slots)
 
-    def state_numbers(self, p: Shape) -> tuple[int, int]:
-        """Numbers of the slots that are cut with a parameter of shape p, and of those that are
-        not."""
-        shapes = [slot.shape(p) for slot in self.slots]
-        cut = math.prod(p) * shapes.count(None)
-        return cut, sum(math.prod(shape) for shape in shapes if shape is not None)
+    def slot_numbers(self, p: Shape, settings: Any, shards: int = 1) -> list[float]:
+        """Numbers of each slot of a parameter of shape p, on a rank that has 1 / shards of it."""
+        shapes = [slot.shape(p, settings) for slot in self.slots]
+        return [math.prod(p) / shards if shape is None else math.prod(shape) for shape in shapes]
 
     @property
     def slots_per_number(self) -> float:
         """Counts those of a large matrix."""
-        return sum(self.state_numbers((4096, 4096))) / 4096**2
+        return sum(self.slot_numbers((4096, 4096), self.settings)) / 4096**2
 
     def state_bytes(self, moment_format: str = "float32") -> float:
         """Per parameter, between updates."""
@@ -205,7 +233,7 @@ MOMENT_FORMATS = {
 MOMENTS = (Slot(name="exp_avg"), Slot(name="exp_avg_sq", signed=False))
 
 
-def _muon_bytes(p: Shape) -> float:
+def _muon_bytes(p: Shape, settings: OptimizerSettings) -> float:
     return FLOAT32 * (2 * math.prod(p) + min(p)**2)
 
 
@@ -219,6 +247,16 @@ def sides(p: Shape) -> list[int]:
     return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
 
 
+def _sums(p: Shape, i: int) -> Shape:
+    """Shampoo's sums of side i: a gram, or a diagonal of a vector's side and of one too long."""
+    return (sides(p)[i],) * 2 if sides(p)[i] else p[i:i + 1] or (0,)
+
+
+def _low(p: Shape, settings: GaloreSettings) -> Shape | None:
+    """GaLore's projected gradient; None: a vector, which has no projection."""
+    return (min(settings.rank, *p), max(p)) if len(p) == 2 else None
+
+
 BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
     "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
 
@@ -227,9 +265,9 @@ OPTIMIZERS = {
         why="Adam's step, by sums over rows and columns of a matrix's squares",
         source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), told=True,
         slots=tuple(Slot(name=name, signed=False, shape=shape) for name, shape in (
-            ("rows", lambda p: p[:1] if len(p) == 2 else (0,)),
-            ("columns", lambda p: p[1:] if len(p) == 2 else (0,)),
-            ("exp_avg_sq", lambda p: (0,) if len(p) == 2 else None))),
+            ("rows", lambda p, s: p[:1] if len(p) == 2 else (0,)),
+            ("columns", lambda p, s: p[1:] if len(p) == 2 else (0,)),
+            ("exp_avg_sq", lambda p, s: (0,) if len(p) == 2 else None))),
         temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.adafactor:adafactor"),
     "adam": Optimizer(
         why="AdamW, with the weight decay in the gradient",
@@ -243,16 +281,30 @@ OPTIMIZERS = {
         slots=MOMENTS,
         implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
         fused="lpkit.optim.rules:adamw_fused", one_pass="lpkit.optim.one_pass:chosen"),
+    "galore": Optimizer(
+        why="AdamW in the r directions in which a matrix's gradient is largest; others by AdamW",
+        source="Zhao et al. 2024, arXiv:2403.03507, algorithm 2", settings=GaloreSettings(),
+        slots=(*(replace(slot, shape=_low) for slot in MOMENTS), Slot(
+            name="projection", shape=lambda p, s: (min(p), min(s.rank, *p)) if p[1:] else (0,))),
+        groups=BY_ADAMW[:3], told=True, gathers=1,
+        # singular vectors; the projection, Adam's step and its root; that step and the whole one
+        whole_bytes=lambda p, s: FLOAT32 * max(
+            math.prod(p) + min(p)**2 * len(p[1:]), math.prod(p) + math.prod(_low(p, s) or (0,)),
+            3 * math.prod(_low(p, s) or (0,))),
+        # to the projection and back; singular vectors take 6 m n^2 + 20 n^3 (Golub & Van Loan)
+        flops=lambda p, s: len(p[1:]) * (4 * math.prod(p) * min(s.rank, *p) + (
+            6 * max(p) * min(p)**2 + 20 * min(p)**3) / s.every),
+        implementation="lpkit.optim.galore:galore"),
     "lamb": Optimizer(
         why="AdamW's step, made as long as lr times the norm of its parameter",
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
         settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
-        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.lamb:lamb"),
+        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.trust:lamb"),
     "lars": Optimizer(
         why="SGD with momentum, whose step is a share of the norm of its parameter",
         source="You et al. 2017, arXiv:1708.03888, algorithm 1", settings=LarsSettings(),
         slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
-        implementation="lpkit.optim.lars:lars"),
+        implementation="lpkit.optim.trust:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -274,31 +326,49 @@ OPTIMIZERS = {
         why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
         source="Li et al. 2025, arXiv:2510.05491, algorithm 1", settings=NorMuonSettings(),
         slots=(Slot(name="momentum_buffer"),
-               Slot(name="rows", signed=False, shape=lambda p: p[:1])),
+               Slot(name="rows", signed=False, shape=lambda p, s: p[:1])),
         groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.normuon:normuon"),
     "schedule-free": Optimizer(
         why="AdamW, and the average of its weights in place of a falling learning rate",
         source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
         slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False),
-               Slot(name="weight_sum", signed=False, shape=lambda p: (1,))),
+               Slot(name="weight_sum", signed=False, shape=lambda p, s: (1,))),
         temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.schedule_free:average",
         implementation="lpkit.optim.schedule_free:schedule_free"),
     "sgd": Optimizer(
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
         implementation="lpkit.optim.rules:sgd"),
+    "shampoo": Optimizer(
+        why="the gradient times the inverse fourth roots of its grams' sums, from both sides",
+        source="Gupta et al. 2018, arXiv:1802.09568, algorithm 1", settings=ShampooSettings(),
+        slots=(Slot(name="momentum_buffer"),
+               *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
+                   ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
+        told=True, gathers=1,
+        whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
+        # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
+        flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
+                            + 11 * sum(n**3 for n in sides(p)) / s.every),
+        implementation="lpkit.optim.shampoo:shampoo"),
     "soap": Optimizer(
         why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
         source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", settings=SoapSettings(),
-        slots=(*MOMENTS, *(Slot(name=name, shape=lambda p, i=i: (sides(p)[i],) * 2) for name, i in (
+        slots=(*MOMENTS, *(Slot(name=n, shape=lambda p, s, i=i: (sides(p)[i],) * 2) for n, i in (
             ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
         told=True, gathers=2, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p: FLOAT32 * max(2 * math.prod(p) * any(sides(p)), 2 * max(sides(p))**2),
+        whole_bytes=lambda p, s: 2 * FLOAT32 * max(math.prod(p) * any(sides(p)), max(sides(p))**2),
         # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
         flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
                             + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
         implementation="lpkit.optim.soap:soap"),
+    "sophia": Optimizer(
+        why="a momentum over the curvature that labels of the model's own show, clipped at lr",
+        source="Liu et al. 2023, arXiv:2305.14342, algorithm 3 (Sophia-G)",
+        slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)), temporary_bytes=FLOAT32,
+        settings=SophiaSettings(), estimate="lpkit.optim.rules:sophia_estimate",
+        implementation="lpkit.optim.rules:sophia"),
 }
 
 
@@ -400,3 +470,8 @@ def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, Opt
 def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
     """The settings of every rule, that of `settings` first."""
     return (settings, *(own for _, _, own in _groups(settings) if own))
+
+
+def estimating(settings: OptimizerSettings) -> list[OptimizerSettings]:
+    """The settings of the rules that estimate after the first update and every n-th from there."""
+    return [one for one in rules(settings) if find(one.name).estimate]

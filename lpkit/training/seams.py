@@ -78,7 +78,7 @@ def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
     g[:16] *= 100
 
     def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        w, shapes = w.clone(), [slot.shape(tuple(w.shape)) for slot in row.slots]
+        w, shapes = w.clone(), [slot.shape(tuple(w.shape), settings) for slot in row.slots]
         slots = [w.new_zeros(w.shape if shape is None else shape) for shape in shapes]
         for update in (1, 2):
             rule(w, g.clone(), slots, settings, update)

@@ -41,6 +41,7 @@ from lpkit.techniques.blocks import fused
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.optimizers import OptimizerSettings, estimating
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
@@ -105,6 +106,7 @@ class Training:
     # around the micro-batches of an update: casts of weights are kept meanwhile
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
+    estimating: list[OptimizerSettings]     # as `optimizers.estimating`
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
     executor: Executor = field(default_factory=Executor)
@@ -178,7 +180,7 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts, governors=governors,
+            cached_casts=cached_casts, governors=governors, estimating=estimating(config.optimizer),
             executor=Graphs() if decisions.choices["cuda_graphs"].used == ON else Executor())
 
     @property
@@ -207,13 +209,32 @@ class Training:
         with ExitStack() as stack:
             for watch in self.watchers:
                 stack.enter_context(watch(step))
-            loss = self.forward_backward(self.batch(step), phases=phases)
+            loss = self.forward_backward(batch := self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
+            if self.estimating:
+                self._estimate(step, batch)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
+
+    def _estimate(self, step: int, batch: Batch) -> None:
+        """Gives rules that ask for it the gradients of labels that the model draws, at quantiles
+        that follow from the seed and the update, whatever the ranks. It is never given up."""
+        if asking := [one for one in self.estimating if step % one.every == 0]:
+            draw = stepper.generator(torch.device("cpu"), self.config.seed, step)
+            world = self.ranks.world
+            drawn = torch.rand(world * len(batch.targets), *batch.targets.shape[1:], generator=draw)
+            labels = drawn.numel() if batch.weights is None else (
+                self.ranks.mean(batch.weights.sum()) * world)
+            self.optimizer.asking = dict.fromkeys(asking, labels)
+            batch = replace(batch, targets=drawn.chunk(world)[self.ranks.rank].to(self.device))
+            Executor().forward_backward(replace(self, objective=self.loss), batch,
+                                        phases=nullcontext)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.optimizer.asking = {}
 
     def _govern(self, moment: str, step: int) -> None:
         """`moment`: begin or end, of which a governor may have one."""

@@ -33,7 +33,15 @@ from lpkit.predict.params import optimizer_work, shapes
 from lpkit.predict.updates import matrices
 from lpkit.tables import FAINT, html_table
 from lpkit.techniques.blocks import fused
-from lpkit.techniques.optimizers import BLOCK, FLOAT32, OPTIMIZERS, Optimizer, find, rules_of
+from lpkit.techniques.optimizers import (
+    BLOCK,
+    FLOAT32,
+    OPTIMIZERS,
+    Optimizer,
+    estimating,
+    find,
+    rules_of,
+)
 from lpkit.timing import Watch
 from lpkit.training.training import Training
 from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
@@ -56,7 +64,7 @@ def count(config: Config, form: str = "") -> int:
     found, each = 0, shapes(config.model)
     for name, own in rules_of(each, config.optimizer).items():
         for slot in find(own.name).slots:
-            numbers = math.prod(slot.shape(each[name]) or each[name])
+            numbers = math.prod(slot.shape(each[name], own) or each[name])
             if form == "8 bits":
                 found += numbers + FLOAT32 * -(-numbers // BLOCK)
             else:
@@ -102,9 +110,14 @@ def flops(config: Config) -> float:
     return work.flops * parameter_count(config.model) if work else 0.0
 
 
+def drawn(config: Config) -> float:
+    """Returns the forwards and backwards of labels that the model draws, of those of an update."""
+    return sum(1 / one.every for one in estimating(config.optimizer))
+
+
 def overhead(config: Config) -> float:
     """Returns FLOPs of the update over those of forward and backward, all products counted."""
-    return flops(config) / training_flops(config.model, batch=config.global_batch)
+    return flops(config) / training_flops(config.model, batch=config.global_batch) + drawn(config)
 
 
 def published(config: Config) -> float:
@@ -114,7 +127,7 @@ def published(config: Config) -> float:
 
 # What a rule moves.
 
-PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd")
+PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd", "_linalg_eigh")
 
 
 class Passes(TorchDispatchMode):
@@ -144,7 +157,8 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
     operations of its update that are no products; of a square matrix, not its first update."""
     row, p = OPTIMIZERS[name], (side, side)
     settings, w, g = row.settings, torch.randn(p), torch.randn(p)
-    slots = [torch.zeros(p if (own := slot.shape(p)) is None else own) for slot in row.slots]
+    shapes = [slot.shape(p, settings) for slot in row.slots]
+    slots = [torch.zeros(p if own is None else own) for own in shapes]
     told = (Parameter("a", p),) if row.told else ()
     update = row.load()
     update(w, g, slots, settings, 1, *told)
@@ -279,8 +293,9 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
         numbers, whole = parameter_count(one), training_flops(one) * tokens / one.context
         for name in OPTIMIZERS:
             config = models[model].replace({"optimizer": name})
-            products = flops(config)
-            own[name] = (count(config) / numbers, (products + made[name] * numbers) / whole,
+            again = drawn(config)
+            products = flops(config) / whole + again
+            own[name] = (count(config) / numbers, products + made[name] * numbers / whole,
                          COLOURS[2 if products else 0])
         order = sorted(own, key=lambda name: own[name])
         colours = [own[name][2] for name in order]

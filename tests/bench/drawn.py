@@ -72,8 +72,10 @@ def _changes(draw: random.Random) -> dict[str, Any]:
          if row.assumed and not why_not(name, here)])
     changes |= _row(draw, "precision.recipe", RECIPES)
     changes |= _row(draw, "optimizer", OPTIMIZERS)
-    if changes["optimizer"] == "soap":
-        changes["optimizer.every"] = 1      # the update that is measured turns the bases, too
+    if changes["optimizer"] in ("galore", "shampoo", "soap"):
+        changes["optimizer.every"] = 1      # the update that is measured has all that comes every n-th
+    if changes["optimizer"] == "shampoo":
+        changes["model.vocab"] = min(changes["model.vocab"], 512)   # eigenvectors of 3,000 rows take 11 s of a core
     for f in fields(MemoryConfig):
         table = {name: row for name, row in f.metadata["table"].items()
                  if not getattr(row, "needs_compile", "")}
