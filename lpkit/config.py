@@ -135,7 +135,7 @@ class DataConfig(Group):
 
     # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
     source: Text = "python-stdlib"
-    tokenizer: str = "bytes"            # bytes, bpe (trained on the source), gpt2
+    tokenizer: str = "bytes"    # bytes, bpe (trained on the source), gpt2, or a folder's
     policy: Settings = one_of(POLICIES, "random-windows")
     # an .npy of a float for each training token, which comes with each batch; "": none
     scores: str = ""

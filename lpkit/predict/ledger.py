@@ -33,7 +33,7 @@ from lpkit.predict.updates import Work, describe_state, elementwise, whole_updat
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import fused
+from lpkit.techniques.operation import fused
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
+from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.operation import (
     FP32,
@@ -114,17 +115,10 @@ BLOCKS: dict[str, Kind] = {
 }
 
 
-def fused(m: Any, name: str) -> tuple[int, ...]:
-    """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
-    queries = m.H // m.G * m.E
-    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
-    return next((rows for end, rows in of.items() if name.endswith(end)), ())
-
-
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
-# initialised. Rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {}
+# initialised. Other rows come from outside (docs/own_technique.md).
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,5 +186,5 @@ def operations(s: MicroBatch) -> Operations:
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
-        ops = MODEL_CHANGES[change.name].operations(ops, s, change)
+        ops = MODEL_CHANGES[change.name].formula(ops, s, change)
     return ops

@@ -190,6 +190,13 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
               result_bytes=s.tokens * out * max(s.compute_bytes, s.operand_bytes or 0))
 
 
+def fused(m: Any, name: str) -> tuple[int, ...]:
+    """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
+    queries = m.H // m.G * m.E
+    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
+    return next((rows for end, rows in of.items() if name.endswith(end)), ())
+
+
 # Positions: operations outside the blocks.
 
 def learned(s: MicroBatch) -> Op:
