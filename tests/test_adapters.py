@@ -1,5 +1,7 @@
 """Adapters: what is trained, to the byte; the model that they begin as; the Linear that they equal."""
 
+import random
+
 import pytest
 import torch
 
@@ -97,3 +99,28 @@ def test_it_begins_from_a_run_and_resumes_bit_for_bit(name, tmp_path):
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
     kept = {name for name in load_latest(whole.checkpoints)[0].tensors if name.startswith("model/")}
     assert kept and not any(".base." in name or "norm" in name for name in kept)
+
+
+def drawn(seed):
+    """A config of any adapter, beside other techniques of memory and precision."""
+    rng = random.Random(seed)
+    name = rng.choice([*ADAPTERS])
+    heads = rng.choice([2, 4])
+    base = SMALL.replace({
+        "model.layers": rng.randint(1, 5), "model.width": 16 * heads * rng.randint(1, 3), "model.heads": heads, "model.kv_heads": rng.choice([None, 1, heads]),
+        "model.mlp": rng.choice(["gelu", "swiglu"]), "model.norm": rng.choice(["layernorm", "rmsnorm"]), "model.position": rng.choice(["learned", "rope"]),
+        "model.bias": rng.choice([True, False]), "model.tied": rng.choice([True, False]), "model.context": rng.choice([64, 128]),
+        "global_batch": 4, "grad_accum_steps": rng.choice([1, 2]), "precision.recipe": rng.choice(["fp32", "bf16", "fp8-tensorwise"]),
+        "memory.recompute": rng.choice(["none", "block"]), "memory.cross_entropy": rng.choice(["full", "chunked"]),
+        "memory.moment_format": rng.choice(["float32", "int8"]), "memory.param_dtype": rng.choice(["fp32", "fp32", "bf16"]),
+        "optimizer": rng.choice(["adamw", "lion", "momentum"])})
+    own = {key: value for key, value in {"rank": 16, "width": 32}.items() if key in OPTIONS[name]}
+    shared = {"shared": rng.choice([True, False])} if "rank" in own else {}
+    return base.replace({"model.changes": [{"name": name, **own, **shared}]})
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_peaks_of_drawn_configs(seed):
+    config = drawn(seed)
+    formula, trace = memory(config, _cpu()), lpkit.predict_trace(config)
+    assert formula.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.02), str(config.to_dict()["model"])

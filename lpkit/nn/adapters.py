@@ -40,9 +40,9 @@ class Lora(Adapter):
             nn.init.zeros_(one.weight)      # it begins as the model that it adapts
 
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
-        parts = self.A(x).chunk(len(self.B), dim=-1)
-        delta = [B(part) for B, part in zip(self.B, parts)]
-        return self.base(x) + self.scale * side_by_side(delta, self.groups, -1)
+        parts = (self.A(x) * self.scale).chunk(len(self.B), dim=-1)     # scaled where it is thin
+        delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
+        return delta.add_(self.base(x))     # in place: a third tensor of this size is not needed
 
     def delta(self) -> Tensor:
         parts = [B.weight.float() @ A for B, A in

@@ -7,15 +7,15 @@ from dataclasses import replace
 from lpkit.errors import ConfigError
 from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
 from lpkit.techniques.blocks import Operations
-from lpkit.techniques.operation import MicroBatch, Op, fused, linear
+from lpkit.techniques.operation import Hold, MicroBatch, Op, fused, linear
 
 
 def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iterable[Op]]
             ) -> Operations:
-    """All frozen, and behind each target what `new(op)` makes."""
+    """All frozen, and in place of each target what `new(op)` makes."""
     targets, block = adapted((op.name for op in ops.block if op.matmul), settings), []
     for op in ops.block:
-        block += [op.frozen, *(new(op) if op.matmul and op.name in targets else ())]
+        block += new(op) if op.matmul and op.name in targets else [op.frozen]
     return replace(ops, block=tuple(block), embed=ops.embed.frozen, head=ops.head.frozen,
                    positions=ops.positions.frozen, norm=ops.norm.frozen)
 
@@ -30,10 +30,11 @@ def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
         rows = () if settings.shared else fused(s.model, f"{op.name}.weight")
         rows, r = rows or (out,), settings.rank
         thin = linear(f"{op.name}.A", s, K, len(rows) * r, cut=op.cut, bias=False)
-        yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False)
+        yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input")
         for i, share in enumerate(rows):
             one = linear(f"{op.name}.B.{i}", s, r, out * share // sum(rows), cut=op.cut, bias=False)
-            yield replace(one, reads_residual=False, writes_residual=False)
+            yield replace(one, reads_residual=False, writes_residual=op.writes_residual)
+        yield replace(op.frozen, shares="output")
 
     return _beside(ops, settings, new)
 
@@ -45,9 +46,10 @@ def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> 
         wide = s.tokens * w * s.compute_bytes
         down = linear(f"{op.name}.down", s, out, w, cut="", bias=True)
         up = linear(f"{op.name}.up", s, w, out, cut="", bias=True)
+        yield op.frozen
         yield down
         yield Op(name=f"{op.name}.gelu", part="", saved_bytes=wide, saved_itemsize=s.compute_bytes,
-                 moved_bytes=2 * wide)
+                 moved_bytes=2 * wide, backward=(Hold(nbytes=wide, frees=1.0),))
         yield up
 
     return _beside(ops, settings, new)
@@ -58,9 +60,12 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
     def new(op: Op) -> Iterator[Op]:
         K, out = op.matmul
         queries = op.name == "attention.qkv"
-        numbers = out - s.model.H * s.model.E if queries else K
-        yield Op(name=f"{op.name}.scale", part=op.part, params=numbers,
-                 saved_bytes=s.tokens * numbers * s.compute_bytes, saved_itemsize=s.compute_bytes,
-                 moved_bytes=2 * s.tokens * numbers * s.compute_bytes)
+        numbers, whole = (out - s.model.H * s.model.E, out) if queries else (K, K)
+        scaled, saved = (s.tokens * n * s.compute_bytes for n in (numbers, whole))
+        # gradients of both factors, and keys and values beside the queries' again
+        hold = Hold(nbytes=2 * scaled + saved * queries, frees=1.0)
+        scale = Op(name=f"{op.name}.scale", part=op.part, params=numbers, saved_bytes=saved,
+                   saved_itemsize=s.compute_bytes, moved_bytes=2 * scaled, backward=(hold,))
+        yield from (op.frozen, scale) if queries else (scale, op.frozen)
 
     return _beside(ops, settings, new)

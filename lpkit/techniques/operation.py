@@ -70,6 +70,8 @@ class Op:
     trained: bool = True                    # its parameters have gradients and optimizer states
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
+    # a side whose gradient is there for another Linear, too: it adds to that one's, or leaves it
+    shares: Literal["", "input", "output"] = ""
 
     @functools.cached_property
     def weights(self) -> int:
