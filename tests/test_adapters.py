@@ -112,15 +112,22 @@ def drawn(seed):
         "model.bias": rng.choice([True, False]), "model.tied": rng.choice([True, False]), "model.context": rng.choice([64, 128]),
         "global_batch": 4, "grad_accum_steps": rng.choice([1, 2]), "precision.recipe": rng.choice(["fp32", "bf16", "fp8-tensorwise"]),
         "memory.recompute": rng.choice(["none", "block"]), "memory.cross_entropy": rng.choice(["full", "chunked"]),
-        "memory.moment_format": rng.choice(["float32", "int8"]), "memory.param_dtype": rng.choice(["fp32", "fp32", "bf16"]),
+        "memory.moment_format": rng.choice(["float32", "int8"]),
         "optimizer": rng.choice(["adamw", "lion", "momentum"])})
+    if base.precision.recipe.name != "fp32":
+        base = base.replace({"memory.param_dtype": rng.choice(["fp32", "bf16"])})
     own = {key: value for key, value in {"rank": 16, "width": 32}.items() if key in OPTIONS[name]}
     shared = {"shared": rng.choice([True, False])} if "rank" in own else {}
     return base.replace({"model.changes": [{"name": name, **own, **shared}]})
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("seed", range(40))
 def test_peaks_of_drawn_configs(seed):
+    """In 8 bits the formula says a doubt, and how far it was off."""
     config = drawn(seed)
     formula, trace = memory(config, _cpu()), lpkit.predict_trace(config)
-    assert formula.peak_bytes == pytest.approx(trace.peak_bytes, rel=0.02), str(config.to_dict()["model"])
+    low = config.precision.recipe.name == "fp8-tensorwise"
+    assert ("an adapter's forward pass in low precision" in formula.doubt) == low
+    least, most = (-0.15, 0.04) if low else (-0.02, 0.02)
+    assert least < formula.peak_bytes / trace.peak_bytes - 1 < most, str(config.to_dict()["model"])

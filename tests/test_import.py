@@ -106,9 +106,9 @@ def test_a_run_begins_from_it_with_its_tokenizer(tmp_path, tokenizer):
     run = train(config, out=tmp_path / "run")
     assert run.identity["start"] and run.identity["tokenizer"] == base.identity["tokenizer"]
     assert run.tokenizer["end"] == 0
-    with pytest.raises(ConfigError, match="has another tokenizer, .*set data.tokenizer=.*base, which is that run's"):
+    with pytest.raises(ConfigError, match=r"has another tokenizer, .*set data.tokenizer=.*base, which is that run's"):
         train(config.replace({"data.tokenizer": "bytes"}), out=tmp_path / "other")
-    with pytest.raises(ConfigError, match="was imported, and has no optimizer states to go on with; begin another run from it: start.run="):
+    with pytest.raises(ConfigError, match=r"was imported, and has no optimizer states to go on with; begin another run from it: start.run="):
         train(base.config, out=base.path, resume=True)
 
 

@@ -10,7 +10,7 @@ unpickled or executed. --check reads the headers alone and writes nothing.
 
 from argparse import ArgumentParser, Namespace
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, opened
 from lpkit.errors import ConfigError, named
 
 
@@ -19,12 +19,16 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
                         help="for a folder without a tokenizer.json: bytes or gpt2")
+    parser.add_argument("--base", type=a_folder, metavar="RUN",
+                        help="the run that FOLDER, an adapter of peft, adapts")
     parser.add_argument("--check", action="store_true", help="say what is there, and write nothing")
 
 
 def run(args: Namespace) -> dict:
     if not (args.out or args.check):
         raise ConfigError("lpkit import needs --out DIR, a new folder, or --check")
+    if args.base:
+        return _adapter(args)
     from lpkit.training.imported import bring, planned  # imports torch
 
     plan = planned(args.folder, args.tokenizer)
@@ -37,7 +41,21 @@ def run(args: Namespace) -> dict:
             "param_dtype": plan.config.memory.param_dtype.name}
 
 
+def _adapter(args: Namespace) -> dict:
+    if not args.out:
+        raise ConfigError("lpkit import --base needs --out DIR, a new folder")
+    base = opened(args.base)
+    from lpkit.training.adapted import bring_adapter  # imports torch
+
+    [row] = bring_adapter(args.folder, base, args.out).config.model.changes
+    return {"folder": str(args.folder), "run_dir": str(args.out), "base": str(args.base),
+            "rank": row.rank, "alpha": row.alpha, "targets": list(row.targets)}
+
+
 def text(result: dict) -> str:
+    if "base" in result:
+        return (f"{named(result['run_dir'])}: LoRA of rank {result['rank']} on "
+                f"{', '.join(result['targets'])} of {named(result['base'])}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")

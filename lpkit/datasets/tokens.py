@@ -31,7 +31,7 @@ from lpkit.datasets.prepared import (
     open_tokens,
 )
 from lpkit.datasets.tokenizers import builder, identity
-from lpkit.errors import ConfigError, DamagedError, named, pick, shown
+from lpkit.errors import ConfigError, DamagedError, named, shown
 from lpkit.values import Count, Folder, checked
 
 

@@ -14,7 +14,9 @@ from lpkit.techniques.operation import fused
 
 
 class Adapter(nn.Module):
-    """Around a Linear, which is frozen."""
+    """Around a Linear, which is frozen. `merges`: one Linear computes the same."""
+
+    merges = True
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -54,7 +56,9 @@ class Lora(Adapter):
 
 
 class Bottleneck(Adapter):
-    """y = z + up(gelu(down(z))), z = W x + b: no Linear is the same."""
+    """y = z + up(gelu(down(z))), z = W x + b."""
+
+    merges = False
 
     def __init__(self, base: nn.Linear, width: int):
         super().__init__(base)

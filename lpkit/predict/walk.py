@@ -59,7 +59,7 @@ class Walk(Device):
         for name, number in (("first", 0), ("last", -1)):
             if name in self.plain:
                 self.blocks[number] = as_it_is
-        self.unsaved = self.first_saves_less() if embeds and 0 not in self.again else 0.0
+        self.unsaved = self.first_saves_less() if embeds else 0.0
         self.walk()
 
     def first_saves_less(self) -> float:
@@ -75,8 +75,13 @@ class Walk(Device):
         names = {op.name for op in below}
         self.blocks[0] = less = copy.copy(first)
         less.saved = {name: n for name, n in first.saved.items() if name not in names}
-        if first.copied_bytes:
+        if first.low:
+            less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
+        else:
             less.copied_bytes -= self.copies(sum(op.weights for op in below) / self.tensor)
+        if 0 in self.again:             # whose input is there already
+            less.saved[below[0].name] = self.stream
+            return 0.0
         return sum(first.saved.values()) - sum(less.saved.values())
 
     @property
@@ -127,7 +132,7 @@ class Walk(Device):
                 copies += block.copied_bytes
                 casts += block.low_bytes
             elif not self.widened:
-                cached += block.copied_bytes
+                cached += 0.0 if block.low else self.copies(self.ops.trained_weights / self.tensor)
         self.add(COPIES, copies)
         self.add(LOW, casts)
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last

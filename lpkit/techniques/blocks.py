@@ -6,9 +6,8 @@ is one more row here, and a module that its row names; nothing else changes.
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
 
 from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.attention import OPERATIONS
@@ -33,15 +32,20 @@ def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size."""
+    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size,
+    one of them for the gradient of its gain."""
     stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
     if s.kind == "gpu" and not s.norms_written_out:
-        saved, backward = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
-    else:
-        saved = 2 * wide + s.tokens * FP32
-        backward = (Hold(nbytes=2 * wide, frees=wide / saved),
-                    Hold(nbytes=(3 if residual else 4) * wide, frees=1 - wide / saved))
-    return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
+        return _norm(name, s, params=s.model.D, saved=stream + s.tokens * FP32,
+                     backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
+
+    def written_out(gain: bool) -> Op:
+        saved = (1 + gain) * wide + s.tokens * FP32
+        backward = (Hold(nbytes=(1 + gain) * wide, frees=gain * wide / saved),
+                    Hold(nbytes=(3 if residual else 4) * wide, frees=1 - gain * wide / saved))
+        return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
+
+    return replace(written_out(True), if_frozen=written_out(False))
 
 
 def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tuple[Hold, ...],

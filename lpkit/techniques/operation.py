@@ -70,6 +70,7 @@ class Op:
     trained: bool = True                    # its parameters have gradients and optimizer states
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
+    if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
     # a side whose gradient is there for another Linear, too: it adds to that one's, or leaves it
     shares: Literal["", "input", "output"] = ""
 
@@ -81,7 +82,8 @@ class Op:
     @property
     def frozen(self) -> "Op":
         """The same without gradients of its parameters; a Linear then saves no input."""
-        return replace(self, trained=False, saved_bytes=0 if self.matmul else self.saved_bytes)
+        op = self.if_frozen or self
+        return replace(op, trained=False, saved_bytes=0 if op.matmul else op.saved_bytes)
 
     def seeing(self, *shares: float) -> "Op":
         """The same where blocks see these shares of the tokens. It has their average, since a model

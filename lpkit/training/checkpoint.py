@@ -29,6 +29,7 @@ FORMAT = 3
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
 EVALUATED = "evaluated/"            # weights that evaluation reads in place of the trained ones
+Write = Callable[[Path, Mapping[str, Tensor]], None]
 WEIGHTS = ("model/", EVALUATED)     # what a model is made of that is not trained on
 
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
          keep: int, run: str = "", lines: Mapping[str, Any] | None = None,
-         write: Callable[[Path, Mapping[str, Tensor]], None] = shards.save) -> Path:
+         write: Write = shards.save) -> Path:
     """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
     `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0. `write`
     puts the tensors into a folder, in `shards.file_names`.

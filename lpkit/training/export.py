@@ -8,6 +8,7 @@ is not in the file: transformers ties it again, and a tensor that is there twice
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -15,21 +16,24 @@ from safetensors.torch import save_file
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.files import own_folder, whole_folder
-from lpkit.training import checkpoint, families
+from lpkit.training import adapted, checkpoint, families
 from lpkit.training.runs import Run
 from lpkit.values import Folder, Place, checked
 
 
 @checked
-def export(run: Run | Place, out: Folder) -> Path:
+def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     """Write the newest good weights of a run, in float32 or as it keeps them, and its tokenizer
     where that is one of the `tokenizers` library; of bytes there is none elsewhere.
+
+    Adapters are merged into the matrices that they adapt; with `adapter` they alone are written, as
+    peft reads them.
 
     Raises ConfigError for a model that transformers does not have, a run without a checkpoint, and
     a folder that is there already.
     """
     run, out = run if isinstance(run, Run) else Run.open(run), Path(out)
-    m = run.config.model
+    m = replace(run.config.model, changes=()) if run.config.model.changes else run.config.model
     kind = families.of_model(m)
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
@@ -39,9 +43,14 @@ def export(run: Run | Place, out: Folder) -> Path:
         raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
-    ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias"))}
+    ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias", ".scale"))}
     own_folder(out.parent)
+    if run.config.model.changes and not adapter:
+        m, ours = adapted.merged(run, ours)
     with whole_folder(out) as folder:
+        if adapter:
+            adapted.save_adapter(run, ours, folder)
+            return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
         if library := run.tokenizer.get("model"):

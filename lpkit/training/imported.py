@@ -113,22 +113,31 @@ def parameters(model: Any) -> dict[str, Tensor]:
 
 def bring(plan: Plan, out: Path) -> Run:
     """Writes the run. Raises ConfigError for an `out` that is there."""
-    if out.exists():
-        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
-    who = runs.identify(plan.config, {}, plan.tokenizer, born=uuid4().hex, start="")
-    mark = who["run"][:records.MARK_DIGITS]
     groups: dict[str, list[str]] = {}
     for name in plan.ours:
         groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
                           ).append(name)
+    return written(plan.config, plan.tokenizer, out, tensors={},
+                   write=lambda folder, _: shards.save_whole(
+                       folder, len(groups), map(_of_model, map(plan.read, groups.values()))))
+
+
+def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
+            tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
+    """A run that was trained elsewhere, whole or not at all: its weights at step 0, and no states
+    of an optimizer. Raises ConfigError for an `out` that is there."""
+    if out.exists():
+        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+    tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
+    who = runs.identify(config, {}, tokenizer, born=uuid4().hex, start=start)
+    mark = who["run"][:records.MARK_DIGITS]
     files.own_folder(out.parent)
     with files.whole_folder(out) as folder:
-        checkpoint.save(folder / runs.CHECKPOINTS, 0, {}, {"optimizer": {}}, keep=1, run=who["run"],
-                        write=lambda folder, _: shards.save_whole(
-                            folder, len(groups), map(_of_model, map(plan.read, groups.values()))))
-        records.write(folder / runs.TOKENIZER, {**plan.tokenizer, records.RUN: mark})
+        checkpoint.save(folder / runs.CHECKPOINTS, 0, tensors, {"optimizer": {}}, keep=1,
+                        run=who["run"], write=write)
+        records.write(folder / runs.TOKENIZER, {**tokenizer, records.RUN: mark})
         records.write(folder / runs.IDENTITY, who)
-        files.write_atomically(folder / runs.CONFIG, runs.sealed_yaml(plan.config, mark))
+        files.write_atomically(folder / runs.CONFIG, runs.sealed_yaml(config, mark))
         run = Run.open(folder)
         records.write(folder / runs.SUMMARY, runs.results(run) | {
             "status": "imported", "run_dir": str(out), records.RUN: mark,
