@@ -1,5 +1,6 @@
 """`lpkit claim`: statistics against independent values, what a file is refused for, and that nothing is lost or done twice."""
 
+import contextlib
 import json
 import math
 import os
@@ -8,13 +9,16 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import plotly.graph_objects as go
 import psutil
 import pytest
 import yaml
 
+from lessons import l19_is_it_progress as lesson
 from lpkit import cli
 from lpkit.claims import protocol, referee, runs, settle
 from lpkit.errors import ConfigError, RunFailedError
@@ -171,7 +175,10 @@ WRONG = [
     ({"sigma": 0.1}, "give seeds: 6, or a larger effect"),
     ({"seeds": 2}, "seeds must be from 3 to 1,000, got 2"),
     ({"effect": 1.5}, "effect must be above 0 and below 1"),
-    ({"budget": {"joules": 3}}, "budget must be {steps: 300} or {flops: 1e13}"),
+    ({"budget": {"watts": 3}}, "budget must be {steps: 300}, {flops: 1e13}, {seconds: 30} or {joules: 500}, got {'watts': 3}"),
+    ({"budget": {"seconds": 3, "joules": 3}}, "budget must be {steps: 300}, {flops: 1e13}, {seconds: 30} or {joules: 500}"),
+    ({"budget": {"seconds": -1}}, "budget.seconds must be positive, got -1"),
+    ({"budget": {"joules": "a few"}}, "budget.joules must be a number, got 'a few'"),
     ({"budget": {"flops": 10}}, "budget.flops=10 must be a step of adamw or more"),
     ({"budget": {"steps": 0}}, "steps must be positive"),
 ]
@@ -186,6 +193,18 @@ def test_a_file_is_refused_in_one_sentence_before_any_run(changes, said, tmp_pat
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("lpkit: ") and said in err, err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_imports_nothing_by_itself(tmp_path, monkeypatch, capsys):
+    """As docs/own_technique.md promises of files: who trusts a module says so."""
+    (tmp_path / "strangers_rows.py").write_text("raise SystemError('it ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "imports='strangers_rows': a file imports nothing by itself"
+    for changes in ({"settings": TINY["settings"] | {"imports": ["strangers_rows"]}}, {"settings": TINY["settings"] | {"imports": "strangers_rows"}},
+                    {"arms": {"a": {}, "b": {"imports": ["strangers_rows"]}}}, {"tuning": TINY["tuning"] | {"imports": [["strangers_rows"], []]}}):
+        assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out")]) == 2
+        assert said in capsys.readouterr().err
+    assert "strangers_rows" not in sys.modules
 
 
 @pytest.mark.parametrize("text", ["", "- a", "a: [", "3"])
@@ -203,16 +222,38 @@ def test_flops_give_each_arm_its_own_steps():
     assert claim().config("lion").steps == 4
 
 
+def test_flops_of_a_step_are_counted_by_torch_and_by_hand():
+    """The model's by torch's own counter; Muon's five Newton-Schulz steps of each matrix, which no counter of products of the model sees."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from lpkit.training.training import Training
+
+    adamw, muon = (claim(arms={"adamw": {}, "muon": {"optimizer": "muon"}}).config(arm) for arm in ("adamw", "muon"))
+    training = Training.build(adamw.replace({"system.attention": "plain"}))
+    with FlopCounterMode(display=False) as counter:
+        training.loss(training.model, training.data.batch(0)).backward()
+    assert protocol.step_flops(adamw) == counter.get_total_flops()
+
+    def orthogonalised(*shape):
+        """x (a, b), a <= b: X X^T, A A, and B X, each a multiply and an add."""
+        a, b = sorted(shape)
+        return 5 * 2 * (a * b * a + a * a * a + a * a * b)
+
+    hidden = 4 * orthogonalised(32, 32) + 2 * orthogonalised(32, 128)      # q, k, v, projection; up, down
+    assert protocol.step_flops(muon) - protocol.step_flops(adamw) == pytest.approx(hidden)
+
+
 # the verdict, with losses that are made up
 
-def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0):
-    """`losses(config)`; says what was run, too."""
+def settled(losses, changes=None, null=False, seconds=lambda arm: 1.0, joules=None):
+    """`losses(config)`; says what was run, too. `seconds`, `joules`: of a step, by the optimizer's name."""
     asked, said = [], []
 
     def finished(what, configs):
         asked.append((what, len(configs)))
         return [{"name": runs.records.digest(config.to_dict()), "val_loss": losses(config), "seconds": 2.0, "energy_wh": None,
-                 "step_seconds": seconds(config.optimizer.name), "error": "loss=nan"} for config in configs]
+                 "step_seconds": seconds(config.optimizer.name), "step_joules": joules and joules(config.optimizer.name),
+                 "error": None if losses(config) else "loss=nan"} for config in configs]
 
     return settle.Settling(claim(**changes or {}), finished, said.append).settle(null), asked, said
 
@@ -262,6 +303,78 @@ def test_a_slower_arm_must_win_at_equal_seconds():
     assert settled(noisy, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))[0]["verdicts"][0]["equal_seconds"]["survives"]
 
 
+def test_equal_flops():
+    """Muon, whose products are dear beside so small a batch, wins by steps, and not by FLOPs."""
+    arms = {"arms": {"adamw": {"optimizer": "adamw"}, "muon": {"optimizer": "muon"}}, "budget": {"steps": 40}}
+    cost = {arm: protocol.step_flops(claim(**arms).config(arm)) for arm in ("adamw", "muon")}
+    fewer = int(40 / (cost["muon"] / cost["adamw"]))
+    assert 1 < fewer < 39
+
+    def losses(config):
+        gain = 0.97 if config.optimizer.name == "muon" and config.steps == 40 else 1
+        return gain * noisy(config)
+
+    found, asked, _ = settled(losses, SEES | arms)
+    [verdict] = found["verdicts"]
+    assert verdict["verdict"] == "better" and verdict["step_flops"] == cost and verdict["equal_seconds"]["survives"]
+    equal = verdict["equal_flops"]
+    assert equal["steps"] == fewer and not equal["survives"] and asked[-1][0] == f"muon in {fewer} steps"
+    assert f"it stays so (its steps take no longer), at equal FLOPs that is not seen ({fewer} steps" in verdict["sentence"]
+    # the other way round the better arm has fewer of them, and nothing more is run
+    lost, asked, _ = settled(lambda config: noisy(config) * (1.03 if config.optimizer.name == "muon" else 1), SEES | arms)
+    assert lost["verdicts"][0]["equal_flops"] == {"ratio": cost["adamw"] / cost["muon"], "steps": 40, "survives": True}
+    assert "steps" not in asked[-1][0] and "at equal FLOPs it stays so (it has no more)" in lost["sentence"]
+    # Lion's FLOPs are AdamW's: skipped, and not in the sentence
+    same, _, _ = settled(noisy, SEES)
+    assert same["verdicts"][0]["equal_flops"] == {"ratio": 1.0, "steps": 4, "survives": True} and "FLOPs" not in same["sentence"]
+
+
+def test_three_kinds_of_budget_give_each_arm_its_own_steps():
+    slow = {"lion": 0.5}
+    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, seconds=lambda name: slow.get(name, 0.25))
+    [verdict] = found["verdicts"]
+    assert asked[0] == ("what a step costs", 6) and verdict["steps"] == {"adamw": 40, "lion": 20}
+    assert verdict["equal_seconds"]["ratio"] == 1 and verdict["equal_flops"]["ratio"] == 0.5
+    assert "20 steps and 40, " in verdict["sentence"]
+    found, asked, _ = settled(noisy, SEES | {"budget": {"joules": 10}}, joules=lambda name: slow.get(name, 0.25))
+    assert found["verdicts"][0]["steps"] == {"adamw": 40, "lion": 20}
+    assert asked[:6] == [("what a step costs", 1)] * 6, "a meter counts what runs beside a run"
+    found, asked, _ = settled(noisy, SEES | {"budget": {"seconds": 10}}, null=True)
+    assert asked[0] == ("what a step costs", 3) and found["verdicts"][0]["steps"] == {"adamw": 10, "adamw again": 10}
+
+
+def test_what_is_tuned_and_slows_a_step_has_steps_of_its_own():
+    """The mean of three runs whose seconds differ is none of them; rate and decay have no runs of their own."""
+    rounds = iter(range(100))
+    grid = {**TINY["tuning"], "model.mlp_width": [64, 128]}
+    made = claim(tuning=grid, budget={"seconds": 10})
+    by_width = {64: 0.2, 128: 0.4}
+    seen = []
+
+    def finished(what, configs):
+        seen.extend((what, config.model.mlp_width, config.steps) for config in configs)
+        return [{"name": str(next(rounds)), "val_loss": noisy(config), "seconds": 1, "energy_wh": None, "error": None,
+                 "step_seconds": by_width.get(config.model.mlp_width, 0.5)} for config in configs]
+
+    settle.Settling(made, finished, lambda line: None).settle(null=False)
+    metered = [one for one in seen if one[0] == "what a step costs"]
+    assert len(metered) == 3 * 2 * 3 and {steps for _, _, steps in metered} == {protocol.METERED_STEPS}, "as it is, and both widths"
+    assert {(width, steps) for what, width, steps in seen if what == "tuning"} == {(64, 50), (128, 25)}
+    assert {steps for what, width, steps in seen if what == "pilot"} == {20}
+
+
+def test_a_budget_that_no_meter_tells_is_refused_with_what_to_use_instead():
+    asked = []
+    with pytest.raises(ConfigError, match=r"budget.joules=500 needs the joules of a step, which a run here does not tell \(it finds no meter: .*\); "
+                                          r"give budget: \{seconds: 30\}"):
+        settled(lambda config: asked.append(config) or 2.0, {"budget": {"joules": 500}})
+    assert len({id(one) for one in asked}) == 1, "by one short run"
+    with pytest.raises(ConfigError, match=r"budget.seconds=0.1 must be a step of lion or more \(0.5 seconds\)"):
+        settled(noisy, {"budget": {"seconds": 0.1}}, seconds=lambda name: {"lion": 0.5}.get(name, 0.01))
+    with pytest.raises(ConfigError, match=r"does not tell \(loss=nan\)"):
+        settled(lambda config: None, {"budget": {"joules": 500}})
+
+
 def test_an_arm_against_itself_has_other_seeds():
     found, asked, _ = settled(noisy, SEES, null=True)
     [verdict] = found["verdicts"]
@@ -290,6 +403,69 @@ def test_three_arms_share_the_error():
     found, _, _ = settled(noisy, SEES | {"arms": arms})
     assert [one["arm"] for one in found["verdicts"]] == ["lion", "again"]
     assert claim(arms=arms).level == pytest.approx(claim().level / 2)
+
+
+# a verdict, from its file alone
+
+def filed(folder, losses=noisy, **changes):
+    """Settles a claim of made-up losses and writes its verdict, as the command does."""
+    found, _, _ = settled(losses, SEES | changes)
+    path = folder / "lion.verdict"
+    runs.records.write(path, found | {"command": "lpkit claim lion.yaml"})
+    return path, found
+
+
+def test_a_verdict_is_replayed_from_its_file_alone(tmp_path):
+    path, found = filed(tmp_path)
+    again = lesson.replayed(path)
+    assert again["sentence"] == found["sentence"] and again["command"] == "lpkit claim lion.yaml"
+    [verdict] = again["verdicts"]
+    assert settle.sentence(protocol.Claim(**again["claim"]), verdict, again["tuning"]["runs"]) == found["sentence"]
+    assert protocol.Claim(**again["claim"]) == claim(**SEES), "and by whoever has not its file"
+    path.write_text(path.read_text().replace('"better"', '"worse"'))
+    with pytest.raises(ConfigError, match="does not match its checksum"):
+        lesson.replayed(path)
+    verdict["losses"]["lion"][0] *= 1.01
+    runs.records.write(path, again)
+    with pytest.raises(ConfigError, match=r"and its losses give .*; settle it anew: lpkit claim lion.yaml"):
+        lesson.replayed(path)
+
+
+def test_the_figure_of_a_verdict_has_its_numbers(tmp_path):
+    def slow(config):
+        return noisy(config) * (1.5 if config.steps < 4 else 1)
+
+    found, _, _ = settled(slow, SEES, seconds=lambda name: {"lion": 1.4}.get(name, 1.0))
+    [verdict] = found["verdicts"]
+    spec = lesson.verdict_figure(json.loads(json.dumps(found)))
+    pairs, gains, *_ = spec["data"]
+    assert gains["x"] == [100 * verdict["gain"], 100 * verdict["equal_seconds"]["gain"]]
+    assert gains["y"] == ["lion beside adamw", "lion, equal seconds<br>(2 steps)"]
+    for i, one in enumerate((verdict, verdict["equal_seconds"])):
+        low, high = one["interval"]
+        assert gains["x"][i] + gains["error_x"]["array"][i] == pytest.approx(100 * high)
+        assert gains["x"][i] - gains["error_x"]["arrayminus"][i] == pytest.approx(100 * low)
+    assert len(pairs["x"]) == verdict["seeds"] and statistics.fmean(pairs["x"]) == pytest.approx(100 * verdict["gain"], abs=0.01)
+    boxes = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
+    assert spec["layout"]["yaxis"]["categoryarray"] == gains["y"] and [shape["y0"] for shape in boxes] == [-0.4, 0.6], "its place is its row"
+    assert [shape["x1"] for shape in boxes] == [100 * one["could_see"] for one in (verdict, verdict["equal_seconds"])]
+    lines = {shape["x0"] for shape in spec["layout"]["shapes"] if shape["type"] == "line"}
+    assert lines == {0, 2, -2}, "the effect of interest"
+    go.Figure(json.loads(json.dumps(spec, allow_nan=False)))
+
+
+def test_a_gain_in_the_figure_is_that_of_the_arm_named_first():
+    """Lion is worse and its steps are quick: AdamW runs again, in fewer steps."""
+    found, _, _ = settled(lambda config: noisy(config) * (1.06 if config.optimizer.name == "lion" else 1), SEES,
+                          seconds=lambda name: {"lion": 0.5}.get(name, 1.0))
+    gains = lesson.verdict_figure(found)["data"][1]
+    assert gains["y"] == ["lion beside adamw", "adamw, equal seconds<br>(2 steps)"] and gains["x"][0] < 0 < gains["x"][1]
+
+
+def test_the_recorded_verdict_is_of_its_file():
+    found, file = lesson.replayed(lesson.LION), ROOT / "docs" / "claims" / "lion.yaml"
+    assert protocol.Claim(**found["claim"]) == protocol.read(file) and found["command"] == "lpkit claim docs/claims/lion.yaml"
+    assert found["verdicts"][0]["verdict"] == "worse"
 
 
 # runs
@@ -331,12 +507,124 @@ def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
     assert json.loads(again.communicate()[0]) == found and {one.name: one.stat().st_mtime_ns for one in out.glob("*.json")} == after
 
 
+@pytest.mark.slow
+def test_a_budget_of_seconds_has_the_same_steps_after_a_kill(tmp_path):
+    """The runs that told it are records as others: what a step takes today changes nothing."""
+    path, out = written(tmp_path, budget={"seconds": 0.05}), tmp_path / "out"
+    process = started(path, out)
+    while len(list(out.glob("*.json"))) < 8:     # 6 tell what a step costs
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    rates = {"adamw": [], "lion": []}
+    for one in map(runs.records.read, out.glob("*.json")):
+        if one["config"]["seed"] >= settle.METERED_SEED:
+            optimizer = one["config"]["optimizer"]
+            rates[optimizer if isinstance(optimizer, str) else optimizer["name"]].append(one["step_seconds"])
+    said, err = started(path, out).communicate()
+    [verdict] = json.loads(said)["verdicts"]
+    assert {arm: len(each) for arm, each in rates.items()} == {"adamw": 3, "lion": 3}, err
+    assert verdict["steps"] == {arm: int(0.05 / statistics.median(each)) for arm, each in rates.items()}
+    told = [one["config"]["steps"] for one in map(runs.records.read, out.glob("*.json"))]
+    assert set(told) <= {protocol.METERED_STEPS, *verdict["steps"].values(), *(one["steps"] for one in (
+        verdict["equal_seconds"], verdict["equal_flops"]) if one)}
+
+
+def worked(out, victim=lambda keeper: None, most=0):
+    """Makes two runs by one worker. `victim(pid of its keeper)` says whom to kill, `most` times at most. Returns records, and who was killed."""
+    out.mkdir()
+    killed, over = [], threading.Event()
+    configs = [claim(budget={"steps": 200}).config("adamw").replace({"seed": k}) for k in range(2)]
+    with runs.Workers(out, runs.processes.Children(), 1) as workers:
+
+        def kill():
+            while not over.wait(0.01) and len(killed) < most:
+                for one in workers.workers[:1]:
+                    target = victim(one.keeper.pid)
+                    if target and target not in killed:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(target, signal.SIGKILL)
+                            killed.append(target)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            return workers.finished(configs), killed
+        finally:
+            over.set()
+            killer.join()
+
+
+def worker_of(keeper):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return next((one.pid for one in psutil.Process(keeper).children()), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", [worker_of, lambda keeper: keeper], ids=["worker", "keeper"])
+def test_a_run_whose_worker_is_killed_is_started_again(who, tmp_path):
+    """Once its second run has made a step; the numbers are those of runs that nobody disturbed."""
+    def victim(keeper):
+        ended = {path.stem for path in (tmp_path / "out").glob("*.json")}
+        begun = {path.parent.name for path in (tmp_path / "out").glob("*/metrics.jsonl") if path.stat().st_size}
+        return who(keeper) if ended and begun - ended else None
+
+    found, killed = worked(tmp_path / "out", victim, 1)
+    assert len(killed) == 1 and [one["restarts"] for one in found] == [0, 1]
+    assert [one["val_loss"] for one in worked(tmp_path / "plain")[0]] == [one["val_loss"] for one in found]
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_is_killed_again_and_again_ends_the_command(tmp_path):
+    with pytest.raises(RunFailedError, match=r"2 of 2 runs did not come to their end; .* They said: nothing, and were killed"):
+        worked(tmp_path / "out", worker_of, 99)
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_between_two_phases_is_replaced(tmp_path):
+    configs = [claim().config("adamw").replace({"seed": k}) for k in range(2)]
+    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
+        workers.finished(configs[:1])
+        [one] = workers.workers
+        psutil.Process(worker_of(one.keeper.pid)).kill()
+        one.keeper.wait()
+        [_, last] = workers.finished(configs)
+        assert last["restarts"] == 0 and workers.workers != [one]
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path, monkeypatch):
+    """An error of its own would be one again."""
+    config = claim().config("adamw")
+    tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
+    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(RunFailedError, match=r"They said: .*rror"):
+        workers.finished([config])
+    assert len(workers.children._started) == 1
+
+
+@pytest.mark.slow
+def test_joules_of_a_step_are_those_of_the_steps_that_were_made(tmp_path):
+    """By a meter that counts 20 J between its first reading and its second: as much for five steps."""
+    reader, writer = os.pipe()
+    config = claim(budget={"joules": 1}).config("adamw").replace({"steps": 5})
+    os.write(writer, f"{os.getpid()}\n{json.dumps([str(tmp_path / 'run'), config.imports, config.to_dict(), 1])}\n".encode())
+    os.close(writer)
+    code = (f"import itertools, lpkit.hardware as h; readings = itertools.count(0, 20); h.energy_joules = lambda device: (next(readings), 'a meter'); "
+            f"from lpkit.claims.runs import work; work({reader})")
+    subprocess.run([sys.executable, "-c", code], pass_fds=[reader], timeout=120, check=True)
+    os.close(reader)
+    found = runs.records.read(tmp_path / "run.json")
+    assert found["energy_wh"] == pytest.approx(20 / 3600) and found["step_joules"] == pytest.approx(20 / 5) and found["restarts"] == 1
+
+
 def test_a_worker_whose_keeper_was_killed_while_it_was_importing_makes_no_run(tmp_path):
     """PR_SET_PDEATHSIG says nothing of a parent that has ended before. What was already in the pipe was run beside the next command's."""
     reader, writer = os.pipe()
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True).stdout.strip()
     config = claim().config("adamw")
-    told = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict()])
+    told = json.dumps([str(tmp_path / "run"), config.imports, config.to_dict(), 0])
     os.write(writer, f"{gone}\n{told}\n".encode())
     os.close(writer)
     ended = subprocess.run([sys.executable, "-c", f"from lpkit.claims.runs import work; work({reader})"], pass_fds=[reader], timeout=120)

@@ -63,6 +63,7 @@ WRONG = [
     ({"search": {"optimizer.lr": LOG | {"low": 0}}}, "must have a low below its high, and above 0 as log, got low=0.0"),
     ({"search": {"model.layers": {"low": 0.5, "high": 3}}}, "search.model.layers.low must be a whole number, got 0.5"),
     ({"search": {"optimizer.lr": {"low": -1, "high": 1}}}, "optimizer.lr must be positive, got -1.0"),
+    ({"search": {"imports": {"choices": [["strangers_rows"], []]}}}, "imports='strangers_rows': a file imports nothing by itself"),
     ({"search": {"model.context": {"choices": [16, 32]}}}, "search.model.context would evaluate trials on other text"),
 ]
 

@@ -3,7 +3,7 @@ docs/claim.md has every key."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,17 +12,23 @@ from lpkit.claims import referee
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named, pick, shown
 from lpkit.plain_yaml import read_yaml
-from lpkit.predict.flops import training_flops_per_token
+from lpkit.predict.flops import training_flops
+from lpkit.predict.params import optimizer_work, parameter_count
 from lpkit.presets import resolve
+from lpkit.techniques import outside
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
 NEEDED = {"arms": "two or more names, each with a mapping of settings",
           "differ": "the settings that arms may differ in", "target": "val_loss",
           "effect": "the smallest gain of interest, such as 0.01",
-          "budget": "{steps: 300} or {flops: 1e13}", "seeds": "how many an arm may have",
+          "budget": "{steps: 300}, {flops: 1e13}, {seconds: 30} or {joules: 500}",
+          "seeds": "how many an arm may have",
           "tuning": "a list of values for each tuned setting, which every arm tries"}
 TUNED = ("optimizer.lr", "optimizer.weight_decay")      # at least
 DECIDED = {"seed": "seeds", "steps": "budget"}          # settings, and the key that decides them
+BUDGETS = ("steps", "flops", "seconds", "joules")
+METERED = ("seconds", "joules")     # of a step, by short runs: a formula knows neither here
+METERED_STEPS = 20                  # of such a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +60,8 @@ class Claim(Checked):
                 pick(ours, key, "setting")
         for other in others:
             self._check_pair(first, other, ours, flat(self.config(other)))
-        for arm in self.arms:
-            self.grid(arm)              # it may lack a setting, or refuse a value
+        for arm, point in itertools.product(self.arms, self.points):
+            self.config(arm, point)     # it may lack a setting, or refuse a value
         if self.sigma is not None:
             self.seeds_to_see(self.sigma)
 
@@ -80,7 +86,7 @@ class Claim(Checked):
         if not differing:
             raise ConfigError(f"{first} and {other} have the same settings; let them differ, or "
                               f"hold an arm against itself with --null")
-        may = [*self.differ, *self.tuning, *(["steps"] if "flops" in self.budget else [])]
+        may = [*self.differ, *self.tuning, *(["steps"] if "steps" not in self.budget else [])]
         for key in differing:
             if not _below(key, may):
                 raise ConfigError(f"{first} and {other} differ in {key} ({shown(ours.get(key))} "
@@ -96,27 +102,33 @@ class Claim(Checked):
         """Returns that of the last look, which must see the effect without the others."""
         return referee.levels(self.looks, len(self.arms) - 1)[-1]
 
-    def config(self, arm: str, point: Mapping[str, Any] | None = None) -> Config:
-        """Makes an arm with its budget, with seed 0; on one thread: more add in other orders."""
+    def config(self, arm: str, point: Mapping[str, Any] | None = None,
+               cost: float | None = None) -> Config:
+        """Makes an arm with its budget, with seed 0; on one thread: more add in other orders.
+        `cost`: metered, of a step; None: METERED_STEPS, which tell it."""
         config = resolve(self.base).replace(self.settings).replace(self.arms[arm] | (point or {}))
         config = config.replace({"seed": 0, "system.threads": config.system.threads or 1})
         kind = next(iter(self.budget), "")
-        if len(self.budget) != 1 or kind not in ("steps", "flops"):
+        if len(self.budget) != 1 or kind not in BUDGETS:
             raise ConfigError(f"budget must be {NEEDED['budget']}, got {shown(self.budget)}")
         if kind == "steps":
             return config.replace(self.budget)
-        positive("budget.flops", flops := convert(self.budget[kind], float, "budget.flops"))
-        each = training_flops_per_token(config.model) * config.tokens_per_step
-        if flops < each or config.sizes.name != "constant":
-            raise ConfigError(f"budget.flops={flops:g} must be a step of {arm} or more ({each:.2e} "
-                              f"FLOPs), and sizes constant; or give steps")
-        return config.replace({"steps": int(flops / each)})
+        positive(f"budget.{kind}", budget := convert(self.budget[kind], float, f"budget.{kind}"))
+        cost = step_flops(config) if kind == "flops" else cost
+        if config.sizes.name != "constant" or (cost and budget < cost):
+            each = f" ({cost:.3g} {kind})" if cost else ""
+            raise ConfigError(f"budget.{kind}={budget:g} must be a step of {arm} or more{each}, "
+                              f"and sizes constant; or give steps")
+        return config.replace({"steps": int(budget / cost) if cost else METERED_STEPS})
 
-    def grid(self, arm: str) -> list[tuple[dict[str, Any], Config]]:
-        """Returns each point of the tuning grid, as the config has it, and the arm there."""
-        configs = [self.config(arm, dict(zip(self.tuning, one)))
-                   for one in itertools.product(*self.tuning.values())]
-        return [({key: flat(one)[key] for key in self.tuning}, one) for one in configs]
+    def metering(self, arm: str, point: Mapping[str, Any]) -> Config:
+        """Returns the run that tells what a step costs there; rate and decay change nothing."""
+        return self.config(arm, {key: point[key] for key in point if key not in TUNED})
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """Those of the tuning grid."""
+        return [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:
         """Returns the gain that n seeds an arm find; `sigma`: of one arm's target, a share of it.
@@ -138,11 +150,31 @@ def _below(key: str, declared: list[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in declared)
 
 
+def step_flops(config: Config) -> float:
+    """Returns the FLOPs of products in an update: the model's, and those of an optimizer that
+    multiplies matrices (`techniques.optimizers`)."""
+    work = optimizer_work(config)
+    return (training_flops(config.model, batch=config.global_batch)
+            + (work.flops * parameter_count(config.model) if work else 0))
+
+
 def evaluated_text(config: Config) -> tuple:
     """Returns what decides the text of an evaluation."""
     piece = config.global_batch // config.grad_accum_steps
     return (config.data.source, config.data.tokenizer, config.data.val_fraction,
             config.model.context, config.eval_batches * piece)
+
+
+def _modules(value: Any, named: bool = False) -> Iterator[str]:
+    """Yields the modules that are named below `imports`, at any depth: a file imports nothing."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _modules(one, named or key == "imports")
+    elif isinstance(value, list):
+        for one in value:
+            yield from _modules(one, named)
+    elif named:
+        yield str(value)
 
 
 def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> Any:
@@ -152,6 +184,7 @@ def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> 
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
     for key in values:
         pick(known, key, f"key of a {kind.__name__.lower()}")
+    outside.refuse_unknown(list(_modules(values)))
     for key, what in needed.items():
         if values.get(key) in (None, {}):
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")

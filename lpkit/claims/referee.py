@@ -98,6 +98,7 @@ class Verdict:
     p: float                # adjusted for looks and comparisons
     seeds: int              # of each arm
     could_see: float        # the smallest gain that as many seeds find POWER of the time
+    level: float            # of the error, what this look may spend
 
     @property
     def word(self) -> str:
@@ -113,7 +114,7 @@ def look(first: Losses, other: Losses, level: float) -> Verdict:
     half = t_quantile(1 - level / 2, n - 1) * error
     low, middle, high = (-math.expm1(-end) for end in (mean - half, mean, mean + half))
     return Verdict(gain=middle, interval=(low, high), p=min(1.0, p * ALPHA / level), seeds=n,
-                   could_see=visible(n, sd, level))
+                   could_see=visible(n, sd, level), level=level)
 
 
 def judge(losses: Callable[[int], tuple[Losses, Losses]], n: int, looks: int,

@@ -3,7 +3,8 @@ NAME is a hash of its config, the code, the data and the machine; NAME/ is one t
 
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
 no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
-all runs of a command, under keepers that end them when this process ends, however it does.
+all runs of a command, under keepers that end them when this process ends, however it does. One that
+is killed is replaced, and its run goes on: its record says how often.
 """
 
 import functools
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from lpkit.machine_facts import cores, cpu_name, gpus, versions
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
+RESTARTS = 2                # of a run whose worker is killed, by one command
 
 
 @functools.cache
@@ -100,17 +103,23 @@ class Workers(ExitStack):
             os.write(writer, f"{keeper.pid}\n".encode())
 
     def _run(self, due: Mapping[str, Config], at_once: int, say: Callable[[str], None]) -> None:
-        waiting, done, dead = list(due), 0, []
+        waiting, done, dead, begun = list(due), 0, [], Counter()
         while done < len(due):
-            dead += [one for one in self.workers if one.keeper.poll() is not None]
-            self.workers = [one for one in self.workers if one not in dead]
+            for one in [one for one in self.workers if one.keeper.poll() is not None]:
+                self.workers.remove(one)
+                if one.name in due and not self._has(one.name):     # else it had nothing to do
+                    killed = not 0 <= one.keeper.returncode <= 128      # no error of its own
+                    again = killed and begun[one.name] <= RESTARTS and not self.children.over
+                    (waiting.insert(0, one.name) if again else dead.append(one))
             while waiting and not dead and len(self.workers) < at_once:
                 self._start()
             for one in self.workers[:at_once]:
                 if waiting and (not one.name or self._has(one.name)):
                     one.name = waiting.pop(0)
                     config = due[one.name]
-                    told = str(self.out / one.name), config.imports, config.to_dict()
+                    told = (str(self.out / one.name), config.imports, config.to_dict(),
+                            begun[one.name])
+                    begun[one.name] += 1
                     with suppress(BrokenPipeError):     # it has just died
                         os.write(one.told, f"{json.dumps(told)}\n".encode())
             if done < (done := sum(map(self._has, due))):
@@ -122,6 +131,7 @@ class Workers(ExitStack):
             raise KeyboardInterrupt
         if done < len(due):
             words = " ".join(" ".join(one.keeper.stdout.read() for one in dead).split())[-600:]
+            words = words or "nothing, and were killed"
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
@@ -135,7 +145,7 @@ def work(told: int) -> None:
     # a keeper that is killed ends nobody, also where this was still importing
     processes.end_with_parent(int(next(lines)))
     for line in lines:
-        where, imports, values = json.loads(line)
+        where, imports, values, restarts = json.loads(line)
         path, begun = Path(where), time.perf_counter()
         Config(imports=imports)     # as the process has that started this one
         config = Config.from_dict(values)
@@ -149,7 +159,10 @@ def work(told: int) -> None:
                 raise
             # a loss that is no number is a result
             found = last | {"val_loss": None, "error": str(error)}
-        keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "error")
+        if found.get("energy_wh") and found["energy_tokens"]:
+            found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
+                                    / found["energy_tokens"])
+        keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules", "error")
         records.write(path.with_suffix(".json"), {
             **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-            "seconds": time.perf_counter() - begun})
+            "restarts": restarts, "seconds": time.perf_counter() - begun})

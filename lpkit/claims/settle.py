@@ -1,4 +1,5 @@
-"""From a claim to its verdict: pilot, tuning, looks, and once more at equal seconds."""
+"""From a claim to its verdict: what a step costs, pilot, tuning, looks, and once more at equal
+seconds and FLOPs."""
 
 import math
 import statistics
@@ -6,14 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from lpkit.claims import referee
+from lpkit.claims import protocol, referee
 from lpkit.claims.protocol import Claim
-from lpkit.config import Config
+from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, RunFailedError
 
 # The comparison has the seeds from 0. Runs that chose its size or its settings are none of it.
-TUNING_SEED, PILOT_SEED, AGAIN_SEED = 1_000_000, 2_000_000, 3_000_000
-SAME_SECONDS = 1.02     # of two steps; beyond it the slower arm must win at equal seconds, too
+TUNING_SEED, PILOT_SEED, AGAIN_SEED, METERED_SEED = 1_000_000, 2_000_000, 3_000_000, 4_000_000
+METERED_RUNS = 3
+SAME = 1.02     # of seconds or FLOPs; beyond it the dearer arm must win at equal ones, too
 Records = list[dict[str, Any]]
 
 
@@ -25,6 +27,7 @@ class Settling:
                  say: Callable[[str], None]):
         self.claim, self._finished, self.say = claim, finished, say
         self.ledger: dict[str, dict[str, Any]] = {}         # all runs by name
+        self.costs: dict[Config, float] = {}                # of a step, by what metered it
         self.arms: dict[str, tuple[Config, int]] = {}       # tuned; and the first seed
         self.doubts: list[str] = []
 
@@ -38,8 +41,10 @@ class Settling:
         Raises ConfigError where the budget cannot see the effect, RunFailedError for an arm that
         diverges."""
         claim, (first, *others) = self.claim, self.claim.arms
+        arms = [first] if null else list(claim.arms)
+        self._meter(arms)
         sigma, n = self._plan(first)
-        tuned, tuning = self._tune([first] if null else list(claim.arms))
+        tuned, tuning = self._tune(arms)
         if null:
             others = [f"{first} again"]
             self.arms[others[0]] = self.arms[first][0], AGAIN_SEED
@@ -49,9 +54,36 @@ class Settling:
         return {"sentence": " ".join(one["sentence"] for one in verdicts), "verdicts": verdicts,
                 "target": claim.target, "effect": claim.effect, "budget": dict(claim.budget),
                 "sigma": sigma, "seeds_asked": n, "tuned": tuned, "tuning": tuning,
-                "doubts": self.doubts,
+                "doubts": self.doubts, "claim": asdict(claim),
                 "runs": len(everything), "seconds": _seconds(everything),
+                "restarts": sum(one.get("restarts", 0) for one in everything),
                 "energy_wh": None if None in energy else math.fsum(energy)}
+
+    def _config(self, arm: str, point: Mapping[str, Any]) -> Config:
+        """Makes an arm with as many steps as its budget allows."""
+        return self.claim.config(arm, point, self.costs.get(self.claim.metering(arm, point)))
+
+    def _meter(self, arms: list[str]) -> None:
+        """Tells what a step costs where the budget is of seconds or joules, by short runs. Their
+        records are kept as all are, so a claim that goes on has the same steps."""
+        [kind] = self.claim.budget
+        if kind not in protocol.METERED:
+            return
+        due = list(dict.fromkeys(self.claim.metering(arm, point) for arm in arms
+                                 for point in ({}, *self.claim.points)))
+        runs = [config.replace({"seed": METERED_SEED + k, "eval_batches": 1})
+                for k in range(METERED_RUNS) for config in due]
+        found: list[float] = []
+        # a meter of energy counts all that runs beside a run
+        for group in [runs] if kind == "seconds" else [[one] for one in runs]:
+            for one in self.run("what a step costs", group):
+                if one[f"step_{kind}"] is None:
+                    why = one["error"] or "it finds no meter: NVML of a GPU, RAPL of a CPU"
+                    raise ConfigError(f"budget.{kind}={self.claim.budget[kind]} needs the {kind} "
+                                      f"of a step, which a run here does not tell ({why}); give "
+                                      f"budget: {{seconds: 30}} or {{steps: 300}}")
+                found.append(one[f"step_{kind}"])
+        self.costs = {one: statistics.median(found[i::len(due)]) for i, one in enumerate(due)}
 
     def _plan(self, first: str) -> tuple[float, int]:
         """Sigma of one arm's target, a share of it, and the seeds an arm that see the effect. The
@@ -59,7 +91,7 @@ class Settling:
         before the rest is paid."""
         claim, sigma, df, told = self.claim, self.claim.sigma, None, "as the file says"
         if sigma is None:
-            runs = self.run("pilot", [claim.config(first).replace({"seed": PILOT_SEED + k})
+            runs = self.run("pilot", [self._config(first, {}).replace({"seed": PILOT_SEED + k})
                                       for k in range(claim.pilot)])
             sigma = statistics.stdev(map(math.log, _losses(runs, first)))
             df, told = claim.pilot - 1, f"by {claim.pilot} runs of {first}"
@@ -72,7 +104,9 @@ class Settling:
 
     def _tune(self, arms: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Finds the best point of each arm's grid, by seeds that are not compared; and its cost."""
-        grids = {arm: self.claim.grid(arm) for arm in arms}
+        grids = {arm: [({key: flat(one)[key] for key in self.claim.tuning}, one)
+                       for one in (self._config(arm, point) for point in self.claim.points)]
+                 for arm in arms}
         seeds = range(TUNING_SEED, TUNING_SEED + self.claim.tuning_seeds)
         runs = self.run("tuning", [config.replace({"seed": seed}) for grid in grids.values()
                                    for _, config in grid for seed in seeds])
@@ -100,27 +134,34 @@ class Settling:
         claim, seen = self.claim, {}
 
         def losses(seeds: int) -> tuple[list[float], list[float]]:
-            runs = self.run(f"{b} against {a}", self._seeds(a, seeds) + self._seeds(b, seeds))
-            seen.update({a: runs[:seeds], b: runs[seeds:]})
+            # in turns: what disturbs the machine meanwhile slows both
+            pairs = zip(self._seeds(a, seeds), self._seeds(b, seeds))
+            runs = self.run(f"{b} against {a}", [one for pair in pairs for one in pair])
+            seen.update({a: runs[::2], b: runs[1::2]})
             return _losses(seen[a], a), _losses(seen[b], b)
 
         verdict = referee.judge(losses, n, claim.looks, len(claim.arms) - 1)
-        seconds = {arm: statistics.median(one["step_seconds"] for one in runs)
-                   for arm, runs in seen.items()}
+        configs = {arm: self.arms[arm][0] for arm in (a, b)}
+        costs = {"seconds": {arm: statistics.median(one["step_seconds"] for one in runs)
+                             for arm, runs in seen.items()},
+                 "flops": {arm: protocol.step_flops(config) for arm, config in configs.items()}}
         found = {"arm": b, "against": a, "verdict": verdict.word, **asdict(verdict),
-                 "step_seconds": seconds, "equal_seconds": None}
-        if verdict.word != "no difference":     # asked of what was seen alone, and once: no error
-            better, other = (b, a) if verdict.gain > 0 else (a, b)
-            took = {arm: seconds[arm] * self.arms[arm][0].steps for arm in (a, b)}
-            found["equal_seconds"] = self._at_equal_seconds(
-                better, _losses(seen[other], other), took[better] / took[other])
+                 "losses": {arm: _losses(runs, arm) for arm, runs in seen.items()},
+                 "steps": {arm: config.steps for arm, config in configs.items()}}
+        for kind, cost in costs.items():
+            found |= {f"step_{kind}": cost, f"equal_{kind}": None}
+            if verdict.word != "no difference":     # asked of what was seen alone, and once
+                better, other = (b, a) if verdict.gain > 0 else (a, b)
+                took = {arm: cost[arm] * config.steps for arm, config in configs.items()}
+                found[f"equal_{kind}"] = self._at_equal(better, found["losses"][other],
+                                                        took[better] / took[other])
         return found | {"sentence": sentence(claim, found, tuning_runs)}
 
-    def _at_equal_seconds(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
-        """Asks whether the better arm stays so in the other's seconds, with a schedule that
-        ends there. `ratio`: of the seconds that they took."""
+    def _at_equal(self, better: str, others: list[float], ratio: float) -> dict[str, Any]:
+        """Asks whether the better arm stays so in the other's seconds or FLOPs, with a schedule
+        that ends there. `ratio`: of what they took."""
         steps = self.arms[better][0].steps
-        if ratio <= SAME_SECONDS:
+        if ratio <= SAME:
             return {"ratio": ratio, "steps": steps, "survives": True}
         fewer = max(1, int(steps / ratio))
         runs = self.run(f"{better} in {fewer} steps",
@@ -132,22 +173,30 @@ class Settling:
 
 
 def sentence(claim: Claim, found: Mapping[str, Any], tuning_runs: int) -> str:
-    gain, (low, high), equal = found["gain"], found["interval"], found["equal_seconds"]
+    gain, (low, high), arms = found["gain"], found["interval"], (found["arm"], found["against"])
     p = "p < 0.0001" if found["p"] < 1e-4 else f"p = {found['p']:.2g}"
+    mine, theirs = map(found["steps"].get, arms)
+    steps = f"{mine} steps and {theirs}, " * (mine != theirs)
     numbers = (f"{claim.target} {abs(gain):.2%} {'lower' if gain > 0 else 'higher'}, 95% interval "
-               f"of the gain {low:+.2%} to {high:+.2%}, {p}, {found['seeds']} seeds an arm, arms "
-               f"tuned alike in {tuning_runs} runs")
+               f"of the gain {low:+.2%} to {high:+.2%}, {p}, {steps}{found['seeds']} seeds an arm, "
+               f"arms tuned alike in {tuning_runs} runs")
     unseen = f"differences below {found['could_see']:.2%} could not have been seen"
-    if equal is None:
+    if found["verdict"] == "no difference":
         out = "" if high < claim.effect else "not "
-        return (f"No difference between {found['arm']} and {found['against']} was seen ({numbers}); "
+        return (f"No difference between {' and '.join(arms)} was seen ({numbers}); "
                 f"a gain of {claim.effect:.2%} is {out}ruled out, {unseen}.")
     small = f", but by less than {claim.effect:.2%}" if abs(gain) < claim.effect else ""
-    survives = "it stays so" if equal["survives"] else "that is not seen"
-    at = "its steps take no longer" if "gain" not in equal else (
-        f"{equal['steps']} steps: {equal['interval'][0]:+.2%} to {equal['interval'][1]:+.2%}")
-    return (f"{found['arm']} is {found['verdict']} than {found['against']}{small} ({numbers}); at "
-            f"equal seconds {survives} ({at}); {unseen}.")
+    equal = f"at equal seconds {_stays(found['equal_seconds'], 'its steps take no longer')}"
+    if abs(math.log(found["equal_flops"]["ratio"])) > math.log(SAME):
+        equal += f", at equal FLOPs {_stays(found['equal_flops'], 'it has no more')}"
+    return f"{arms[0]} is {found['verdict']} than {arms[1]}{small} ({numbers}); {equal}; {unseen}."
+
+
+def _stays(equal: Mapping[str, Any], why: str) -> str:
+    if "gain" in equal:
+        low, high = equal["interval"]
+        why = f"{equal['steps']} steps: {low:+.2%} to {high:+.2%}"
+    return f"{'it stays so' if equal['survives'] else 'that is not seen'} ({why})"
 
 
 def _seconds(runs: Records) -> float:

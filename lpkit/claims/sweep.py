@@ -85,26 +85,26 @@ def settle(sweep: Sweep, out: Path, finished: Callable[[str, list[Config]], list
     named = {key: sweep.domain(key) for key in sweep.search}
     domains = {key: getattr(optuna.distributions, name)(**x) for key, (name, x) in named.items()}
     while len(trials) < sweep.trials:
-        numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
-        asked = [study.ask(domains) for _ in numbers]
-        lines = [known.get(number, {}) for number in numbers]
-        due: dict[int, Config] = {}
-        for i, (number, one) in enumerate(zip(numbers, asked)):
-            if lines[i].get("settings") == one.params:
-                continue
-            lines[i] = {"trial": number, "settings": one.params, "val_loss": None, "seconds": 0.0}
-            try:
-                due[i] = sweep.config(one.params)
-            except ConfigError as error:        # settings that do not go together
-                lines[i]["error"] = str(error)
+        asked = [study.ask(domains) for _ in range(min(sweep.at_once, sweep.trials - len(trials)))]
+        lines, due = {}, {}
+        for one in asked:
+            line = known.get(one.number, {})
+            if line.get("settings") != one.params:
+                line = {"trial": one.number, "settings": one.params, "val_loss": None,
+                        "seconds": 0.0}
+                try:
+                    due[one.number] = sweep.config(one.params)
+                except ConfigError as error:        # settings that do not go together
+                    line["error"] = str(error)
+            lines[one.number] = line
         if due:
-            word = f"trial {' and '.join(str(numbers[i] + 1) for i in due)} of {sweep.trials}"
-            for i, run in zip(due, finished(word, [*due.values()])):
-                lines[i] |= {key: run[key] for key in ("val_loss", "seconds", "error", "name")}
-        for number, one, line in zip(numbers, asked, lines):
-            if line is not known.get(number):
+            word = f"trial {' and '.join(str(number + 1) for number in due)} of {sweep.trials}"
+            for number, run in zip(due, finished(word, [*due.values()])):
+                lines[number] |= {key: run[key] for key in ("val_loss", "seconds", "error", "name")}
+        for one in asked:
+            trials.append(line := lines[one.number])
+            if line is not known.get(one.number):
                 append_lines(path, [chain.line(line)])
-            trials.append(line)
             losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
             study.tell(one, losses[-1])
     if (least := min(losses)) == math.inf:

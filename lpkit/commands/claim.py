@@ -8,6 +8,7 @@ A claim that was stopped goes on by the same command, and no run is done twice.
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
     result = with_runs(args.out, args.processes,
                        lambda *ways: Settling(claim, *ways).settle(args.null))
+    how = ["--null"] * args.null + [f"--import={name}" for name in args.imports]
+    result["command"] = shlex.join(["lpkit", "claim", str(args.file), *how])
     records.write(args.out / f"{args.file.stem}{'-null' * args.null}.verdict", result)
     return result
 

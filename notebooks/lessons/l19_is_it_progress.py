@@ -12,21 +12,25 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from lpkit import records
 from lpkit.claims import referee
 from lpkit.course.judge import adding_to
+from lpkit.errors import ConfigError, named
 from lpkit.predict.evidence import MEASURED
 from lpkit.tables import FAINT, html_table
 from lpkit.training.runs import Run
-from lpkit.ui.draw import axis, box, columns, figure, note, rule, scatter
+from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study
 
 POOL = MEASURED / "claim-pool.json"
+LION = MEASURED / "claim-lion.verdict"      # of `lpkit claim docs/claims/lion.yaml`
 DRAWN = 20_000      # changes
 TRIES = 50          # changes, one after the other
 
@@ -81,7 +85,62 @@ def losses_of(runs: Mapping[str, Run]) -> list[float]:
     return [run.summary["val_loss"] for run in runs.values() if run.summary["status"] == "complete"]
 
 
+def replayed(path: Path | str) -> dict[str, Any]:
+    """Returns what a verdict file of `lpkit claim` says. Raises DamagedError for one that was
+    altered, and ConfigError where its losses, judged once more, say something else."""
+    found = records.read(Path(path))
+    for one in found["verdicts"]:
+        again = referee.look(*(one["losses"][one[arm]] for arm in ("against", "arm")), one["level"])
+        if not (math.isclose(again.gain, one["gain"], rel_tol=1e-9) and again.word == one["verdict"]):
+            raise ConfigError(f"{named(path)} says a gain of {one['gain']:+.2%} ({one['verdict']}), "
+                              f"and its losses give {again.gain:+.2%} ({again.word}); settle it "
+                              f"anew: {found['command']}")
+    return found
+
+
 # ---- Figures and tables
+
+def verdict_figure(found: Mapping[str, Any]) -> dict:
+    """The plotly spec of what a claim found, in percent of the loss: gains with their intervals and
+    the pairs that they are the mean of, once more at equal seconds and FLOPs where that was run,
+    and what could not have been seen. A gain is that of the arm named first."""
+    rows, pairs = {}, []
+    for one in found["verdicts"]:
+        arms = one["arm"], one["against"]
+        rows[" beside ".join(arms)] = one
+        losses = zip(*(one["losses"][arm] for arm in arms), strict=True)
+        pairs += [(" beside ".join(arms), 100 * (1 - a / b)) for a, b in losses]
+        for kind in ("seconds", "FLOPs"):
+            equal = one[f"equal_{kind.lower()}"] or {}
+            if "gain" in equal:
+                better = arms[one["gain"] < 0]
+                rows[f"{better}, equal {kind}<br>({equal['steps']} steps)"] = equal
+    gains, ends = ([100 * one["gain"] for one in rows.values()],
+                   [[100 * end for end in one["interval"]] for one in rows.values()])
+    across = {"type": "data", "symmetric": False, "thickness": 2, "width": 6,
+              "array": [high - gain for gain, (_, high) in zip(gains, ends)],
+              "arrayminus": [gain - low for gain, (low, _) in zip(gains, ends)]}
+    effect = 100 * found["effect"]
+    unseen = [box(-100 * one["could_see"], 100 * one["could_see"], i - 0.4, i + 0.4, fill=FAINT,
+                  opacity=0.2, layer="below") for i, one in enumerate(rows.values())]
+    return figure(
+        [scatter([gain for _, gain in pairs], [name for name, _ in pairs], "a pair of one seed", FAINT,
+                 mode="markers", marker={"symbol": "line-ns-open", "size": 10},
+                 hover="%{x:+.2f}%"),
+         scatter(gains, list(rows), "gain, with its 95% interval", COLOURS[0], mode="markers",
+                 marker={"size": 10}, error_x=across, hover="%{x:+.2f}%"),
+         # the shapes below have no words of their own
+         scatter([None], [None], "smallest effect of interest", COLOURS[1], line={"dash": "dash"}),
+         scatter([None], [None], "could not have been seen", FAINT, mode="markers", opacity=0.3,
+                 marker={"symbol": "square", "size": 14})],
+        "; ".join(f"{one['arm']} beside {one['against']}: {one['verdict']}"
+                  for one in found["verdicts"]),
+        height=200 + 70 * len(rows), xaxis=axis("lower loss, %"),
+        yaxis=NAMES | {"autorange": False, "range": [len(rows) - 0.5, -0.5],
+                       "categoryorder": "array", "categoryarray": list(rows)},
+        shapes=[*unseen, rule(x=0, dash="solid"),
+                *(rule(x=x, colour=COLOURS[1], width=2, dash="dash") for x in (-effect, effect))])
+
 
 def difference_view(losses: Sequence[float]):
     """For an Explorer: by how much the mean of one arm is lower, when nothing was changed."""

@@ -3,21 +3,30 @@ that a user has, with its tuning, seeds and power. Runs that several need are do
 
     lpkit bench protocol --out data/measured        half an hour of one core
 
-A verdict follows from what the command found and from what the sentence promises, by `word`.
+A verdict follows from what the command found and from what the sentence promises, by `word`. A
+sentence about searches is settled by the same referee on the searches of `lpkit bench tpe-random`.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lpkit import records
+from lpkit.claims import referee
+from lpkit.claims.protocol import read, step_flops
+from lpkit.claims.settle import SAME
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 from tests.bench.harness import Result, paired
 
-NAME = "protocol"
+NAME, EFFECT = "protocol", 0.02
+ROWS = {"gelu-table": ("lessons.gelu_by_table",)}       # of one's own, that a file names
+SEARCHES = ("tpe", "random")        # the sentence about the first is settled by searches
 FILES = resource("docs") / "claims"
 CONFIRMED, SMALLER, REFUTED, NOT_SEEN = "confirmed", "smaller", "refuted", "not seen"
 
@@ -29,16 +38,50 @@ def published() -> dict[str, dict[str, str]]:
 
 def run(rounds: int = 1) -> list[Result]:
     """The loss of each other arm beside the first one's. Nothing is timed, so there are no rounds."""
-    found = {name: _settled(FILES / f"{name}.yaml") for name in published()}
+    found = {name: _settled(FILES / f"{name}.yaml") for name in published() if name not in SEARCHES}
     return [paired(NAME, ours=[1 - one["verdicts"][0]["gain"]], peer=[1.0], better="lower",
                    peer_name=one["verdicts"][0]["against"], case=name, unit="of the loss",
                    facts={"found": found}) for name, one in found.items()]
 
 
+def recorded() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Returns the newest record, and what was found, by name: its own, or that of a verdict file of
+    its own that `lpkit claim` wrote, or of searches."""
+    folder = resource("data/measured")
+    record = max((json.loads(path.read_text()) for path in folder.glob("protocol-*.json")), key=lambda one: one["date"])
+    files = {path.stem.removeprefix("claim-"): records.read(path) for path in folder.glob("claim-*.verdict")}
+    return record, record["found"] | files | {SEARCHES[0]: searched()}
+
+
+def at_equal_flops(name: str, verdict: dict[str, Any], tuned: dict[str, Any]) -> bool | None:
+    """Whether the better arm stays so; None where nothing was seen. What was recorded before it was
+    asked is counted here: every better arm of it had no more FLOPs, so that nothing had to run."""
+    if "equal_flops" in verdict or verdict["verdict"] == "no difference":
+        return (verdict.get("equal_flops") or {}).get("survives")
+    claim, better = read(FILES / f"{name}.yaml"), verdict["gain"] > 0
+    other, arm = ((verdict["arm"], verdict["against"])[one] for one in (better, not better))
+    configs = {one: claim.config(one, tuned[one]) for one in (arm, other)}
+    flops = {one: config.steps * step_flops(config) for one, config in configs.items()}
+    return flops[arm] <= SAME * flops[other] or None
+
+
+def searched() -> dict[str, Any]:
+    """What the referee says of the newest recorded searches, their best losses in pairs of one
+    sampler's seed, at equal trials."""
+    found = [json.loads(path.read_text()) for path in resource("data/measured").glob("tpe-random-*.json")]
+    losses = max(found, key=lambda one: one["date"])["losses"]
+    mine, others = ([min(one) for one in losses[sampler]] for sampler in SEARCHES)
+    verdict = referee.look(others, mine, referee.ALPHA)     # once, of all
+    return {"effect": EFFECT, "verdicts": [{
+        "arm": SEARCHES[0], "against": SEARCHES[1], "verdict": verdict.word, **asdict(verdict),
+        "equal_seconds": None, "equal_flops": None}]}
+
+
 def _settled(path: Path) -> dict[str, Any]:
     """What the command prints, without the runs of its tuning. Raises ConfigError where it breaks off."""
-    done = subprocess.run([sys.executable, "-m", "lpkit", "claim", str(path), "--json"],
-                          stdout=subprocess.PIPE, text=True)
+    rows = [f"--import={name}" for name in ROWS.get(path.stem, ())]
+    done = subprocess.run([sys.executable, "-m", "lpkit", "claim", str(path), "--json", *rows],
+                          stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     if done.returncode:
         raise ConfigError(f"lpkit claim {path.name} broke off with exit code {done.returncode}; "
                           f"what it said is above")

@@ -160,26 +160,28 @@ PROTOCOL = """## By protocol
 Sentences about the loss, settled by [`lpkit claim`](claim.md) on `docs/claims/NAME.yaml`: each arm is tuned alike over ten combinations of rate and decay, arms are paired by seed, and the
 verdict says what could not have been seen. All are held to models of 1 to 2 million weights, 100 steps of 512 tokens; a sentence about fewer
 steps is held to its direction, a lower loss after equally many. *Better* is confirmed where a gain of 2% or more was found, *no worse* where a loss of 2%
-is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew.
+is ruled out; *not seen*: neither that nor the opposite. `lpkit bench protocol --out data/measured` settles them anew; one that has a file
+`data/measured/claim-NAME.verdict` was settled by the command alone, and `tpe` by the best of 20 trials in 20 recorded searches each (`lpkit bench tpe-random`).
 """
 
 
 def _by_protocol() -> list[str]:
     """Of the newest record of `lpkit bench protocol`."""
-    records = [json.loads(path.read_text()) for path in sorted(MEASURED.glob("protocol-*.json"))]
-    record, rows, parts = max(records, key=lambda one: one["date"]), [], []
+    record, each = protocol.recorded()
+    rows, parts = [], []
     for name, row in protocol.published().items():
-        found = record["found"][name]
+        found = each[name]
         [one] = found["verdicts"]
         low, high = one["interval"]
-        equal = one["equal_seconds"]
+        survives = ((one["equal_seconds"] or {}).get("survives"), protocol.at_equal_flops(name, one, found.get("tuned", {})))
+        equal = ["" if told is None else "yes" if told else "no" for told in survives]
         rows.append((f"`{name}`", f"{one['arm']} beside {one['against']}",
                      f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
-                     f"{one['could_see']:.2%}", "" if equal is None else "yes" if equal["survives"] else "no",
+                     f"{one['could_see']:.2%}", *equal,
                      protocol.word(row["expects"], one, found["effect"])))
         parts += [f"**{name}**: \"{row['says']}\" " + _linked(row["source"])
                   + f": {row['conditions']}. {row['why']}", ""]
-    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "verdict")
+    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "at equal FLOPs", "verdict")
     return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a gain is a lower loss.", "",
             markdown_table(heads, rows), "", *parts]
 
