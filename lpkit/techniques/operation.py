@@ -71,8 +71,7 @@ class Op:
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
     if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
-    # a side whose gradient is there for another Linear, too: it adds to that one's, or leaves it
-    shares: Literal["", "input", "output"] = ""
+    shares: Literal["", "input", "output"] = ""     # the side whose gradient another Linear has, too
 
     @functools.cached_property
     def weights(self) -> int:
