@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.nn.adapters import Adapter
+from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
 from lpkit.techniques.adapters import ADAPTERS
@@ -131,3 +133,15 @@ def test_peaks_of_drawn_configs(seed):
     assert ("an adapter's forward pass in low precision" in formula.doubt) == low
     least, most = (-0.15, 0.04) if low else (-0.02, 0.02)
     assert least < formula.peak_bytes / trace.peak_bytes - 1 < most, str(config.to_dict()["model"])
+
+
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "bottleneck"])
+def test_flops_are_those_that_torch_counts(name):
+    """But for what the first block need not hand down: its input has no gradient."""
+    config = of(name, SMALL.replace({"system.attention": "plain"}))
+    training = built(config)
+    with FlopCounterMode(display=False) as counter:
+        training.forward_backward(training.batch(0))
+    tokens, D, qkv = 2 * 32, 48, 48 + 2 * 2 * 8
+    unused = 2 * tokens * D * (qkv + 3 * OPTIONS[name].get("rank", 0))
+    assert training_flops(config.model, batch=2) - unused == counter.get_total_flops()
