@@ -78,8 +78,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def of_others(path: Path) -> dict[str, Any]:
     """A JSON object without a checksum of ours. Raises DamagedError."""
+    text = text_of(path)
     try:
-        said = json.loads(text_of(path))
+        said = json.loads(text)
     except UNREADABLE:
         said = None
     if not isinstance(said, dict):
