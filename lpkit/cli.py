@@ -34,6 +34,7 @@ COMMANDS = {
     "train": "train a preset or a config file",
     "warm": "verify, race and compile now what the first run of a config would wait for",
     "sample": "generate text from a run",
+    "import": "make a run of a folder of transformers, which others begin from",
     "export": "write the weights of a run for transformers",
     "notebook": "run notebooks with parameters, without a browser",
     "bench": "every performance figure that the project claims, measured beside its peer",

@@ -135,7 +135,7 @@ class DataConfig(Group):
 
     # or a file, a folder, a glob, hf:owner/name, the path of a prepared folder
     source: Text = "python-stdlib"
-    tokenizer: str = "bytes"            # bytes, bpe (trained on the source), gpt2
+    tokenizer: str = "bytes"    # bytes, bpe (trained on the source), gpt2, or a folder's
     policy: Settings = one_of(POLICIES, "random-windows")
     # an .npy of a float for each training token, which comes with each batch; "": none
     scores: str = ""
@@ -375,11 +375,17 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
     if "default" in f.metadata:
         return _settings(table, value, key, f.metadata["default"])
     if isinstance(value, str):
-        value = [name.strip() for name in value.split(",") if name.strip()]
+        value = [_row_and_settings(one) for one in map(str.strip, value.split(",")) if one]
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{key} must be a list of {', '.join(table) or 'rows'}, got "
                           f"{shown(value)}")
     return tuple(_settings(table, one, key, None) for one in value)
+
+
+def _row_and_settings(text: str) -> dict[str, str]:
+    """lora:rank=8:shared=true"""
+    name, *settings = text.split(":")
+    return {"name": name, **dict(one.partition("=")[::2] for one in settings)}
 
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:

@@ -146,7 +146,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]      # of the whole parameter
-    fused: tuple[int, ...] = field(default=(), kw_only=True)   # as `techniques.blocks.fused`
+    fused: tuple[int, ...] = field(default=(), kw_only=True)   # as `techniques.operation.fused`
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum of what each rank has."""

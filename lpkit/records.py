@@ -76,6 +76,18 @@ def read(path: Path) -> dict[str, Any]:
     return unsealed(text_of(path), path)
 
 
+def of_others(path: Path) -> dict[str, Any]:
+    """A JSON object without a checksum of ours. Raises DamagedError."""
+    text = text_of(path)
+    try:
+        said = json.loads(text)
+    except UNREADABLE:
+        said = None
+    if not isinstance(said, dict):
+        raise DamagedError(f"{named(path)} is not the JSON object that it should be; get it again")
+    return said
+
+
 def text_of(path: Path) -> str:
     """Raises DamagedError."""
     try:

@@ -256,7 +256,7 @@ def _cpu():
 
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
 
-OWN = {"lora": {"model.changes": [{"name": "lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
+OWN = {"lora": {"model.changes": [{"name": "my-lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
        "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
        "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
        "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},
@@ -389,7 +389,7 @@ def test_the_page_drops_tokens_and_combines_parts(own):
 
 def test_weights_do_not_travel_as_casts_where_some_are_frozen(own):
     config = own.replace(OWN["lora"] | {"precision.recipe": "fp8-tensorwise", "parallel.shard": 2, "parallel.zero": 3, "parallel.gathered": "fp8"})
-    with pytest.raises(ConfigError, match=r"parallel\.gathered=fp8 casts .* model\.changes=lora may freeze some; set parallel\.gathered=compute"):
+    with pytest.raises(ConfigError, match=r"parallel\.gathered=fp8 casts .* model\.changes=my-lora may freeze some; set parallel\.gathered=compute"):
         build.decide(config)
     layouts.refuse_ungatherable(config.replace({"parallel.gathered": "compute"}), recipes.resolve(config.precision.recipe))
 
@@ -414,7 +414,7 @@ def test_frozen_weights_have_no_gradient_no_state_and_no_flops(own, tmp_path):
     state = training.state_dict()
     assert frozen and not any(key.split("/")[1] in frozen for key in state if key.startswith("optimizer/"))
     assert training_flops(config.model) < 0.8 * training_flops(replace(config.model, changes=()))
-    with pytest.raises(ConfigError, match=r"transformers has no model with model\.changes=lora"):
+    with pytest.raises(ConfigError, match=r"no matrix of a model is the same as one with model\.changes=my-lora"):
         export(lpkit.train(config, out=tmp_path / "run"), tmp_path / "out")
 
 

@@ -23,7 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     prepare = actions.add_parser("prepare", help="make the token files of a source")
     prepare.add_argument("source", metavar="SOURCE")
     prepare.add_argument("--tokenizer", default=default.tokenizer, metavar="NAME",
-                         help="bytes, bpe or gpt2 (%(default)s)")
+                         help="bytes, bpe or gpt2, or a folder with a tokenizer.json "
+                         "(%(default)s)")
     prepare.add_argument("--vocab", type=int, metavar="N", help="the model's vocabulary; bpe "
                          "learns so many entries (8192)")
     prepare.add_argument("--out", type=a_folder, metavar="DIR",
@@ -40,15 +41,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.datasets import TOKENIZERS, byte_unigram_entropy, open_tokens, prepare, prepare_into
-    from lpkit.errors import pick
+    from lpkit.datasets import byte_unigram_entropy, open_tokens, prepare, prepare_into
+    from lpkit.datasets.tokenizers import builder
 
     if args.action == "show":
         files = open_tokens(args.folder)
     else:
         data = DataConfig(source=args.source, tokenizer=args.tokenizer,
                           val_fraction=args.val_fraction)
-        default_vocab = pick(TOKENIZERS, data.tokenizer, "tokenizer").default_vocab
+        default_vocab = builder(data.tokenizer).default_vocab
         vocab = default_vocab if args.vocab is None else args.vocab
         files = prepare_into(args.out, data, vocab) if args.out else prepare(data, vocab)
     header = {key: value for key, value in files.header.items() if key not in ("tokenizer", "end")}

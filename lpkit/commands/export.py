@@ -14,6 +14,8 @@ from lpkit.errors import named
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=a_folder, metavar="RUN", help="a run folder")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as peft reads it; "
+                        "else it is merged")
     parser.add_argument("--out", type=a_folder, metavar="DIR", required=True, help="a new folder")
 
 
@@ -21,9 +23,11 @@ def run(args: Namespace) -> dict:
     run = opened(args.run)
     from lpkit.training.export import export  # imports torch
 
-    return {"run_dir": str(args.run), "out": str(export(run, args.out))}
+    return {"run_dir": str(args.run), "out": str(export(run, args.out, adapter=args.adapter)),
+            "adapter": args.adapter}
 
 
 def text(result: dict) -> str:
-    return (f"{named(result['out'])}: model.safetensors and config.json of "
-            f"{named(result['run_dir'])}")
+    what = "adapter_model.safetensors and adapter_config.json" if result["adapter"] else \
+        "model.safetensors and config.json"
+    return f"{named(result['out'])}: {what} of {named(result['run_dir'])}"

@@ -22,9 +22,10 @@ import numpy as np
 from lpkit import records
 from lpkit.contracts import Tokenizer
 from lpkit.errors import ConfigError, pick
-from lpkit.files import PACKAGE, write_atomically
+from lpkit.files import PACKAGE, expanded, write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
+FILE = "tokenizer.json"
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
@@ -81,8 +82,8 @@ class BPE:
     name = "bpe"
     default_vocab = 8192
 
-    def __init__(self, model: str):
-        """`model`: the library's own JSON."""
+    def __init__(self, model: str, end: int | None = None):
+        """`model`: the library's own JSON. `end`: the id that closes a document, None: <|endoftext|>'s."""
         from tokenizers import Tokenizer as Library
 
         try:
@@ -92,7 +93,11 @@ class BPE:
                               f"prepare the corpus again") from None
         self._model.encode_special_tokens = True    # in a text, <|endoftext|> is 13 characters
         self.vocab = self._model.get_vocab_size()
-        self.end = self._model.token_to_id(END_OF_TEXT)
+        self._asked, spelled = end, self._model.token_to_id(END_OF_TEXT)
+        self.end = spelled if end is None else end
+        if self.end is None or not 0 <= self.end < self.vocab:
+            raise ConfigError(f"this tokenizer has {self.vocab:,} tokens, and {self.end} is none that "
+                              f"can end a document; say eos_token_id in config.json")
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
@@ -118,7 +123,7 @@ class BPE:
         return cls(model)
 
     def encode(self, text: str) -> list[int]:
-        return self._model.encode(text).ids
+        return self._model.encode(text, add_special_tokens=False).ids
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
@@ -136,11 +141,12 @@ class BPE:
         return "".join([*runs, self._model.decode(run, skip_special_tokens=False)])
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "model": json.loads(self._model.to_str())}
+        own = {} if self._asked is None else {"end": self._asked}
+        return {"name": self.name, "model": json.loads(self._model.to_str()), **own}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPE":
-        return cls(json.dumps(values.get("model")))
+        return cls(json.dumps(values.get("model")), values.get("end"))
 
 
 class GPT2(Fixed):
@@ -175,6 +181,36 @@ class GPT2(Fixed):
 
 
 TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
+
+
+class OfFolder:
+    """The tokenizer of a run, or of a folder of transformers, in the place of a row."""
+
+    def __init__(self, folder: Path):
+        said, path = records.of_others(folder / FILE), folder / "config.json"
+        if records.SUM in said:
+            said = records.read(folder / FILE)
+        else:               # the library's own
+            end = records.of_others(path).get("eos_token_id") if path.is_file() else None
+            said = {"name": "bpe", "model": said, "end": end[0] if isinstance(end, list) else end}
+        self.tokenizer = tokenizer_from_dict(said)
+        self.default_vocab = self.tokenizer.vocab
+
+    def build(self, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
+        return self.tokenizer
+
+
+def builder(name: str) -> Any:
+    """What `data.tokenizer` names: a row, or a folder with a tokenizer.json. Raises ConfigError."""
+    if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
+        return OfFolder(expanded(name))
+    return pick(TOKENIZERS, name, "tokenizer")
+
+
+def identity(name: str) -> str:
+    """What tells a tokenizer that needs no text from others."""
+    kind = builder(name)
+    return records.digest(kind.tokenizer.to_dict()) if isinstance(kind, OfFolder) else name
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:

@@ -30,8 +30,8 @@ from lpkit.datasets.prepared import (
     is_prepared,
     open_tokens,
 )
-from lpkit.datasets.tokenizers import TOKENIZERS
-from lpkit.errors import ConfigError, DamagedError, named, pick, shown
+from lpkit.datasets.tokenizers import builder, identity
+from lpkit.errors import ConfigError, DamagedError, named, shown
 from lpkit.values import Count, Folder, checked
 
 
@@ -53,7 +53,7 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
          asked: Path | None = None) -> TokenFiles:
     """The row "text". Written by whichever process comes first; the others wait for it. What was damaged in the
     cache is made again; nobody may read there what was closed to him."""
-    pick(TOKENIZERS, data.tokenizer, "tokenizer")
+    builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
     folder = asked or cache / _name(source, data, vocab)
@@ -90,11 +90,12 @@ def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
 def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
     """Names the folder after what decides its content."""
     learned = vocab if data.tokenizer == "bpe" else None
-    facts = [FORMAT, VERSION, source.name, source.fingerprint(), data.tokenizer, learned,
+    who = identity(data.tokenizer)
+    facts = [FORMAT, VERSION, source.name, source.fingerprint(), who, learned,
              data.val_fraction]
     last = source.name.lower().rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", last)[:40].strip("-") or "text"
-    return f"{stem}-{data.tokenizer}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    return f"{stem}-{who[:16]}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
 def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, cache: Path) -> None:
@@ -104,7 +105,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
             if not sources.is_validation(piece.key, data.val_fraction):
                 yield piece.text
 
-    tokenizer = TOKENIZERS[data.tokenizer].build(vocab, texts, cache)
+    tokenizer = builder(data.tokenizer).build(vocab, texts, cache)
     kind = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
     name = named(source.name.rpartition("/")[2])
     bar = tqdm(desc=f"tokens of {name}", total=source.total_bytes(), unit="B", unit_scale=True)

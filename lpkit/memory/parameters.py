@@ -22,7 +22,7 @@ class ParameterDtype(Transform):
         for module in model.modules():
             for name, p in module._parameters.items():
                 if p is not None:
-                    cast.setdefault(p, nn.Parameter(p.detach().to(self.dtype)))
+                    cast.setdefault(p, nn.Parameter(p.detach().to(self.dtype), p.requires_grad))
                     module._parameters[name] = cast[p]
         return model
 

@@ -32,12 +32,12 @@ from lpkit.predict.recipes import PRECISIONS, Precision
 from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
+from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.blocks import fused
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
-from lpkit.techniques.operation import FP32, TOKEN_ID
+from lpkit.techniques.operation import FP32, TOKEN_ID, fused
 
 MOMENTS = {     # in the order in which they come
     LOSS: "everything is kept, and the logits have their gradients",
@@ -212,6 +212,7 @@ class Doubt(NamedTuple):
 
 OFFLOADED = Doubt("what comes back, and what goes, is taken to be one tensor of the MLP", -29, 7)
 PADDED = Doubt("whether a view keeps the padding of a result alive is taken by a rule", -7, 1)
+ADAPTED = Doubt("what an adapter's forward pass in low precision holds for a moment is left out", -15, 4)
 LOW_HEAD = Doubt("a head in low precision is taken for one in 16 bits, a chunk at a time", -25, 0)
 
 
@@ -223,7 +224,7 @@ def _doubt(step: Step) -> str:
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
                 f"bytes, FLOPs and seconds are those of the model without; "
                 f"lpkit.measure.memory(config) counts an update here")
-    if changed := [row.name for row in config.model.changes]:
+    if changed := [row.name for row in config.model.changes if row.name not in ADAPTERS]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:
         return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
@@ -233,6 +234,8 @@ def _doubt(step: Step) -> str:
         return str(OFFLOADED)
     if p.low is None:
         return ""
+    if config.model.changes:
+        return str(ADAPTED)
     if not WORDS.issuperset(p.low.keep):
         return str(Doubt("Linears that stay in 16 bits by a pattern are counted as the others"))
     if memory.cross_entropy.name != "full" and "head" not in p.low.keep:

@@ -4,9 +4,9 @@ import functools
 
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.updates import Work, elementwise, work
-from lpkit.techniques.blocks import Operations, fused, operations
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.memory import RECOMPUTE, Recompute
-from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.operation import MicroBatch, fused
 from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
 from lpkit.techniques.row import Settings, chosen
 

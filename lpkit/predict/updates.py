@@ -59,7 +59,7 @@ def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: i
     return FLOAT32 + decoded + max(rule, encoding, rounding)
 
 
-Fused = Callable[[str], tuple[int, ...]]    # of a parameter's name, as `techniques.blocks.fused`
+Fused = Callable[[str], tuple[int, ...]]    # of a parameter's name, as `techniques.operation.fused`
 
 
 def _alone(name: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ walk against a measured step. Bytes; the order is that of PyTorch's autograd eng
 `lpkit.nn.transformer`.
 """
 
+import copy
 import math
 from collections.abc import Mapping
 
@@ -58,7 +59,30 @@ class Walk(Device):
         for name, number in (("first", 0), ("last", -1)):
             if name in self.plain:
                 self.blocks[number] = as_it_is
+        self.unsaved = self.first_saves_less() if embeds else 0.0
         self.walk()
+
+    def first_saves_less(self) -> float:
+        """Nothing below the first trained operation has a gradient, so that the first block does
+        not save what comes before it. Returns the bytes, and notes them in a block of its own."""
+        ops, first = self.ops, self.blocks[0]
+        at = next((i for i, op in enumerate(ops.block) if op.trained), 0)
+        if ops.embed.trained or ops.positions.trained or not at:
+            return 0.0
+        below = list(ops.block[:at])
+        if ops.block[at].shares:
+            below.append(next(op for op in ops.block[at:] if op.shares == "output"))
+        names = {op.name for op in below}
+        self.blocks[0] = less = copy.copy(first)
+        less.saved = {name: n for name, n in first.saved.items() if name not in names}
+        if first.low:
+            less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
+        else:
+            less.copied_bytes -= self.copies(sum(op.weights for op in below) / self.tensor)
+        if 0 in self.again:             # whose input is there already
+            less.saved[below[0].name] = self.stream
+            return 0.0
+        return sum(first.saved.values()) - sum(less.saved.values())
 
     @property
     def at(self) -> dict[str, dict[str, float]]:
@@ -100,7 +124,7 @@ class Walk(Device):
         kept, final, low = self.kept, self.ops.linears[-1], self.blocks[-1].low
         # token ids and targets have a row of their own
         self.begin(LOSS)
-        self.add(ACTIVATIONS, kept.waiting_bytes)
+        self.add(ACTIVATIONS, kept.waiting_bytes - self.unsaved)
         copies = casts = 0.0
         cached = 0.0        # of blocks that run again: autocast keeps copies to the end of forward
         for number, block in enumerate(self.blocks):
@@ -108,7 +132,7 @@ class Walk(Device):
                 copies += block.copied_bytes
                 casts += block.low_bytes
             elif not self.widened:
-                cached += block.copied_bytes
+                cached += 0.0 if block.low else self.copies(self.ops.trained_weights / self.tensor)
         self.add(COPIES, copies)
         self.add(LOW, casts)
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
@@ -353,7 +377,7 @@ class Walk(Device):
         final, wide = weight * self.gradient_bytes * op.trained, dx
         if s.mixed and op.reads_residual:
             wide = x * s.residual_bytes
-        if op.writes_residual and not s.mixed:
+        if op.shares == "output" or (op.writes_residual and not s.mixed):
             dy = 0.0
         # gathered once more: the input, beside its own gradient as the ranks have it in parts; or
         # the gradient of the output
@@ -377,6 +401,8 @@ class Walk(Device):
             after = max(after, final + weight * self.update_bytes)
         steps = [(work, TEMPORARIES, dx - dy), (NO_MOMENT, self.row, -saved_bytes),
                  (NO_MOMENT, copied, -copies), (after, TEMPORARIES, wide - dx)]
+        if op.shares == "input":
+            steps.append((NO_MOMENT, TEMPORARIES, -wide))
         if not gathers and not (self.leave and op is self.ops.head):
             steps.append((NO_MOMENT, GRADIENTS, final))
         return steps

@@ -6,10 +6,10 @@ is one more row here, and a module that its row names; nothing else changes.
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
 
+from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.operation import (
     FP32,
@@ -32,15 +32,20 @@ def layernorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
 
 
 def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
-    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size."""
+    """One kernel on a GPU; written out, as on a CPU, several in float32 that save two of its size,
+    one of them for the gradient of its gain."""
     stream, wide = s.stream_bytes, s.tokens * s.model.D * FP32
     if s.kind == "gpu" and not s.norms_written_out:
-        saved, backward = stream + s.tokens * FP32, (Hold(nbytes=stream, frees=1.0),)
-    else:
-        saved = 2 * wide + s.tokens * FP32
-        backward = (Hold(nbytes=2 * wide, frees=wide / saved),
-                    Hold(nbytes=(3 if residual else 4) * wide, frees=1 - wide / saved))
-    return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
+        return _norm(name, s, params=s.model.D, saved=stream + s.tokens * FP32,
+                     backward=(Hold(nbytes=stream, frees=1.0),), residual=residual)
+
+    def written_out(gain: bool) -> Op:
+        saved = (1 + gain) * wide + s.tokens * FP32
+        backward = (Hold(nbytes=(1 + gain) * wide, frees=gain * wide / saved),
+                    Hold(nbytes=(3 if residual else 4) * wide, frees=1 - gain * wide / saved))
+        return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
+
+    return replace(written_out(True), if_frozen=written_out(False))
 
 
 def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tuple[Hold, ...],
@@ -114,17 +119,10 @@ BLOCKS: dict[str, Kind] = {
 }
 
 
-def fused(m: Any, name: str) -> tuple[int, ...]:
-    """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
-    queries = m.H // m.G * m.E
-    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
-    return next((rows for end, rows in of.items() if name.endswith(end)), ())
-
-
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
-# initialised. Rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {}
+# initialised. Other rows come from outside (docs/own_technique.md).
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,5 +190,5 @@ def operations(s: MicroBatch) -> Operations:
         loss=Op(name="loss", part="", saved_bytes=N * m.V * FP32 + N * TOKEN_ID + FP32,
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
-        ops = MODEL_CHANGES[change.name].operations(ops, s, change)
+        ops = MODEL_CHANGES[change.name].formula(ops, s, change)
     return ops

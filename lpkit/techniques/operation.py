@@ -70,6 +70,8 @@ class Op:
     trained: bool = True                    # its parameters have gradients and optimizer states
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
+    if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
+    shares: Literal["", "input", "output"] = ""     # the side whose gradient another Linear has, too
 
     @functools.cached_property
     def weights(self) -> int:
@@ -79,7 +81,8 @@ class Op:
     @property
     def frozen(self) -> "Op":
         """The same without gradients of its parameters; a Linear then saves no input."""
-        return replace(self, trained=False, saved_bytes=0 if self.matmul else self.saved_bytes)
+        op = self.if_frozen or self
+        return replace(op, trained=False, saved_bytes=0 if op.matmul else op.saved_bytes)
 
     def seeing(self, *shares: float) -> "Op":
         """The same where blocks see these shares of the tokens. It has their average, since a model
@@ -188,6 +191,13 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
               cut=cut, reads_residual=cut == "column", writes_residual=cut == "row",
               saved_bytes=s.tokens * K * itemsize, saved_itemsize=s.compute_bytes,
               result_bytes=s.tokens * out * max(s.compute_bytes, s.operand_bytes or 0))
+
+
+def fused(m: Any, name: str) -> tuple[int, ...]:
+    """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
+    queries = m.H // m.G * m.E
+    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
+    return next((rows for end, rows in of.items() if name.endswith(end)), ())
 
 
 # Positions: operations outside the blocks.

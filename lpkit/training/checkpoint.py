@@ -12,7 +12,7 @@ Process 0 makes, checks, renames and removes folders, and the others learn what 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ FORMAT = 3
 STATE, MANIFEST, LATEST, QUARANTINE = "state.json", "manifest.json", "latest", "quarantine"
 
 EVALUATED = "evaluated/"            # weights that evaluation reads in place of the trained ones
+Write = Callable[[Path, Mapping[str, Tensor]], None]
 WEIGHTS = ("model/", EVALUATED)     # what a model is made of that is not trained on
 
 
@@ -49,9 +50,11 @@ class Checkpoint:
 
 
 def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *,
-         keep: int, run: str = "", lines: Mapping[str, Any] | None = None) -> Path:
+         keep: int, run: str = "", lines: Mapping[str, Any] | None = None,
+         write: Write = shards.save) -> Path:
     """Write the checkpoint of `step` under `root` and return its folder; the `keep` newest stay.
-    `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0.
+    `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0. `write`
+    puts the tensors into a folder, in `shards.file_names`.
 
     A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
     all processes, and one of them writes it; `state` is that of process 0.
@@ -77,7 +80,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
                 files.remove_folder(old)
 
         folder = Path(by_first(begin))
-        shards.save(folder, tensors)
+        write(folder, tensors)
         by_first(finish)
     return final
 

@@ -105,6 +105,9 @@ class Run(Checked):
                 raise ConfigError(f"{str(self.path)!r} is not empty and holds no run; choose "
                                   f"another --out")
             return {}
+        if resume and self.summary.get("status") == "imported":
+            raise ConfigError(f"{str(self.path)!r} was imported, and has no optimizer states to go on "
+                              f"with; begin another run from it: start.run={self.path}")
         if not resume:
             raise ConfigError(f"{str(self.path)!r} already holds a run; choose another --out, or "
                               f"go on with --resume")

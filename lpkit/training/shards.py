@@ -11,7 +11,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ def file_names(processes: int) -> list[str]:
 def save(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `tensors` into `folder`; all processes of a group call it. Raises OSError, on all."""
     _together(f"could not write {folder}", _write, folder, tensors)
+
+
+def save_whole(folder: Path, count: int, groups: Iterable[Mapping[str, Tensor]]) -> None:
+    """Write `count` groups of whole tensors, a file each, as so many processes would: no more than
+    one group takes memory. Raises OSError."""
+    for name, group in zip(file_names(count), groups, strict=True):
+        _save_file(folder / name, group, {key: [0] * t.ndim for key, t in group.items()})
 
 
 def whole(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -99,13 +106,19 @@ def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         offsets, piece, owners = _piece(tensors[name])
         # who has no row of a tensor says nothing of it; an empty tensor is said by one
         if owners[number % len(owners)] == rank and (piece.numel() or not tensors[name].numel()):
-            pieces[name], places[name] = piece.contiguous(), {"saved_offsets": list(offsets)}
+            pieces[name], places[name] = piece, list(offsets)
     path = folder / file_names(world)[rank]
-    # a MemoryError is an end that a run can tell; safetensors aborts the process without one
-    bytearray(WRITE_BUFFER_BYTES)
-    save_file(pieces, path, metadata={SHARDING: json.dumps(places)})
+    _save_file(path, pieces, places)
     if distributed():           # here, where it was written; the caller syncs the whole folder
         sync(path)
+
+
+def _save_file(path: Path, pieces: Mapping[str, Tensor], places: Mapping[str, list[int]]) -> None:
+    # a MemoryError is an end that a run can tell; safetensors aborts the process without one
+    bytearray(WRITE_BUFFER_BYTES)
+    offsets = {name: {"saved_offsets": place} for name, place in places.items()}
+    save_file({name: piece.contiguous() for name, piece in pieces.items()}, path,
+              metadata={SHARDING: json.dumps(offsets)})
 
 
 @dataclass

@@ -81,7 +81,7 @@ def read(config: Config, tokenizer: str = "") -> Start:
     run = Run.open(Path(asked.run))
     if tokenizer and run.identity["tokenizer"] != tokenizer:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
-                          f"mean something else; train on text with that run's tokenizer")
+                          f"mean something else; set data.tokenizer={asked.run}, which is that run's")
     saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                              only="model/", quarantine=False)
     if saved is None:

@@ -37,10 +37,10 @@ from lpkit.parallel.sharding import Sharding, local, sharding
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.weight_cache import CACHED, weights_cached
 from lpkit.techniques import schedules
-from lpkit.techniques.blocks import fused
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.memory import rows_of
+from lpkit.techniques.operation import fused
 from lpkit.techniques.optimizers import OptimizerSettings, estimating
 from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams

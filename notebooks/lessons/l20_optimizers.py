@@ -32,7 +32,7 @@ from lpkit.predict.flops import training_flops
 from lpkit.predict.params import optimizer_work, shapes
 from lpkit.predict.updates import matrices
 from lpkit.tables import FAINT, html_table
-from lpkit.techniques.blocks import fused
+from lpkit.techniques.operation import fused
 from lpkit.techniques.optimizers import (
     BLOCK,
     FLOAT32,

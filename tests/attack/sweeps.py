@@ -46,7 +46,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         found = None
         while found is None:
             over = threading.Event()
-            killer = threading.Thread(target=_kill, args=(rng.uniform(0, 2 * seconds[kind]), rng.random(), over, outcome))
+            killer = threading.Thread(target=_kill, args=(rng.uniform(0, seconds[kind]), rng.random(), over, outcome))
             killer.start()
             try:
                 found = _settled(kinds[kind], out)

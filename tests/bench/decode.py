@@ -12,7 +12,7 @@ from torch import Tensor
 from lessons.l12_flash_attention import at
 from lpkit.commands import needs
 from lpkit.config import Config
-from lpkit.training.export import family
+from lpkit.training.families import of_model
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
 from tests.bench.harness import ROUNDS, Result, race
@@ -28,7 +28,7 @@ def as_transformers(training: Training) -> Any:
     import transformers
 
     m = training.config.model
-    kind = family(m)
+    kind = of_model(m)
     config = transformers.AutoConfig.for_model(**kind.config(m))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     left = model.load_state_dict(kind.weights(training.model.state_dict(), m), strict=False)

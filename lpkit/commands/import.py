@@ -1,0 +1,65 @@
+"""Make a run of a folder of transformers, which others begin from.
+
+  lpkit import smollm --out runs/smollm
+  lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
+              data.source='books/*.txt' steps=300 --out runs/books
+
+GPT-2, Llama, Qwen2 and Qwen3 by config.json, *.safetensors and tokenizer.json. Nothing is fetched,
+unpickled or executed. --check reads the headers alone and writes nothing.
+"""
+
+from argparse import ArgumentParser, Namespace
+
+from lpkit.commands import a_folder, opened
+from lpkit.errors import ConfigError, named
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="what save_pretrained wrote")
+    parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
+    parser.add_argument("--tokenizer", default="", metavar="NAME",
+                        help="for a folder without a tokenizer.json: bytes or gpt2")
+    parser.add_argument("--base", type=a_folder, metavar="RUN",
+                        help="the run that FOLDER, an adapter of peft, adapts")
+    parser.add_argument("--check", action="store_true", help="say what is there, and write nothing")
+
+
+def run(args: Namespace) -> dict:
+    if not (args.out or args.check):
+        raise ConfigError("lpkit import needs --out DIR, a new folder, or --check")
+    if args.base:
+        return _adapter(args)
+    from lpkit.training.imported import bring, planned  # imports torch
+
+    plan = planned(args.folder, args.tokenizer)
+    if not args.check:
+        bring(plan, args.out)
+    m = plan.config.model
+    return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
+            "architecture": plan.family.architecture, "parameters": plan.weights, "layers": m.L,
+            "width": m.D, "context": m.T, "vocab": m.V, "tokenizer": plan.tokenizer["name"],
+            "param_dtype": plan.config.memory.param_dtype.name}
+
+
+def _adapter(args: Namespace) -> dict:
+    if not args.out:
+        raise ConfigError("lpkit import --base needs --out DIR, a new folder")
+    base = opened(args.base)
+    from lpkit.training.adapted import bring_adapter  # imports torch
+
+    [row] = bring_adapter(args.folder, base, args.out).config.model.changes
+    return {"folder": str(args.folder), "run_dir": str(args.out), "base": str(args.base),
+            "rank": row.rank, "alpha": row.alpha, "targets": list(row.targets)}
+
+
+def text(result: dict) -> str:
+    if "base" in result:
+        return (f"{named(result['run_dir'])}: LoRA of rank {result['rank']} on "
+                f"{', '.join(result['targets'])} of {named(result['base'])}")
+    what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
+            f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
+            f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")
+    if not (run := result["run_dir"]):
+        return what
+    return (f"{what}\n{named(run)} is a run now. Train from it: lpkit train {named(run)}/config.yaml "
+            f"start.run={named(run)} data.tokenizer={named(run)} data.source=... --out ...")

@@ -1,0 +1,163 @@
+"""Modules of adapters (`lpkit.techniques.adapters`). Each knows the Linear that it equals: `merged`.
+
+A parameter of a fused matrix lies by group of heads, as the matrix does: `side_by_side`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.kernels.rows import gelu
+from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.operation import fused
+
+
+class Adapter(nn.Module):
+    """Around a Linear, which is frozen. `merges`: one Linear computes the same."""
+
+    merges = True
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the Linear that computes the same, in float32."""
+        raise NotImplementedError
+
+
+class Lora(Adapter):
+    """y = W x + scale B A x. `rows`: of the matrices that take turns in W; each has an A and a B of
+    its own."""
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float, rows: Sequence[int] = ()):
+        super().__init__(base)
+        self.scale, rows = scale, tuple(rows) or (base.out_features,)
+        self.groups = base.out_features // sum(rows)
+        like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
+        self.A = nn.Linear(base.in_features, len(rows) * rank, **like)
+        self.B = nn.ModuleList(nn.Linear(rank, self.groups * n, **like) for n in rows)
+        for one in self.B:
+            nn.init.zeros_(one.weight)      # it begins as the model that it adapts
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        parts = (self.A(x) * self.scale).chunk(len(self.B), dim=-1)     # scaled where it is thin
+        delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
+        return delta.add_(self.base(x))     # in place: a third tensor of this size is not needed
+
+    def delta(self) -> Tensor:
+        parts = [B.weight.float() @ A for B, A in
+                 zip(self.B, self.A.weight.float().chunk(len(self.B)))]
+        return self.scale * side_by_side(parts, self.groups, 0)
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        return self.base.weight.float() + self.delta(), self.base.bias
+
+
+class Bottleneck(Adapter):
+    """y = z + up(gelu(down(z))), z = W x + b."""
+
+    merges = False
+
+    def __init__(self, base: nn.Linear, width: int):
+        super().__init__(base)
+        like = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.down = nn.Linear(base.out_features, width, **like)
+        self.up = nn.Linear(width, base.out_features, **like)
+        for t in (self.up.weight, self.up.bias):
+            nn.init.zeros_(t)
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        x = self.base(x)
+        return x + self.up(gelu(self.down(x)))
+
+
+class ScaledKeysValues(Adapter):
+    """Keys and values, of an output that lies by group, times learned vectors."""
+
+    def __init__(self, base: nn.Linear, rows: Sequence[int]):
+        super().__init__(base)
+        self.rows, self.groups = tuple(rows), base.out_features // sum(rows)
+        n = self.groups * sum(rows[1:])
+        self.scale = nn.Parameter(torch.ones(n, device=base.weight.device, dtype=base.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        y = self.base(x).unflatten(-1, (self.groups, -1))
+        queries, others = y.split([self.rows[0], sum(self.rows[1:])], dim=-1)
+        scaled = others * self.scale.view(self.groups, -1).to(y.dtype)
+        return torch.cat((queries, scaled), dim=-1).flatten(-2)
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        ones = self.scale.new_ones(self.groups, self.rows[0])
+        scale = torch.cat((ones, self.scale.view(self.groups, -1)), dim=1).flatten().float()
+        bias = self.base.bias
+        return (scale[:, None] * self.base.weight.float(),
+                None if bias is None else scale * bias.float())
+
+
+class ScaledInput(Adapter):
+    def __init__(self, base: nn.Linear):
+        super().__init__(base)
+        w = base.weight
+        self.scale = nn.Parameter(torch.ones(base.in_features, device=w.device, dtype=w.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        return self.base(x * self.scale.to(x.dtype))
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        return self.base.weight.float() * self.scale.float(), self.base.bias
+
+
+def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
+    """One tensor in which the groups of `parts` along `dim` take turns."""
+    if len(parts) == 1:
+        return parts[0]
+    dim = dim % parts[0].ndim
+    each = [part.unflatten(dim, (groups, -1)) for part in parts]
+    return torch.cat(each, dim=dim + 1).flatten(dim, dim + 1)
+
+
+def add_lora(model: nn.Module, settings: LoraSettings) -> None:
+    def lora(base: nn.Linear, rows: Sequence[int]) -> Lora:
+        return Lora(base, settings.rank, settings.scale, () if settings.shared else rows)
+
+    _around(model, settings, lora)
+
+
+@torch.no_grad()
+def add_pissa(model: nn.Module, settings: LoraSettings) -> None:
+    """B A is the best approximation of its rank of each matrix, and the frozen rest is what is left.
+    """
+    add_lora(model, settings)
+    for one in model.modules():
+        if isinstance(one, Lora):
+            w, As = one.base.weight, one.A.weight.chunk(len(one.B))
+            rows = [B.out_features // one.groups for B in one.B]
+            parts = w.float().unflatten(0, (one.groups, -1)).split(rows, dim=1)
+            for part, A, B in zip(parts, As, one.B):
+                U, S, Vh = torch.linalg.svd(part.flatten(0, 1), full_matrices=False)
+                root = S[:settings.rank].sqrt()
+                B.weight.copy_(U[:, :settings.rank] * root)
+                A.copy_(root[:, None] * Vh[:settings.rank])
+            w.sub_(one.delta().to(w.dtype))
+
+
+def add_bottlenecks(model: nn.Module, settings: BottleneckSettings) -> None:
+    _around(model, settings, lambda base, rows: Bottleneck(base, settings.width))
+
+
+def add_scales(model: nn.Module, settings: AdapterSettings) -> None:
+    _around(model, settings, lambda base, rows: ScaledKeysValues(base, rows) if rows else
+            ScaledInput(base))
+
+
+def _around(model: nn.Module, settings: AdapterSettings,
+            new: Callable[[nn.Linear, Sequence[int]], Adapter]) -> None:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        bases = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
+        for name in adapted(bases, settings):
+            parent, _, leaf = name.rpartition(".")
+            rows = fused(model.config, f"{name}.weight")
+            setattr(block.get_submodule(parent), leaf, new(bases[name], rows))

@@ -1,0 +1,71 @@
+"""Operations of adapters: folds of the description of a model, which `lpkit.techniques.adapters`
+names."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+from lpkit.errors import ConfigError
+from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.blocks import Operations
+from lpkit.techniques.operation import Hold, MicroBatch, Op, fused, linear
+
+
+def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iterable[Op]]
+            ) -> Operations:
+    """All frozen, and in place of each target what `new(op)` makes."""
+    targets, block = adapted((op.name for op in ops.block if op.matmul), settings), []
+    for op in ops.block:
+        block += new(op) if op.matmul and op.name in targets else [op.frozen]
+    return replace(ops, block=tuple(block), embed=ops.embed.frozen, head=ops.head.frozen,
+                   positions=ops.positions.frozen, norm=ops.norm.frozen)
+
+
+def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
+    """y = W x + scale B A x. The input, which the frozen Linear need not save, is saved for A."""
+    def new(op: Op) -> Iterator[Op]:
+        K, out = op.matmul
+        if (most := min(K, out)) < settings.rank:
+            raise ConfigError(f"model.changes={settings.name} has rank {settings.rank}, more than "
+                              f"{op.name} ({out} x {K}) has; use at most {most}")
+        rows = () if settings.shared else fused(s.model, f"{op.name}.weight")
+        rows, r = rows or (out,), settings.rank
+        thin = linear(f"{op.name}.A", s, K, len(rows) * r, cut=op.cut, bias=False)
+        yield replace(thin, saved_bytes=op.saved_bytes, writes_residual=False, shares="input")
+        for i, share in enumerate(rows):
+            one = linear(f"{op.name}.B.{i}", s, r, out * share // sum(rows), cut=op.cut, bias=False)
+            yield replace(one, reads_residual=False, writes_residual=op.writes_residual)
+        yield replace(op.frozen, shares="output")
+
+    return _beside(ops, settings, new)
+
+
+def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> Operations:
+    """y + up(gelu(down(y))) behind a Linear."""
+    def new(op: Op) -> Iterator[Op]:
+        out, w = op.matmul[1], settings.width
+        wide = s.tokens * w * s.compute_bytes
+        down = linear(f"{op.name}.down", s, out, w, cut="", bias=True)
+        up = linear(f"{op.name}.up", s, w, out, cut="", bias=True)
+        yield op.frozen
+        yield down
+        yield Op(name=f"{op.name}.gelu", part="", saved_bytes=wide, saved_itemsize=s.compute_bytes,
+                 moved_bytes=2 * wide, backward=(Hold(nbytes=wide, frees=1.0),))
+        yield up
+
+    return _beside(ops, settings, new)
+
+
+def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operations:
+    """Keys and values, and what enters the MLP's last product, times a learned vector."""
+    def new(op: Op) -> Iterator[Op]:
+        K, out = op.matmul
+        queries = op.name == "attention.qkv"
+        numbers, whole = (out - s.model.H * s.model.E, out) if queries else (K, K)
+        scaled, saved = (s.tokens * n * s.compute_bytes for n in (numbers, whole))
+        # gradients of both factors, and keys and values beside the queries' again
+        hold = Hold(nbytes=2 * scaled + saved * queries, frees=1.0)
+        scale = Op(name=f"{op.name}.scale", part=op.part, params=numbers, saved_bytes=saved,
+                   saved_itemsize=s.compute_bytes, moved_bytes=2 * scaled, backward=(hold,))
+        yield from (op.frozen, scale) if queries else (scale, op.frozen)
+
+    return _beside(ops, settings, new)

@@ -1,0 +1,91 @@
+"""Adapters: few new weights beside a model that stays as it was. Rows of `model.changes`. No torch.
+
+Everything of the model is frozen, so that it has no gradients, no moments and no products for
+weight gradients; what its backward needs to reach the first adapter stays saved. With `start.run`
+they adapt the weights of a run, and without it an initialisation.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from lpkit.errors import ConfigError, nearest, shown
+from lpkit.techniques.operation import Kind
+from lpkit.techniques.row import Settings
+from lpkit.values import Count, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings(Settings):
+    where = "model.changes."
+
+    targets: tuple[str, ...] = ("*",)   # Linears of a block by name: attention.qkv, mlp.*
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(AdapterSettings):
+    """`shared`: q, k and v, or gate and up, have one A, as in GPT-2's c_attn; else each its own."""
+
+    rank: Count = 8
+    alpha: Positive = 16.0
+    shared: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StableLoraSettings(LoraSettings):
+    @property
+    def scale(self) -> float:
+        return self.alpha / math.sqrt(self.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PissaSettings(LoraSettings):
+    @property
+    def scale(self) -> float:
+        return 1.0      # A and B are a part of the weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class BottleneckSettings(AdapterSettings):
+    targets: tuple[str, ...] = ("attention.out", "mlp.down")
+    width: Count = 64
+
+
+def adapted(names: Iterable[str], settings: AdapterSettings) -> set[str]:
+    """Those of `names` that `settings` adapts. Raises ConfigError for a pattern without any."""
+    names = list(names)
+    for pattern in settings.targets:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"model.changes={settings.name} has the target {shown(pattern)}, but "
+                              f"no Linear of a block is called so; {nearest(pattern, names)}")
+    return {name for name in names if any(fnmatchcase(name, one) for one in settings.targets)}
+
+
+TERMS, OF = "lpkit.predict.adapters:", "lpkit.nn.adapters:"
+ADAPTERS: dict[str, Kind] = {
+    "bottleneck": Kind(
+        operations=TERMS + "bottleneck", why="two small layers behind each part of a block, the rest frozen",
+        source="Houlsby et al. 2019, arXiv:1902.00751", settings=BottleneckSettings(),
+        implementation=OF + "add_bottlenecks"),
+    "ia3": Kind(
+        operations=TERMS + "vectors", why="keys, values and the MLP's inner numbers times learned vectors, the "
+        "rest frozen", source="Liu et al. 2022, arXiv:2205.05638", implementation=OF + "add_scales",
+        settings=AdapterSettings(targets=("attention.qkv", "mlp.down"))),
+    "lora": Kind(
+        operations=TERMS + "lora", why="beside each frozen matrix a product of two thin ones",
+        source="Hu et al. 2021, arXiv:2106.09685", settings=LoraSettings(),
+        implementation=OF + "add_lora"),
+    "pissa": Kind(
+        operations=TERMS + "lora", why="LoRA that begins as the largest singular directions of the matrix",
+        source="Meng et al. 2024, arXiv:2404.02948", settings=PissaSettings(),
+        implementation=OF + "add_pissa"),
+    "rslora": Kind(
+        operations=TERMS + "lora", why="LoRA whose product counts alpha over the root of its rank",
+        source="Kalajdzievski 2023, arXiv:2312.03732", settings=StableLoraSettings(),
+        implementation=OF + "add_lora"),
+}

@@ -1,0 +1,213 @@
+"""A folder of transformers becomes a run, which others begin from.
+
+    lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
+
+`planned` reads the headers of its files alone, so that a model of any size is known, or refused,
+at once. `bring` then writes a checkpoint of step 0, block by block, in the memory of one block.
+Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from lpkit import files, records
+from lpkit.config import Config
+from lpkit.datasets import tokenizers
+from lpkit.errors import ConfigError
+from lpkit.training import build, checkpoint, families, runs, shards
+from lpkit.training.families import Family
+from lpkit.training.runs import Run
+from lpkit.values import Place, checked
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
+MOST_HEADER_BYTES = 10**8     # as the format has it
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is in a folder of transformers, by its headers. `places`: the file of each tensor;
+    `ours`: for each parameter of ours the names of those that it is made of."""
+
+    folder: Path
+    family: Family
+    config: Config
+    places: Mapping[str, Path]
+    ours: Mapping[str, tuple[str, ...]]
+    tokenizer: dict[str, Any]
+    weights: int
+
+    def read(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Parameters of ours, made of those that lie mapped in the files."""
+        m, dtype, found = self.config.model, _dtype(self.config), {}
+        for name in names:
+            parts = []
+            for there in self.ours[name]:
+                with safe_open(self.places[there], framework="pt") as file:
+                    parts.append(file.get_tensor(there))
+            found[name] = self.family.whole(name, parts, m).to(dtype)
+        return found
+
+
+@checked
+def planned(folder: Place, tokenizer: str = "") -> Plan:
+    """Reads headers. `tokenizer`: a name, where the folder has none ("bytes"). Raises ConfigError
+    for a folder that holds no model, or one that this kit does not compute."""
+    folder = files.expanded(folder)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
+                          f"folder that save_pretrained wrote")
+    said = records.of_others(folder / CONFIG)
+    family = families.of_type(said.get("model_type"))
+    model, headers = family.model(said), _headers(folder)
+    tied = {family.named("head.weight")} if model.tied else set()
+    wanted, shapes, missing, used = {}, {}, [], set()
+    for name, t in (due := parameters(model)).items():
+        theirs = {family.named(one): tuple(part.shape)
+                  for one, part in family.parts(name, t, model).items()}
+        wanted[name] = tuple(_found(one, family, headers) for one in theirs)
+        missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
+        shapes |= dict(zip(wanted[name], theirs.values()))
+        used |= {*wanted[name]}
+    if missing:
+        raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a {family.architecture} "
+                          f"of {model.L} layers, {missing[0]} first; get the whole folder again")
+    for name in shapes:
+        if (has := tuple(headers[name][1])) != shapes[name]:
+            raise ConfigError(f"{name} is {has} in {headers[name][0].name}, and {CONFIG} says "
+                              f"{shapes[name]}; they are not of one model")
+    left = [name for name in sorted(headers.keys() - used - tied)
+            if not name.endswith(NO_WEIGHTS)]
+    if left:
+        raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
+                          f"of this kit has, {left[0]} first; without them it is another model")
+    of = _tokenizer(folder, tokenizer)
+    if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
+        raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
+                          f"{model.V:,}; they are not of one model")
+    kinds = {headers[name][2] for name in used}
+    param_dtype = "bf16" if kinds == {"BF16"} else "fp32"
+    config = Config(model=model).replace({
+        "data.tokenizer": of["name"], "memory.param_dtype": param_dtype, "steps": 1})
+    return Plan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
+                weights=sum(t.numel() for t in due.values()),
+                places={name: headers[name][0] for name in used})
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    """Its parameters by name, without memory."""
+    with torch.device("meta"):
+        made = build.made(Config(model=model), "plain")
+    return dict(made.named_parameters())
+
+
+def bring(plan: Plan, out: Path) -> Run:
+    """Writes the run. Raises ConfigError for an `out` that is there."""
+    groups: dict[str, list[str]] = {}
+    for name in plan.ours:
+        groups.setdefault(".".join(name.split(".")[:2]) if name.startswith("blocks.") else "", []
+                          ).append(name)
+    return written(plan.config, plan.tokenizer, out, tensors={},
+                   write=lambda folder, _: shards.save_whole(
+                       folder, len(groups), map(_of_model, map(plan.read, groups.values()))))
+
+
+def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
+            tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
+    """A run that was trained elsewhere, whole or not at all: its weights at step 0, and no states
+    of an optimizer. Raises ConfigError for an `out` that is there."""
+    if out.exists():
+        raise ConfigError(f"{str(out)!r} is there already; choose another --out")
+    tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
+    who = runs.identify(config, {}, tokenizer, born=uuid4().hex, start=start)
+    mark = who["run"][:records.MARK_DIGITS]
+    files.own_folder(out.parent)
+    with files.whole_folder(out) as folder:
+        checkpoint.save(folder / runs.CHECKPOINTS, 0, tensors, {"optimizer": {}}, keep=1,
+                        run=who["run"], write=write)
+        records.write(folder / runs.TOKENIZER, {**tokenizer, records.RUN: mark})
+        records.write(folder / runs.IDENTITY, who)
+        files.write_atomically(folder / runs.CONFIG, runs.sealed_yaml(config, mark))
+        run = Run.open(folder)
+        records.write(folder / runs.SUMMARY, runs.results(run) | {
+            "status": "imported", "run_dir": str(out), records.RUN: mark,
+            "vouches": run.vouches(ended=True)})
+    return Run.open(out)
+
+
+def _of_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"model/{name}": t for name, t in tensors.items()}
+
+
+def _dtype(config: Config) -> torch.dtype:
+    return torch.bfloat16 if config.memory.param_dtype.name == "bf16" else torch.float32
+
+
+def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
+    """Of each tensor its file, shape and dtype. Raises ConfigError."""
+    names = {"model.safetensors"}
+    if (folder / INDEX).is_file():
+        names = {*records.of_others(folder / INDEX).get("weight_map", {}).values()}
+    found = {}
+    for name in sorted(names):
+        path = folder / files.one_name(str(name))
+        if not path.is_file():
+            raise _no_shard(folder, path)
+        found |= {key: (path, one["shape"], one["dtype"]) for key, one in _header(path).items()}
+    for name, (path, _, kind) in found.items():
+        if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
+            raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
+                              f"in {', '.join(DTYPES)}")
+    return found
+
+
+def _header(path: Path) -> dict[str, dict[str, Any]]:
+    """What a safetensors file says of its tensors; nothing is mapped. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MOST_HEADER_BYTES:
+                raise ValueError(f"a header of {length:,} bytes")
+            said = json.loads(file.read(length))
+        said.pop("__metadata__", None)
+        found = {key: {"shape": one["shape"], "dtype": one["dtype"]} for key, one in said.items()}
+        due = 8 + length + max((one["data_offsets"][1] for one in said.values()), default=0)
+        if (has := path.stat().st_size) != due:
+            raise ValueError(f"{has:,} bytes where its header says {due:,}")
+        return found
+    except (*records.UNREADABLE, OSError) as error:
+        raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
+                          f"again") from None
+
+
+def _no_shard(folder: Path, path: Path) -> ConfigError:
+    pickled = [one.name for kind in PICKLED for one in folder.glob(kind)]
+    if pickled and not (folder / INDEX).is_file():
+        return ConfigError(f"{str(folder)!r} has its weights in {pickled[0]}, a pickle, which may "
+                           f"run anything when it is read; convert it first, where you trust it: "
+                           f"save_pretrained(..., safe_serialization=True)")
+    return ConfigError(f"{str(folder)!r} lacks {path.name}; get the whole folder again")
+
+
+def _found(name: str, family: Family, headers: Mapping[str, Any]) -> str:
+    """The name of a tensor in files of the whole model, or of the bare one."""
+    return name if name in headers else name.removeprefix(family.prefix)
+
+
+def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
+    if asked:
+        return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
+    if not (folder / tokenizers.FILE).is_file():
+        raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
+                          f"save it from a fast tokenizer, or name one: --tokenizer bytes")
+    return tokenizers.OfFolder(folder).tokenizer.to_dict()

@@ -1,0 +1,129 @@
+"""A run with adapters as others have it: merged for transformers, and as peft's files, both ways."""
+
+import pytest
+import torch
+
+import lpkit
+from lpkit import cli
+from lpkit.errors import ConfigError
+from lpkit.training.adapted import bring_adapter
+from lpkit.training.export import export
+from lpkit.training.imported import bring, planned
+from lpkit.training.runs import Run
+from lpkit.training.sampling import trained
+from lpkit.training.training import Training
+from tests.test_export import MODELS, SMALL
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")     # peft beside transformers 5
+ADAPTED = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4, "targets": ["attention.*"]}, {"name": "pissa", "rank": 4}, {"name": "ia3"}]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def base(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return lpkit.train(SMALL.replace({**MODELS[request.param], "data.tokenizer": "bpe", "model.vocab": 257, "steps": 4}), out=folder / "base")
+
+
+def adapted(base, folder, *changes, steps=4, **more):
+    """A run that has moved by more than a rounding."""
+    config = base.config.replace({"start.run": str(base.path), "model.changes": [*changes], "steps": steps, "optimizer.lr": 0.03,
+                                  "schedule": "constant", "optimizer.weight_decay": 0.0, **more})
+    return lpkit.train(config, out=folder / "adapted")
+
+
+def logits(run, tokens):
+    with torch.no_grad():
+        return trained(run).logits(tokens).float()
+
+
+def batch(run, seed=1):
+    return torch.randint(run.config.model.V, (2, run.config.model.T), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("change", ADAPTED, ids=lambda change: change["name"])
+def test_merged_for_transformers_it_has_the_same_logits(base, change, tmp_path):
+    run = adapted(base, tmp_path, change)
+    tokens = batch(run)
+    assert (logits(run, tokens) - logits(base, tokens)).abs().max() > 1e-3
+    assert cli.main(["export", str(run.path), "--out", str(tmp_path / "out")]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, logits(run, tokens), rtol=0, atol=2e-5)
+    back = bring(planned(tmp_path / "out"), tmp_path / "back")
+    assert not back.config.model.changes and back.config.model.L == run.config.model.L
+
+
+def test_a_bottleneck_is_no_matrix(base, tmp_path):
+    run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
+    with pytest.raises(ConfigError, match=r"no matrix of a model is the same as one with model\.changes=bottleneck; lora, rslora, pissa and ia3"):
+        export(run, tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"peft's files hold one of lora, rslora and pissa, and this run has model\.changes=bottleneck"):
+        export(run, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def fused(base):
+    """True for GPT-2's c_attn, which has one A."""
+    return base.config.model.norm == "layernorm"
+
+
+def test_peft_reads_our_file(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    run = adapted(base, tmp_path, {"name": "lora", "rank": 4, "shared": fused(base)})
+    export(base, tmp_path / "model")
+    assert cli.main(["export", str(run.path), "--out", str(tmp_path / "out"), "--adapter"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    theirs = peft.PeftModel.from_pretrained(model, str(tmp_path / "out")).eval()
+    tokens = batch(run)
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, logits(run, tokens), rtol=0, atol=2e-5)
+    back = bring_adapter(tmp_path / "out", base, tmp_path / "back")
+    torch.testing.assert_close(logits(back, tokens), logits(run, tokens), rtol=0, atol=1e-6)
+    assert back.summary["status"] == "imported" and not back.problems
+
+
+def test_we_read_the_file_of_peft(base, tmp_path):
+    """Of queries and values alone, as its authors adapt, with A and B drawn anew."""
+    peft = pytest.importorskip("peft")
+    export(base, tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    targets = ["c_attn", "c_proj"] if fused(base) else ["q_proj", "v_proj", "down_proj"]
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=True, fan_in_fan_out=fused(base)))
+    torch.manual_seed(3)
+    for name, p in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(p, 0, 0.2)
+    theirs.eval().save_pretrained(tmp_path / "out")
+    assert cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out", str(tmp_path / "run")]) == 0
+    run = Run.open(tmp_path / "run")
+    tokens = batch(base)
+    with torch.no_grad():
+        due = theirs(tokens).logits
+    torch.testing.assert_close(logits(run, tokens), due, rtol=0, atol=2e-5)
+    assert (due - logits(base, tokens)).abs().max() > 1e-2
+
+
+def test_the_same_losses_as_peft_over_fifty_steps(base, tmp_path):
+    """From the same A and B on the same tokens, by AdamW without decay: to 1e-6 of a loss of 5."""
+    peft = pytest.importorskip("peft")
+    config = base.config.replace({"start.run": str(base.path), "steps": 50, "schedule": {"name": "constant", "warmup_steps": 0}, "optimizer.lr": 0.002, "optimizer.clip": 0.0,
+                                  "optimizer.weight_decay": 0.0, "model.changes": [{"name": "lora", "rank": 4, "shared": fused(base)}]})
+    start = lpkit.train(config.replace({"steps": 1, "optimizer.lr": 1e-12}), out=tmp_path / "start")
+    export(start, tmp_path / "adapter", adapter=True)
+    export(base, tmp_path / "model")
+    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "adapter"),
+                                            is_trainable=True)
+    ours = Training.build(config)
+    ours.model.load_state_dict(trained(start).model.state_dict())
+    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=0.002, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    found = []
+    for step in range(50):
+        batch = ours.batch(step)
+        loss = torch.nn.functional.cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((ours.update(step).loss.item(), loss.item()))
+    assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
+    assert all(p.abs().max() > 0.01 for name, p in ours.model.named_parameters() if ".B." in name)     # 50 steps of 0.002
