@@ -124,7 +124,8 @@ class Workers(ExitStack):
         return (self.out / f"{name}.json").is_file()
 
     def _submit(self, *told: Any) -> _Worker:
-        free = [one for one in self.workers if one.at.is_file() and not one.done()]
+        self.workers = [one for one in self.workers if not one.done()]
+        free = [one for one in self.workers if one.at.is_file()]
         worker = free[0] if free else self._start()
         worker.at = Path(f"{told[0]}.json")
         with suppress(BrokenPipeError):     # it has just died
@@ -162,7 +163,8 @@ class Workers(ExitStack):
                     say(f"{done} of {len(due)} runs")
                 elif over:
                     del going[name]
-                    again = job in self.workers and job.killed and begun[name] <= RESTARTS
+                    killed = isinstance(job, _Worker) and job.killed
+                    again = killed and begun[name] <= RESTARTS
                     (waiting.insert(0, name) if again else failed.append(job))
                 elif judge := judges.get(name):
                     judge(evaluations(self.out / name))
