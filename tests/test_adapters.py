@@ -145,3 +145,13 @@ def test_flops_are_those_that_torch_counts(name):
     tokens, D, qkv = 2 * 32, 48, 48 + 2 * 2 * 8
     unused = 2 * tokens * D * (qkv + 3 * OPTIONS[name].get("rank", 0))
     assert training_flops(config.model, batch=2) - unused == counter.get_total_flops()
+
+
+def test_rows_and_their_settings_on_the_command_line():
+    """As in optimizer.groups: name:setting=value, several by commas."""
+    asked = SMALL.replace({"model.changes": "lora:rank=4:shared=true:targets=mlp.*,ia3"})
+    assert asked == SMALL.replace({"model.changes": [{"name": "lora", "rank": 4, "shared": True, "targets": ["mlp.*"]}, {"name": "ia3"}]})
+    for text, sentence in (("lora:rank", r"model\.changes\.rank must be a whole number, got ''"), ("lora:rnk=4", "has no setting 'rnk'; did you mean 'rank'"),
+                           ("lora:rank=0", r"model\.changes\.rank must be"), (":rank=4", "there is no model.changes ''")):
+        with pytest.raises(ConfigError, match=sentence):
+            SMALL.replace({"model.changes": text})
