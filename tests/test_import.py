@@ -142,6 +142,15 @@ def test_70_billion_by_their_headers(tmp_path, tokenizer):
     assert found.config.memory.param_dtype.name == "bf16"
 
 
+def test_links_to_a_cache_are_followed(tmp_path, tokenizer):
+    """As a hub's cache lies on a disk."""
+    saved("llama", tmp_path / "blobs", tokenizer)
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert bring(planned(tmp_path / "snapshot"), tmp_path / "run").config.model.L == 2
+
+
 def changed(folder, **values):
     path = folder / "config.json"
     said = json.loads(path.read_text()) | values
@@ -174,6 +183,9 @@ def cut(folder):
     (lambda f: changed(f, hidden_size="gone"), "of a llama model has no hidden_size"),
     (lambda f: changed(f, num_hidden_layers=3), "lacks 9 tensors of a LlamaForCausalLM of 3 layers, model.layers.2.input_layernorm.weight first"),
     (lambda f: changed(f, num_hidden_layers=1), "has 9 tensors that no LlamaForCausalLM of this kit has, model.layers.1"),
+    (lambda f: changed(f, num_hidden_layers=10**9), "has 21 tensors, and config.json says 1,000,000,000 layers; they are not of one model"),
+    (lambda f: changed(f, hidden_size="wide"), "model.width must be a whole number, got 'wide'"),
+    (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which must be an object"),
     (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, 48\) in model.safetensors, and config.json says"),
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
     (lambda f: replaced(f, "model.norm.weight", None), "lacks 1 tensors of a LlamaForCausalLM of 2 layers, model.norm.weight first"),

@@ -62,7 +62,10 @@ class Family:
         """Returns the model that a `config.json` describes. Raises ConfigError for one that is not
         computed as ours are, or whose sizes are no sizes."""
         rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-        flat = {**said, **{f"rope {key}": value for key, value in dict(rope).items()}}
+        if not isinstance(rope, Mapping):
+            raise ConfigError(f"config.json has rope_parameters={shown(rope)}, which must be an "
+                              f"object; get the folder again")
+        flat = {**said, **{f"rope {key}": value for key, value in rope.items()}}
         for key, fine in self.means.items():
             if flat.get(key, fine[0]) not in fine:
                 raise ConfigError(f"a {self.model_type} model with {key}={shown(flat[key])} computes "

@@ -70,6 +70,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
+    if model.L > len(headers):          # before so many are built
+        raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
+                          f"{model.L:,} layers; they are not of one model")
     tied = {family.named("head.weight")} if model.tied else set()
     wanted, shapes, missing, used = {}, {}, [], set()
     for name, t in (due := parameters(model)).items():
