@@ -58,8 +58,10 @@ def test_a_bottleneck_is_no_matrix(base, tmp_path):
     run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
     with pytest.raises(ConfigError, match=r"no matrix of a model is the same as one with model\.changes=bottleneck; lora, rslora, pissa and ia3"):
         export(run, tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"peft's files hold one of lora, rslora and pissa, and this run has model\.changes=bottleneck"):
-        export(run, tmp_path / "out", adapter=True)
+    others = adapted(base, tmp_path / "others", {"name": "pissa", "rank": 4}, steps=1)     # whose frozen rest is not the base
+    for one, name in ((run, "bottleneck"), (others, "pissa"), (base, "none")):
+        with pytest.raises(ConfigError, match=rf"peft's files hold lora or rslora beside a base as it was, and this run has model\.changes={name}"):
+            export(one, tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -73,9 +73,10 @@ def _lies_transposed(family: Family, m: ModelConfig) -> bool:
 def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the files of peft. Raises ConfigError for what it does not have."""
     plain, settings = run.config.replace({"model.changes": []}).model, run.config.model.changes
-    if len(settings) != 1 or not hasattr(settings[0], "rank"):
-        raise ConfigError(f"peft's files hold one of lora, rslora and pissa, and this run has "
-                          f"model.changes={', '.join(map(str, settings)) or 'none'}")
+    if [row.name in ("lora", "rslora") for row in settings] != [True]:      # pissa changes the base
+        raise ConfigError(f"peft's files hold lora or rslora beside a base as it was, and this run has "
+                          f"model.changes={', '.join(map(str, settings)) or 'none'}; without "
+                          f"--adapter it is merged")
     [lora], found, family = settings, {}, families.of_model(plain)
     transposed = _lies_transposed(family, plain)
     for name, one in _loras(rebuilt(run, tensors)):
