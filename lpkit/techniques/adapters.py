@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from lpkit.errors import ConfigError, nearest, shown
 from lpkit.techniques.operation import Kind
@@ -26,6 +27,8 @@ class AdapterSettings(Settings):
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(AdapterSettings):
     """`shared`: q, k and v, or gate and up, have one A, as in GPT-2's c_attn; else each its own."""
+
+    keeps_base: ClassVar[bool] = True       # frozen is what the run began from
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -45,6 +48,8 @@ class StableLoraSettings(LoraSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PissaSettings(LoraSettings):
+    keeps_base = False
+
     @property
     def scale(self) -> float:
         return 1.0      # A and B are a part of the weight

@@ -73,7 +73,7 @@ def _lies_transposed(family: Family, m: ModelConfig) -> bool:
 def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the files of peft. Raises ConfigError for what it does not have."""
     plain, settings = run.config.replace({"model.changes": []}).model, run.config.model.changes
-    if [row.name in ("lora", "rslora") for row in settings] != [True]:      # pissa changes the base
+    if [getattr(row, "keeps_base", False) for row in settings] != [True]:
         raise ConfigError(f"peft's files hold lora or rslora beside a base as it was, and this run has "
                           f"model.changes={', '.join(map(str, settings)) or 'none'}; without "
                           f"--adapter it is merged")
