@@ -40,7 +40,7 @@ from lpkit.ui.style import COLOURS
 
 FULL, ALL, QKV = "full", "LoRA", "LoRA of attention.qkv"
 STATES = ("weights", "gradients", "optimizer state")
-# Hu et al. 2021, section 1: VRAM of training GPT-3 175B with Adam
+# Hu et al. 2021, section 4.2: VRAM of training GPT-3 175B with Adam
 PUBLISHED = {"full": 1.2e12, "LoRA": 350e9}
 
 
