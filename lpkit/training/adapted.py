@@ -23,6 +23,7 @@ from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+LORAS = ("lora", "rslora")      # pissa's product is beside what it leaves of a weight
 PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None,
          "rank_pattern": {}, "alpha_pattern": {}}
 
@@ -73,9 +74,11 @@ def _lies_transposed(family: Family, m: ModelConfig) -> bool:
 def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the files of peft. Raises ConfigError for what it does not have."""
     plain, settings = run.config.replace({"model.changes": []}).model, run.config.model.changes
-    if len(settings) != 1 or not hasattr(settings[0], "rank"):
-        raise ConfigError(f"peft's files hold one of lora, rslora and pissa, and this run has "
-                          f"model.changes={', '.join(map(str, settings)) or 'none'}")
+    if len(settings) != 1 or settings[0].name not in LORAS:
+        raise ConfigError(f"peft's files hold a product beside the weights of the base, as lora and "
+                          f"rslora have it, and this run has model.changes="
+                          f"{', '.join(map(str, settings)) or 'none'}; without --adapter what can "
+                          f"be merged is")
     [lora], found, family = settings, {}, families.of_model(plain)
     transposed = _lies_transposed(family, plain)
     for name, one in _loras(rebuilt(run, tensors)):
