@@ -57,8 +57,7 @@ class BottleneckSettings(AdapterSettings):
 
 
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
-    """Those of `names` that `settings` adapts, in their order, in which they are drawn. Raises
-    ConfigError for a pattern without any."""
+    """`names` that `settings` adapts, in order. Raises ConfigError for a pattern without any."""
     names = list(names)
     for pattern in settings.targets:
         if not any(fnmatchcase(name, pattern) for name in names):
