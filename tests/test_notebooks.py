@@ -326,6 +326,8 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
     three = begun_from.three(config, rank=2)
     full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
     assert f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the weights" in said and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said
+    few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes for one in list(three.values())[:2]]
+    assert f"with 2 sequences of 64 instead of 4 of 128 it is {few[1] / few[0]:.0%}" in said
     kept = [one.operations for one in (full, lora, qkv)]
     below = kept[0]["head"] + kept[0]["norm1"] - kept[1]["norm1"]
     between = sum(size for name, size in kept[1].items() if ".B" in name)

@@ -75,10 +75,10 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the files of peft. Raises ConfigError for what it does not have."""
     plain, settings = run.config.replace({"model.changes": []}).model, run.config.model.changes
     if len(settings) != 1 or settings[0].name not in LORAS:
-        raise ConfigError(f"peft's files hold a product beside the weights of the base, as lora and "
-                          f"rslora have it, and this run has model.changes="
-                          f"{', '.join(map(str, settings)) or 'none'}; without --adapter what can "
-                          f"be merged is")
+        raise ConfigError(f"peft's files hold a product beside the weights of the base, as lora "
+                          f"and rslora have it, and this run has model.changes="
+                          f"{', '.join(map(str, settings)) or 'none'}; without --adapter it is "
+                          f"merged, where it can be")
     [lora], found, family = settings, {}, families.of_model(plain)
     transposed = _lies_transposed(family, plain)
     for name, one in _loras(rebuilt(run, tensors)):

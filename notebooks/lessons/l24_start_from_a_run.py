@@ -226,10 +226,11 @@ def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
 
 
 def seven_billion() -> Config:
-    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), one sequence an update."""
+    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), a sequence an update."""
     return preset("llama-8b").replace({
         "model.kv_heads": 32, "model.mlp_width": 11_008, "model.vocab": 32_000,
-        "model.context": 4096, "global_batch": 1, "grad_accum_steps": 1, "precision.recipe": "bf16"})
+        "model.context": 4096, "global_batch": 1, "grad_accum_steps": 1,
+        "precision.recipe": "bf16"})
 
 
 def gpt3() -> Config:
