@@ -6,7 +6,8 @@ import torch
 import lpkit
 from lpkit import cli
 from lpkit.errors import ConfigError
-from lpkit.training.adapted import bring_adapter
+from lpkit.nn.adapters import Lora
+from lpkit.training.adapted import bring_adapter, rebuilt
 from lpkit.training.export import export
 from lpkit.training.imported import bring, planned
 from lpkit.training.runs import Run
@@ -58,10 +59,21 @@ def test_a_bottleneck_is_no_matrix(base, tmp_path):
     run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
     with pytest.raises(ConfigError, match=r"no matrix of a model is the same as one with model\.changes=bottleneck; lora, rslora, pissa and ia3"):
         export(run, tmp_path / "out")
-    others = adapted(base, tmp_path / "others", {"name": "pissa", "rank": 4}, steps=1)     # whose frozen rest is not the base
-    for one, name in ((run, "bottleneck"), (others, "pissa"), (base, "none")):
+    for one, name in ((run, "bottleneck"), (base, "none")):
         with pytest.raises(ConfigError, match=rf"peft's files hold lora or rslora beside a base as it was, and this run has model\.changes={name}"):
             export(one, tmp_path / "out", adapter=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_pissa_is_beside_what_it_leaves(base, tmp_path):
+    """On the whole base its files would be another model: W + B A, not the rest + B A."""
+    run = adapted(base, tmp_path, {"name": "pissa", "rank": 4}, steps=1)
+    model = rebuilt(run, {})
+    one = next(one for one in model.modules() if isinstance(one, Lora))
+    whole = trained(base).model.blocks[0].attention.qkv.weight
+    assert (whole - one.base.weight).norm() > 0.1 * whole.norm()
+    with pytest.raises(ConfigError, match=r"beside a base as it was, and this run has model\.changes=pissa"):
+        export(run, tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,7 @@ from lpkit.nn.adapters import Adapter
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import ADAPTERS, adapted
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.training import RandomTokens, Training
 from tests.test_promise import _cpu
@@ -101,6 +101,12 @@ def test_it_begins_from_a_run_and_resumes_bit_for_bit(name, tmp_path):
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
     kept = {name for name in load_latest(whole.checkpoints)[0].tensors if name.startswith("model/")}
     assert kept and not any(".base." in name or "norm" in name for name in kept)
+
+
+def test_targets_are_in_the_order_of_the_model():
+    """In which A is drawn: in that of a set, one seed would be another adapter in every process."""
+    names = [f"mlp.{i}" for i in range(20)]
+    assert adapted(names, ADAPTERS["lora"].settings) == names
 
 
 def drawn(seed):

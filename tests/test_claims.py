@@ -218,6 +218,13 @@ def test_rows_are_whole(numbers):
     assert {*verdicts} == {CONFIRMED, SMALLER, REFUTED, UNTESTED} and len(verdicts) - verdicts.count(UNTESTED) >= 14
 
 
+def test_lora_leaves_the_weights(numbers):
+    """Of 2 bytes a weight, 2 of its gradient and 8 of its moments 2 stay, where activations are few; of 4, 4 and 8 at least 4."""
+    found = numbers["lora-3x"]
+    assert found.elsewhere["GPT-3 175B, weights in 16 bits and blocks recomputed"] == pytest.approx((2 + 2 + 8) / 2, rel=0.03)
+    assert max(found.kit, key=found.kit.get) == "GPT-3 175B" and all(1 < times < (4 + 4 + 8) / 4 for times in found.kit.values())
+
+
 @pytest.mark.parametrize("shown", sorted({claim.shown for claim in CLAIMS.values()}))
 def test_what_is_named_shows_it(shown, capsys):
     """A command that runs, or a heading that is in the notebook."""

@@ -19,12 +19,15 @@ from lpkit.course import judge
 from lpkit.course.judge import Disturbed, Exercise, Verdict
 from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
+from lpkit.nn.adapters import Lora
 from lpkit.optim import muon
 from lpkit.optim.adafactor import adafactor
 from lpkit.precision.scaled import quantise
+from lpkit.techniques.adapters import LoraSettings, StableLoraSettings
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
+from lpkit.training import families
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
@@ -263,6 +266,26 @@ def by_the_kits_adafactor(rows, columns, g, share):
     return rows, columns, v
 
 
+def by_the_kits_lora(w, A, B, alpha):
+    layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A), LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
+    for own, t in ((layer.base, w), (layer.A, A), (layer.B[0], B)):
+        own.weight.data = t
+    return layer(torch.eye(w.shape[1], dtype=w.dtype)).mT
+
+
+def by_eigenvectors(w, rank):
+    """What the largest eigenvectors of W W^T leave of W."""
+    vectors = torch.linalg.eigh(w.double() @ w.double().mT)[1][:, -rank:]
+    product = vectors @ vectors.mT @ w.double()
+    return w - product, product
+
+
+def by_gpt2s_names(qkv, heads):
+    sizes = SimpleNamespace(H=heads, G=heads, E=len(qkv) // heads // 3)
+    [t] = families.of_type("gpt2").parts("blocks.0.attention.qkv.weight", qkv, sizes).values()
+    return t
+
+
 def by_counted_products(weights, tokens):
     """PyTorch counts those of the kit's own rule, and of a Linear forward and backward."""
     with FlopCounterMode(display=False) as added:
@@ -467,6 +490,11 @@ OTHERS = {
     "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
     "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5, *(beta * k + 1 - k for beta in (beta1, beta2)))],
     "21.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
+    "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None], alpha=alpha / B.shape[1])[0], by_the_kits_lora],
+    "24.trained": [lambda weights, rank: sum(t.numel() for w in weights for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
+    "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank, alpha=alpha).scale, alpha * math.sqrt(rank))],
+    "24.pissa": [by_eigenvectors],
+    "24.c_attn": [by_gpt2s_names],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],

@@ -23,6 +23,7 @@ from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l19_is_it_progress as chance
 from lessons import l20_optimizers as optimizers
 from lessons import l21_batch_schedule_search as batches
+from lessons import l24_start_from_a_run as begun_from
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
@@ -318,6 +319,25 @@ def test_answers_about_optimizers_are_those_of_the_explorer():
     assert optimizers.published(config) == 0.3125 and optimizers.published(config) * 4096 / 128_000 == pytest.approx(0.01) and "`T m / B` says 128,000" in said
 
 
+def test_what_is_said_of_a_step_of_lora_is_the_formula():
+    said = " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("24")), 4)).split())
+    config = lpkit.preset("cpu-3m").replace({"global_batch": 4, "grad_accum_steps": 1, "model.context": 128, "precision.recipe": "fp32", "system.device": "cpu",
+                                             "system.compile": False})
+    three = begun_from.three(config, rank=2)
+    full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
+    assert f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the weights" in said and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said
+    few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes for one in list(three.values())[:2]]
+    assert f"with 2 sequences of 64 instead of 4 of 128 it is {few[1] / few[0]:.0%}" in said
+    kept = [one.operations for one in (full, lora, qkv)]
+    below = kept[0]["head"] + kept[0]["norm1"] - kept[1]["norm1"]
+    between = sum(size for name, size in kept[1].items() if ".B" in name)
+    inputs = sum(kept[1][f"{name}.A"] for name in ("mlp.up", "mlp.down"))
+    assert all(f"{size:,}" in said for size in (below, between, inputs)) and f"{below / sum(kept[0].values()):.0%} of what is kept" in said
+    times = [full.peak_bytes / lora.peak_bytes for model in (begun_from.seven_billion(), begun_from.gpt3())
+             for full, lora in begun_from.rented(model, 4, "h100").values()]
+    assert f"from {min(times):.1f} to {max(times):.1f} in this table" in said
+
+
 def test_newton_schulz_of_singular_values_is_muons():
     m, v = torch.randn(48, 20), torch.rand(48, 20)
     steps = muon.orthogonalised(m.double().clone())
@@ -355,7 +375,7 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
          "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
-         "21.updates": 183, "21.rate": 4.04}
+         "21.updates": 183, "21.rate": 4.04, "24.peak": 67, "24.time": 75}
 
 
 def test_no_guess_is_right_where_it_starts():

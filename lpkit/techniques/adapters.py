@@ -61,14 +61,14 @@ class BottleneckSettings(AdapterSettings):
     width: Count = 64
 
 
-def adapted(names: Iterable[str], settings: AdapterSettings) -> set[str]:
-    """Those of `names` that `settings` adapts. Raises ConfigError for a pattern without any."""
+def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
+    """`names` that `settings` adapts, in order. Raises ConfigError for a pattern without any."""
     names = list(names)
     for pattern in settings.targets:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"model.changes={settings.name} has the target {shown(pattern)}, but "
                               f"no Linear of a block is called so; {nearest(pattern, names)}")
-    return {name for name in names if any(fnmatchcase(name, one) for one in settings.targets)}
+    return [name for name in names if any(fnmatchcase(name, one) for one in settings.targets)]
 
 
 TERMS, OF = "lpkit.predict.adapters:", "lpkit.nn.adapters:"

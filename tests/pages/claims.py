@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any, Literal
 
 from lessons.l09_predict_before_you_rent import Candidate, triangle
+from lessons.l24_start_from_a_run import PUBLISHED, adapted, gpt3
 from lessons.published import Run, runs, seconds
 from lpkit.commands.claims import HEADS, QUANTITIES, line, opened
 from lpkit.config import Config, ModelConfig
@@ -722,6 +723,22 @@ def activations_8_bits() -> Numbers:
                    elsewhere={"a flash kernel": less("auto")})
 
 
+def lora_3x() -> Numbers:
+    """Rank 4 beside attention's first product, where Hu et al. adapt queries and values."""
+    def less(config: Config, **memory_settings: Any) -> float:
+        one = config.replace({f"memory.{key}": value for key, value in memory_settings.items()})
+        return _peak(one) / _peak(adapted(one, 4, targets=["attention.qkv"]))
+
+    sizes = {name: _of(name, 1) for name in ("gpt2-124m", "gpt2-1.5b", "llama-1b", "llama-8b")}
+    bf16 = {"param_dtype": "bf16"}
+    return Numbers(
+        kit={name: less(config) for name, config in {**sizes, "GPT-3 175B": gpt3()}.items()},
+        measured={"GPT-3 175B, its section 4.2": PUBLISHED["full"] / PUBLISHED["LoRA"]},
+        elsewhere={f"{name}, weights in 16 bits{words}": less(config, **bf16, **more)
+                   for name, config in (("llama-8b", sizes["llama-8b"]), ("GPT-3 175B", gpt3()))
+                   for words, more in (("", {}), (" and blocks recomputed", {"recompute": "block"}))})
+
+
 NUMBERS: dict[str, Callable[[], Numbers]] = {
     "mixed-precision-memory": mixed_precision_memory,
     "mixed-precision-batch": mixed_precision_batch,
@@ -746,5 +763,5 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "shared-heads-15": shared_heads, "norms-softmax-96": norms_and_softmax,
     "kv-cache-40": cache_less, "windows-75": windows, "fused-add-norm-50": fused_add_norm,
     "fused-scores-30": fused_scores, "activations-8-bits": activations_8_bits,
-    "flip-3-7x": masked_images,
+    "flip-3-7x": masked_images, "lora-3x": lora_3x,
 }

@@ -1,0 +1,400 @@
+"""Lesson 24, Start from a run: its study, its figures and its exercises.
+
+A step of full fine-tuning and one of LoRA are counted, measured and timed; then a small model that
+learned from Python's code goes on with the Python manual, by adapters of several ranks and whole,
+and what it still knows of code is measured. Bytes, seconds, losses in nats per token.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lessons.draws import normal
+from lpkit.config import Config
+from lpkit.course.judge import adding_to
+from lpkit.measure.tracking import Footprint
+from lpkit.measure.updates import Bench, take_turns
+from lpkit.predict.compare import disturbance
+from lpkit.predict.flops import training_flops
+from lpkit.predict.ledger import Memory, memory
+from lpkit.predict.params import trained_count
+from lpkit.predict.units import quantity
+from lpkit.presets import preset
+from lpkit.tables import html_table
+from lpkit.timing import Watch
+from lpkit.training.runs import Run
+from lpkit.training.training import Training
+from lpkit.ui.draw import axis, figure, scatter
+from lpkit.ui.style import COLOURS
+
+# ---- One step
+
+FULL, ALL, QKV = "full", "LoRA", "LoRA of attention.qkv"
+STATES = ("weights", "gradients", "optimizer state")
+# Hu et al. 2021, section 4.2: VRAM of training GPT-3 175B with Adam
+PUBLISHED = {"full": 1.2e12, "LoRA": 350e9}
+
+
+def adapted(config: Config, rank: int, **more: Any) -> Config:
+    return config.replace({"model.changes": [{"name": "lora", "rank": rank, **more}]})
+
+
+def three(config: Config, rank: int) -> dict[str, Config]:
+    """The step that trains all weights, and those that train adapters beside them."""
+    return {FULL: config, ALL: adapted(config, rank),
+            QKV: adapted(config, rank, targets=["attention.qkv"])}
+
+
+def trained_share(config: Config) -> float:
+    """Trained numbers over those of the model without its adapters."""
+    return trained_count(config.model) / trained_count(
+        config.replace({"model.changes": []}).model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of one update by config, the best of rounds in which they took turns. `others`:
+    share of the cores that other processes took."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+    optimizer: dict[str, float]
+    others: float
+    where: str
+
+    def whole(self, name: str) -> float:
+        return self.forward[name] + self.backward[name] + self.optimizer[name]
+
+    def share(self, name: str) -> float:
+        return self.whole(name) / self.whole(FULL)
+
+
+def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) -> Timed:
+    benches = {name: Bench(config) for name, config in configs.items()}
+    spent: dict[str, list[tuple]] = {name: [] for name in configs}
+
+    def runner(name: str, bench: Bench) -> Callable[[], None]:
+        return lambda: spent[name].append(bench.update())
+
+    _, others = take_turns([runner(*one) for one in benches.items()], rounds, watch)
+    best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # the first warms up
+    forward, backward, optimizer = ({name: phases[i] for name, phases in best.items()}
+                                    for i in range(3))
+    return Timed(forward=forward, backward=backward, optimizer=optimizer, others=others,
+                 where=f"{benches[FULL].where}, the best of {rounds} rounds")
+
+
+# ---- On from a run
+
+TEXT = {"code": "*.py", "manual": "pydoc_data/topics.py"}      # of Python's standard library
+SMALL = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64,
+         "model.init": "fan-in", "schedule": "constant", "schedule.warmup_steps": 10,
+         "optimizer.weight_decay": 0.0, "optimizer.lr": 0.005, "eval_every": 0, "eval_batches": 8,
+         "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1,
+         "system.compile": False, "global_batch": 8, "grad_accum_steps": 1}
+RATES = (0.0015, 0.005, 0.015)
+GENTLE = 0.0005                 # of full fine-tuning, besides
+
+
+def source_of(text: str) -> str:
+    return str(Path(sysconfig.get_path("stdlib")) / TEXT[text])
+
+
+def base(steps: int) -> Config:
+    """A model that learns code."""
+    return preset("cpu-3m").replace(SMALL | {"data.source": source_of("code"), "steps": steps})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Went:
+    """How training went on. `rank` 0: of all weights. `learned`: the loss of the new text;
+    `remembered`: that of the first, afterwards."""
+
+    rank: int
+    lr: float
+    trained: int
+    learned: float
+    remembered: float
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.rank else "all weights"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """`code` and `manual`: losses of the base."""
+
+    code: float
+    manual: float
+    went: tuple[Went, ...]
+
+    def best(self, rank: int) -> Went:
+        return min((one for one in self.went if one.rank == rank), key=lambda one: one.learned)
+
+    def at(self, rank: int, lr: float) -> Went:
+        return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({one.rank for one in self.went})
+
+
+def go_on(run: Run, ranks: Sequence[int], steps: int, watch: Watch = iter) -> Study:
+    """Trains from `run` on the manual: of each rank, and all weights, at each rate."""
+    first = Training.build(run.config.replace({"start.run": str(run.path)}))
+    text = [first.val.batch(i) for i in range(run.config.eval_batches)]
+    asked = [(0, GENTLE), *((rank, lr) for rank in (0, *ranks) for lr in RATES)]
+    went, before = [], 0.0
+    for rank, lr in watch(asked):
+        training = Training.build(going_on(run, rank, lr, steps))
+        before = before or training.evaluate()
+        for step in range(steps):
+            training.update(step)
+        went.append(Went(rank=rank, lr=lr, trained=trained_count(training.config.model),
+                         learned=training.evaluate(), remembered=_loss(training, text)))
+    return Study(code=_loss(first, text), manual=before, went=tuple(went))
+
+
+def going_on(run: Run, rank: int, lr: float, steps: int) -> Config:
+    config = run.config.replace({"start.run": str(run.path), "data.source": source_of("manual"),
+                                 "optimizer.lr": lr, "steps": steps})
+    return adapted(config, rank) if rank else config
+
+
+@torch.no_grad()
+def _loss(training: Training, text: Sequence[Any]) -> float:
+    return fmean(training.loss(training.model, batch).item() for batch in text)
+
+
+# ---- Figures and tables
+
+def rows_table(formulas: Mapping[str, Memory], measured: Mapping[str, Footprint] | None = None
+               ) -> str:
+    """HTML: bytes by row, the most of each, and the peak; of the formula, or measured."""
+    heads, lines = [*formulas, "over full"], []
+    most = {name: {row.name: row.bytes for row in one.rows} for name, one in formulas.items()}
+    peaks = {name: one.peak_bytes for name, one in formulas.items()}
+    if measured:
+        most = {name: one.most for name, one in measured.items()}
+        peaks = {name: one.peak_bytes for name, one in measured.items()}
+    for row in (*STATES, "activations", "temporaries"):
+        lines.append(_line(row, [one.get(row, 0) for one in most.values()]))
+    lines.append(_line("peak, which is a moment and no sum", list(peaks.values())))
+    return html_table(("the most of each row", *heads), lines)
+
+
+def _line(name: str, sizes: Sequence[float]) -> tuple[str, ...]:
+    shares = " and ".join(f"{size / sizes[0]:.1%}" for size in sizes[1:])
+    return (name, *(quantity(size, "bytes") for size in sizes), shares)
+
+
+def kept_table(measured: Mapping[str, Footprint]) -> str:
+    """HTML: what is saved for backward by operation, under the Linear that an adapter is beside."""
+    named = {name: {} for name in measured}
+    for name, one in measured.items():
+        for operation, size in one.operations.items():
+            whole = operation.replace(".A", "")
+            if ".B" in operation:
+                whole = "between A and B"
+            named[name][whole] = named[name].get(whole, 0) + size
+    rows = sorted({row for one in named.values() for row in one},
+                  key=lambda row: -max(one.get(row, 0) for one in named.values()))
+    lines = [(row, *(f"{one.get(row, 0):,}" for one in named.values())) for row in rows]
+    return html_table(("bytes saved for backward", *measured), lines)
+
+
+def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
+    """HTML: seconds by phase beside the share of FLOPs."""
+    lines, whole = [], training_flops(configs[FULL].model)
+    for name, config in configs.items():
+        lines.append((name, *(f"{1e3 * phase[name]:.1f} ms" for phase in (
+            found.forward, found.backward, found.optimizer)), f"{found.share(name):.0%}",
+            f"{training_flops(config.model) / whole:.0%}", f"{trained_share(config):.1%}"))
+    return html_table(("", "forward", "backward", "optimizer", "an update, of full's",
+                       "FLOPs, of full's", "trained weights"), lines,
+                      caption="; ".join(filter(None, (found.where, disturbance(found.others)))))
+
+
+def seven_billion() -> Config:
+    """Llama 2 7B (Touvron et al. 2023, https://arxiv.org/abs/2307.09288), a sequence an update."""
+    return preset("llama-8b").replace({
+        "model.kv_heads": 32, "model.mlp_width": 11_008, "model.vocab": 32_000,
+        "model.context": 4096, "global_batch": 1, "grad_accum_steps": 1,
+        "precision.recipe": "bf16"})
+
+
+def gpt3() -> Config:
+    """Brown et al. 2020, table 2.1 (https://arxiv.org/abs/2005.14165), one sequence an update."""
+    return preset("gpt2-1.5b").replace({
+        "model.layers": 96, "model.width": 12_288, "model.heads": 96, "model.context": 2048,
+        "global_batch": 1, "grad_accum_steps": 1, "precision.recipe": "bf16"})
+
+
+WAYS = {"float32 weights, autocast": {}, "weights in bf16": {"memory.param_dtype": "bf16"},
+        "and blocks recomputed": {"memory.param_dtype": "bf16", "memory.recompute": "block"}}
+
+
+def rented(config: Config, rank: int, machine: str) -> dict[str, tuple[Memory, Memory]]:
+    """Predicted memory of full fine-tuning and of LoRA, by WAYS."""
+    found = {}
+    for way, settings in WAYS.items():
+        one = config.replace(settings)
+        found[way] = memory(one, machine), memory(adapted(one, rank), machine)
+    return found
+
+
+def rented_table(models: Mapping[str, Mapping[str, tuple[Memory, Memory]]]) -> str:
+    """HTML, with what Hu et al. say of theirs below."""
+    lines = []
+    for name, found in models.items():
+        for way, (full, lora) in found.items():
+            lines.append((name, way, *(quantity(one.peak_bytes, "bytes") for one in (full, lora)),
+                          f"{full.peak_bytes / lora.peak_bytes:.2f} times",
+                          "yes" if lora.missing_bytes <= 0 else "no"))
+    lines.append(("GPT-3 175B, theirs", "as Hu et al. trained it", *(
+        quantity(size, "bytes") for size in PUBLISHED.values()),
+        f"{PUBLISHED['full'] / PUBLISHED['LoRA']:.2f} times", "no"))
+    return html_table(("", "how", "full", "LoRA", "full over LoRA", "LoRA fits"), lines)
+
+
+def rates_figure(study: Study) -> dict:
+    """The loss of the new text by learning rate, a line a rank."""
+    lines = []
+    for i, rank in enumerate(study.ranks):
+        own = sorted((one.lr, one.learned) for one in study.went if one.rank == rank)
+        shade = COLOURS[1] if not rank else COLOURS[0]
+        faint = 1.0 if not rank else 0.25 + 0.75 * i / (len(study.ranks) - 1)
+        lines.append(scatter([lr for lr, _ in own], [loss for _, loss in own],
+                             study.best(rank).name, shade, mode="lines+markers", opacity=faint,
+                             hover="learning rate %{x}: %{y:.3f} nats"))
+    return figure(lines, "The manual's loss, by learning rate", height=420,
+                  xaxis=axis("learning rate", type="log", tickvals=[GENTLE, *RATES],
+                             ticktext=[f"{lr:g}" for lr in (GENTLE, *RATES)]),
+                  yaxis=axis("loss of the manual, nats per byte"))
+
+
+def forgetting_figure(study: Study) -> dict:
+    """The loss of the first text over that of the new one: each run a point."""
+    dots = [scatter([study.manual], [study.code], "before", COLOURS[2], mode="markers",
+                    marker={"symbol": "x", "size": 11})]
+    for name, colour, own in (
+            ("all weights", COLOURS[1], [one for one in study.went if not one.rank]),
+            ("LoRA", COLOURS[0], [one for one in study.went if one.rank])):
+        dots.append(scatter([one.learned for one in own], [one.remembered for one in own], name,
+                            colour, mode="markers", marker={"size": 9},
+                            customdata=[f"{one.name}, {one.lr:g}" for one in own],
+                            hover="%{customdata}: manual %{x:.3f}, code %{y:.3f}"))
+    return figure(dots, "What is learned, and what is forgotten", height=420,
+                  xaxis=axis("loss of the manual, nats per byte"),
+                  yaxis=axis("loss of the code, nats per byte"))
+
+
+def ladder_table(study: Study) -> str:
+    """HTML: each rank at its best rate."""
+    lines = []
+    for rank in [*study.ranks[1:], 0]:
+        one = study.best(rank)
+        lines.append((one.name, f"{one.trained:,}", f"{one.lr:g}", f"{one.learned:.3f}",
+                      f"{one.learned - study.manual:+.3f}", f"{one.remembered:.3f}",
+                      f"{one.remembered - study.code:+.3f}"))
+    return html_table(("", "trained numbers", "its best rate", "manual", "learned", "code",
+                       "forgotten"), lines)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _pair(r: Random) -> tuple[Tensor, Tensor, Tensor, float]:
+    """W, A, B and alpha."""
+    out, into, rank = r.randint(1, 6), r.randint(1, 6), r.randint(1, 4)
+    return (normal(r, out, into), normal(r, rank, into), normal(r, out, rank), r.uniform(0.5, 32))
+
+
+@exercise("24.merged",
+          (torch.zeros(1, 1), torch.ones(1, 1), torch.ones(1, 1), 3.0),
+          (torch.ones(2, 3), torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 0.0]]),
+           torch.tensor([[1.0, 0.0], [0.0, -1.0]]), 16.0), minutes=4, draw=_pair,
+          mistakes={"the product counts alpha over the rank":
+                        lambda w, A, B, alpha: w + alpha * B @ A,
+                    "the rank is how many rows A has": lambda w, A, B, alpha: (
+                        w + alpha / A.shape[1] * B @ A),
+                    "W stays: the product is added": lambda w, A, B, alpha: alpha / len(A) * B @ A})
+def merged(w: Tensor, A: Tensor, B: Tensor, alpha: float) -> Tensor:
+    return w + alpha / A.shape[0] * (B @ A)
+
+
+@exercise("24.trained", ([torch.zeros(4, 4)], 1), ([torch.zeros(6, 2), torch.zeros(2, 6)], 2),
+          minutes=4, drawn=60,
+          draw=lambda r: ([torch.zeros(r.randint(1, 9), r.randint(1, 9))
+                           for _ in range(r.randint(1, 5))], r.randint(1, 8)),
+          mistakes={"of each matrix only A and B are trained": lambda weights, rank: sum(
+                        w.numel() for w in weights),
+                    "A has the rank times the inputs, B the rank times the outputs":
+                        lambda weights, rank: 2 * rank * sum(w.shape[1] for w in weights)})
+def trained(weights: list[Tensor], rank: int) -> int:
+    return sum(rank * (w.shape[0] + w.shape[1]) for w in weights)
+
+
+@exercise("24.rslora", (16.0, 1), (16.0, 4), (8.0, 64), minutes=4,
+          draw=lambda r: (r.uniform(0.5, 64), r.randint(1, 256)),
+          mistakes={"rsLoRA divides by the root of the rank": lambda alpha, rank: (
+                        alpha / rank, alpha),
+                    "LoRA divides by the rank, so its alpha is larger": lambda alpha, rank: (
+                        alpha / rank**0.5, alpha / rank**0.5)})
+def rslora(alpha: float, rank: int) -> tuple[float, float]:
+    return alpha / rank**0.5, alpha * rank**0.5
+
+
+def _with_values(r: Random) -> tuple[Tensor, int]:
+    """Singular values of a matrix are apart, so that its largest directions are its own."""
+    n = r.randint(1, 5)
+    into = n + r.randint(0, 3)
+    left, right = (torch.linalg.qr(normal(r, side, side).contiguous())[0] for side in (n, into))
+    values = torch.tensor([float(2 * n - 2 * i + r.random()) for i in range(n)])
+    return left @ (values[:, None] * right[:n]), r.randint(1, n)
+
+
+@exercise("24.pissa", (torch.tensor([[2.0]]), 1), (torch.tensor([[3.0, 0.0], [0.0, 1.0]]), 1),
+          minutes=6, stars=2, drawn=60, draw=_with_values,
+          mistakes={"the largest singular directions, which come first": lambda w, rank: (
+                        (w - w) if rank == len(w) else _part(w, len(w) - rank),
+                        w - _part(w, len(w) - rank) if rank < len(w) else w),
+                    "the product is returned second, what stays frozen first":
+                        lambda w, rank: (_part(w, rank), w - _part(w, rank))})
+def pissa(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    U, S, Vh = torch.linalg.svd(w, full_matrices=False)
+    B, A = U[:, :rank] * S[:rank].sqrt(), S[:rank].sqrt()[:, None] * Vh[:rank]
+    return w - B @ A, B @ A
+
+
+def _part(w: Tensor, rank: int) -> Tensor:
+    U, S, Vh = torch.linalg.svd(w, full_matrices=False)
+    return U[:, :rank] * S[:rank] @ Vh[:rank]
+
+
+def _by_head(r: Random) -> tuple[Tensor, int]:
+    heads = r.randint(1, 4)
+    return normal(r, 3 * heads * r.randint(1, 3), r.randint(1, 5)), heads
+
+
+@exercise("24.c_attn", (torch.arange(6.0).reshape(6, 1), 2),
+          (torch.arange(24.0).reshape(12, 2), 2), minutes=7, stars=2, drawn=60, draw=_by_head,
+          mistakes={"queries of all heads first, then keys, then values":
+                        lambda qkv, heads: qkv.mT,
+                    "it lies transposed: (in, out)": lambda qkv, heads: (
+                        qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2))})
+def c_attn(qkv: Tensor, heads: int) -> Tensor:
+    return qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT
