@@ -161,3 +161,13 @@ def test_rows_and_their_settings_on_the_command_line():
                            ("lora:rank=0", r"model\.changes\.rank must be"), (":rank=4", "there is no model.changes ''")):
         with pytest.raises(ConfigError, match=sentence):
             SMALL.replace({"model.changes": text})
+
+
+def test_rates_of_a_and_b_are_groups_of_the_optimizer():
+    """LoRA+ (arXiv:2402.12354)."""
+    config = of("lora").replace({"optimizer.groups": "*.B.*:lr_scale=16"})
+    training = built(config)
+    names = {p: name for name, p in training.model.named_parameters()}
+    rates = {names[p]: group["initial_lr"] for group in training.optimizer.param_groups for p in group["params"]}
+    assert {name: rate / config.optimizer.lr for name, rate in rates.items()} == {name: 16 if ".B." in name else 1 for name in rates}
+    assert len({*rates.values()}) == 2

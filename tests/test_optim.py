@@ -29,7 +29,7 @@ from lpkit.predict.params import optimizer_work
 from lpkit.predict.time import step_time
 from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
-from lpkit.techniques import blocks, optimizers
+from lpkit.techniques import operation, optimizers
 from lpkit.techniques.memory import OPTIMIZER_STATE
 from lpkit.techniques.optimizers import (
     MOMENT_FORMATS,
@@ -792,10 +792,10 @@ def test_muon_turns_singular_values_alone():
 def test_muon_takes_q_k_and_v_apart(heads, groups):
     """Rows of the fused weight lie by key/value head; each of the three moves as it would in a weight of its own."""
     model = Config().replace({"model.width": 32, "model.heads": heads, "model.kv_heads": groups, "model.mlp": "swiglu"}).model
-    rows = blocks.fused(model, "blocks.0.attention.qkv.weight")
+    rows = operation.fused(model, "blocks.0.attention.qkv.weight")
     E, Q = 8, heads // groups
-    assert rows == (Q * E, E, E) and blocks.fused(model, "blocks.1.mlp.gate_up.weight") == (model.F, model.F)
-    assert blocks.fused(model, "blocks.0.attention.qkv.bias") == blocks.fused(model, "blocks.0.mlp.down.weight") == ()
+    assert rows == (Q * E, E, E) and operation.fused(model, "blocks.1.mlp.gate_up.weight") == (model.F, model.F)
+    assert operation.fused(model, "blocks.0.attention.qkv.bias") == operation.fused(model, "blocks.0.mlp.down.weight") == ()
     count, (rule, settings) = groups * (Q + 2) * E, (OPTIMIZERS["muon"].load(), settings_of("muon"))
     whole = torch.randn(count, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     g = torch.randn(count, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
@@ -825,7 +825,7 @@ def test_muons_flops_are_those_that_pytorch_counts(name, changes):
         assert rule.row.matrices == (names[p].startswith("blocks.") and p.ndim == 2), names[p]
         assert rule.settings.name == (name if rule.row.matrices else "adamw")
     found = {training.optimizer.told[p].fused for p, name in names.items() if name.endswith("qkv.weight")}
-    assert found == {blocks.fused(config.model, "attention.qkv.weight")} != {()}
+    assert found == {operation.fused(config.model, "attention.qkv.weight")} != {()}
 
 
 def test_what_is_no_matrix_is_no_parameter_of_muons():
