@@ -222,6 +222,7 @@ def test_every_command_of_an_installed_wheel_runs(installed):
     assert lpkit("predict cpu-3m --machine mine.yaml")["assumptions"]["factor"] != 1
     assert lpkit("sample run --tokens 4")["texts"]
     assert Path(installed.folder, lpkit("export run --out weights")["out"], "model.safetensors").is_file()
+    assert lpkit("import weights --check --tokenizer bytes")["architecture"] == "GPT2LMHeadModel"
     assert lpkit("data prepare python-stdlib --out corpus")["splits"].keys() == {"train", "val"}
     assert lpkit("notebook 01 --tier smoke")["status"] == "done"
     assert ran == set(COMMANDS), "a command that no wheel was tried with"
