@@ -26,7 +26,7 @@ from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
 from lpkit.errors import RunFailedError
-from lpkit.files import PACKAGE, remove, write_atomically
+from lpkit.files import PACKAGE, remove, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
@@ -115,6 +115,7 @@ class Workers(ExitStack):
             alone = gpus() and config.system.device != "cpu"
             beside = 1 if alone else max(1, cores() // config.system.threads)
             self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
+        sweep(self.out)     # half-written records of those that were killed
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
