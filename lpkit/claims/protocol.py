@@ -127,7 +127,7 @@ class Claim(Checked):
 
     @property
     def points(self) -> list[dict[str, Any]]:
-        """Those of the tuning grid."""
+        """The tuning grid, point by point."""
         return [dict(zip(self.tuning, one)) for one in itertools.product(*self.tuning.values())]
 
     def sees(self, n: int, sigma: float, pilot_df: int | None = None) -> float:

@@ -4,7 +4,8 @@ NAME is a hash of its config, the code, the data and the machine; NAME/ is one t
 The record is written when the run has come to its end, and then the run's folder goes. A kill loses
 no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
 all runs of a command, under keepers that end them when this process ends, however it does. One that
-is killed is replaced, and its run goes on: its record says how often. NAME.stop has the step after which a run is to end.
+is killed is replaced, and its run goes on: its record says how often. NAME.stop has the step after
+which a run is to end.
 """
 
 import functools
@@ -189,7 +190,8 @@ def work(told: int) -> None:
 
 
 def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
-    """Makes a run, or goes on with it; `restarts`: so often already. Raises RunFailedError, SystemExit when told to end."""
+    """Makes a run, or goes on with it; `restarts`: so often already. Raises RunFailedError,
+    SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
     from lpkit.training.runs import Run
@@ -223,4 +225,5 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             "stopped_after")
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-        "evaluations": evaluations(path), "restarts": restarts, "seconds": time.perf_counter() - begun})
+        "evaluations": evaluations(path), "restarts": restarts,
+        "seconds": time.perf_counter() - begun})

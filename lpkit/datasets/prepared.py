@@ -20,7 +20,7 @@ import numpy as np
 from lpkit import files, records
 from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
-from lpkit.datasets.tokenizers import identity, tokenizer_from_dict
+from lpkit.datasets.tokenizers import builder, identity, tokenizer_from_dict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.techniques.data import SOURCES
 from lpkit.values import Count, Folder, Place, checked
@@ -63,7 +63,7 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 def open_as(data: DataConfig, vocab: int, cache_dir: Path | None) -> TokenFiles:
     """The row "prepared": `data.source`, as it is. Raises ConfigError where `data` says otherwise."""
     opened = open_tokens(data.source)
-    same = records.digest(opened.tokenizer.to_dict()) == identity(data.tokenizer)
+    same = records.digest(opened.tokenizer.to_dict()) == identity(data.tokenizer, builder(data.tokenizer))
     for key, has in (("tokenizer", data.tokenizer if same else opened.tokenizer.name),
                      ("val_fraction", opened.header["val_fraction"])):
         if getattr(data, key) != has:

@@ -201,15 +201,14 @@ class OfFolder:
 
 
 def builder(name: str) -> Any:
-    """What `data.tokenizer` names: a row, or a folder with a tokenizer.json. Raises ConfigError."""
+    """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
     if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
         return OfFolder(expanded(name))
     return pick(TOKENIZERS, name, "tokenizer")
 
 
-def identity(name: str) -> str:
-    """What tells a tokenizer that needs no text from others."""
-    kind = builder(name)
+def identity(name: str, kind: Any) -> str:
+    """Returns what tells `kind`, the builder of that name, from others."""
     return records.digest(kind.tokenizer.to_dict()) if isinstance(kind, OfFolder) else name
 
 

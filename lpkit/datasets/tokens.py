@@ -53,10 +53,10 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
          asked: Path | None = None) -> TokenFiles:
     """The row "text". Written by whichever process comes first; the others wait for it. What was damaged in the
     cache is made again; nobody may read there what was closed to him."""
-    builder(data.tokenizer)
+    kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
-    folder = asked or cache / _name(source, data, vocab)
+    folder = asked or cache / _name(source, data, vocab, identity(data.tokenizer, kind))
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
         found, _ = _opened(folder)      # whose cache it is, need not let us write
@@ -70,7 +70,7 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
                     if asked is None:
                         files.remove(folder)
                     with files.whole_folder(folder) as temporary:
-                        _write(source, data, vocab, temporary, cache)
+                        _write(source, data, kind, vocab, temporary, cache)
                     found = open_tokens(folder)
         if asked is None and (mode := source.mode()) != 0o666:
             for path in folder.iterdir():       # it may have been closed since
@@ -87,10 +87,9 @@ def _opened(folder: Path) -> tuple[TokenFiles | None, str]:
         return None, str(error)
 
 
-def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
-    """Names the folder after what decides its content."""
+def _name(source: sources.Source, data: DataConfig, vocab: int, who: str) -> str:
+    """Names the folder after what decides its content; `who`: the tokenizer's identity."""
     learned = vocab if data.tokenizer == "bpe" else None
-    who = identity(data.tokenizer)
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), who, learned,
              data.val_fraction]
     last = source.name.lower().rpartition("/")[2]
@@ -98,15 +97,16 @@ def _name(source: sources.Source, data: DataConfig, vocab: int) -> str:
     return f"{stem}-{who[:16]}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
-def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, cache: Path) -> None:
+def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, folder: Path,
+           cache: Path) -> None:
     def texts() -> Iterator[str]:
         """Yields the texts of the training split."""
         for piece in source.pieces():
             if not sources.is_validation(piece.key, data.val_fraction):
                 yield piece.text
 
-    tokenizer = builder(data.tokenizer).build(vocab, texts, cache)
-    kind = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
+    tokenizer = kind.build(vocab, texts, cache)
+    dtype = "uint16" if tokenizer.vocab <= 2**16 else "uint32"
     name = named(source.name.rpartition("/")[2])
     bar = tqdm(desc=f"tokens of {name}", total=source.total_bytes(), unit="B", unit_scale=True)
     with bar, contextlib.ExitStack() as stack:
@@ -115,7 +115,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
             path = folder / f"{split}.bin"
             path.touch(source.mode())
             file = stack.enter_context(path.open("wb"))
-            writers[split] = _Writer(file, DTYPES[kind], tokenizer.end)
+            writers[split] = _Writer(file, DTYPES[dtype], tokenizer.end)
         unfinished = None
         for piece in source.pieces():
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
@@ -130,7 +130,7 @@ def _write(source: sources.Source, data: DataConfig, vocab: int, folder: Path, c
     facts = {split: writer.facts() for split, writer in writers.items()}
     _neither_empty(source, data, facts)
     header = {"format": FORMAT, "version": VERSION, "source": source.header(),
-              "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": kind,
+              "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": dtype,
               "val_fraction": data.val_fraction, "splits": facts,
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
               "tokenizer": tokenizer.to_dict()}

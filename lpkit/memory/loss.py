@@ -61,7 +61,7 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
 
 
 def labels(logits: Tensor, at: Tensor) -> Tensor:
-    """Tokens that the model draws: those at quantiles (...) in [0, 1) of its logits (..., V)."""
+    """Draws tokens by quantiles (...) in [0, 1) of the model's logits (..., V)."""
     sums = logits.detach().softmax(-1, dtype=torch.float32).cumsum_(-1)
     found = torch.searchsorted(sums, at[..., None], right=True).squeeze(-1)
     return found.clamp_(max=logits.shape[-1] - 1)

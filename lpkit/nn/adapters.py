@@ -1,4 +1,4 @@
-"""Modules of adapters (`lpkit.techniques.adapters`). Each knows the Linear that it equals: `merged`.
+"""Modules of adapters (`lpkit.techniques.adapters`). Each knows what Linear it equals: `merged`.
 
 A parameter of a fused matrix lies by group of heads, as the matrix does: `side_by_side`.
 """
@@ -14,17 +14,16 @@ from lpkit.techniques.operation import fused
 
 
 class Adapter(nn.Module):
-    """Around a Linear, which is frozen. `merges`: one Linear computes the same."""
-
-    merges = True
+    """Stands around a Linear, which is frozen."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
 
-    def merged(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the Linear that computes the same, in float32."""
-        raise NotImplementedError
+    def merged(self) -> tuple[Tensor, Tensor | None] | None:
+        """Returns weight, in float32, and bias of the Linear that computes the same; None: none
+        does."""
+        return None
 
 
 class Lora(Adapter):
@@ -57,8 +56,6 @@ class Lora(Adapter):
 
 class Bottleneck(Adapter):
     """y = z + up(gelu(down(z))), z = W x + b."""
-
-    merges = False
 
     def __init__(self, base: nn.Linear, width: int):
         super().__init__(base)

@@ -28,7 +28,7 @@ PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_sav
 
 
 def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The model of `run` in float32, with the weights that it began from and its own. Raises
+    """Builds the model of `run` in float32, with the weights that it began from and its own. Raises
     ConfigError where it was begun from others."""
     began = start.read(run.config)
     began.refuse_other(run)
@@ -41,12 +41,12 @@ def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The model without changes that computes the same, and its weights as the run keeps them.
+    """Returns the model without changes that computes the same, and weights as the run keeps them.
     Raises ConfigError for changes that no Linear is."""
     model = rebuilt(run, tensors)
     for name, one in list(model.named_modules()):
-        if isinstance(one, Adapter) and one.merges:
-            weight, bias = one.merged()
+        if isinstance(one, Adapter) and (whole := one.merged()):
+            weight, bias = whole
             linear = nn.Linear(one.in_features, one.out_features, bias=bias is not None)
             linear.weight = nn.Parameter(weight)
             linear.bias = None if bias is None else nn.Parameter(bias)
@@ -100,7 +100,7 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """A run of LoRA that begins from `base`, made of peft's files. What they do not adapt of q, k
+    """Makes a run of LoRA that begins from `base`, of peft's files. What they do not adapt of q, k
     and v, or of gate and up, has an A and a B of zeros. Raises ConfigError."""
     said, m = records.of_others(folder / CONFIG), base.config.model
     for key, due in PLAIN.items():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.nn.adapters import side_by_side
 
 IN_GPT2 = {"embed.": "transformer.wte.", "positions.transformer.wte.": "transformer.wpe.",
            "blocks.": "transformer.h.", "norm1.": "ln_1.", "norm2.": "ln_2.",
@@ -49,7 +50,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, m: ModelConfig) -> dict[str, Any]:
-        """What `config.json` says of a model of ours."""
+        """Returns what `config.json` says of a model of ours."""
         ours = vars(m) | {"kv_heads": m.G, "head_dim": m.E, "mlp_width": m.F}
         found = {"architectures": [self.architecture], "model_type": self.model_type,
                  "vocab_size": m.V, "tie_word_embeddings": m.tied, "bos_token_id": None,
@@ -90,7 +91,7 @@ class Family:
                 for one, part in self.parts(name, t, m).items()}
 
     def named(self, name: str) -> str:
-        """What a parameter of ours, or a part of one, is called there."""
+        """Returns the name there of a parameter of ours, or of a part of one."""
         for ours, theirs in self.names.items():
             name = name.replace(ours, theirs)
         return name.replace("norm.", self.last) if name.startswith("norm.") else name
@@ -105,7 +106,8 @@ def _gpt2_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
 def _gpt2_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
     [t] = parts
     t = t.mT if t.ndim == 2 and name.startswith("blocks.") else t
-    return _by_group(t.split([m.H * m.E, m.G * m.E, m.G * m.E]), m) if ".qkv." in name else t
+    parts = t.split([m.H * m.E, m.G * m.E, m.G * m.E]) if ".qkv." in name else [t]
+    return _llama_whole(name, parts, m)
 
 
 def _llama_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
@@ -119,19 +121,13 @@ def _llama_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
 
 
 def _llama_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
-    if ".qkv." in name:
-        return _by_group(parts, m)
-    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
+    return side_by_side(parts, m.G if ".qkv." in name else 1, 0)
 
 
 def _queries_keys_values(t: Tensor, m: ModelConfig) -> list[Tensor]:
-    """The rows of each, heads one after the other; ours lie by group."""
+    """Returns the rows of each, heads one after the other; ours lie by group."""
     parts = t.unflatten(0, (m.G, m.H // m.G + 2, m.E)).split([m.H // m.G, 1, 1], dim=1)
     return [part.flatten(0, 2) for part in parts]
-
-
-def _by_group(parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
-    return torch.cat([part.unflatten(0, (m.G, -1, m.E)) for part in parts], dim=1).flatten(0, 2)
 
 
 COMMON = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",

@@ -36,7 +36,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is in a folder of transformers, by its headers. `places`: the file of each tensor;
+    """A folder of transformers by its headers. `places`: the file of each tensor;
     `ours`: for each parameter of ours the names of those that it is made of."""
 
     folder: Path
@@ -108,7 +108,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Its parameters by name, without memory."""
+    """Returns its parameters by name, without memory."""
     with torch.device("meta"):
         made = build.made(Config(model=model), "plain")
     return dict(made.named_parameters())
@@ -127,8 +127,8 @@ def bring(plan: Plan, out: Path) -> Run:
 
 def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
             tensors: Mapping[str, Tensor], write: checkpoint.Write = shards.save) -> Run:
-    """A run that was trained elsewhere, whole or not at all: its weights at step 0, and no states
-    of an optimizer. Raises ConfigError for an `out` that is there."""
+    """Writes a run that was trained elsewhere, whole or not at all: its weights at step 0, and no
+    states of an optimizer. Raises ConfigError for an `out` that is there."""
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
     tokenizer = {key: value for key, value in tokenizer.items() if key != records.RUN}
@@ -157,7 +157,7 @@ def _dtype(config: Config) -> torch.dtype:
 
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Of each tensor its file, shape and dtype. Raises ConfigError."""
+    """Returns file, shape and dtype of each tensor. Raises ConfigError."""
     names = {"model.safetensors"}
     if (folder / INDEX).is_file():
         names = {*records.of_others(folder / INDEX).get("weight_map", {}).values()}
@@ -175,7 +175,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """What a safetensors file says of its tensors; nothing is mapped. Raises ConfigError."""
+    """Reads what a safetensors file says of its tensors; nothing is mapped. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -203,7 +203,7 @@ def _no_shard(folder: Path, path: Path) -> ConfigError:
 
 
 def _found(name: str, family: Family, headers: Mapping[str, Any]) -> str:
-    """The name of a tensor in files of the whole model, or of the bare one."""
+    """Returns the name of a tensor in files of the whole model, or of the bare one."""
     return name if name in headers else name.removeprefix(family.prefix)
 
 
