@@ -35,6 +35,7 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
 from lpkit.ui import race_figure
 from tests.fake_gpus import H100, gpus
+from tests.test_graphs import graphed
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 AWAITS = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
@@ -188,6 +189,9 @@ def test_operands_are_seen_in_what_is_compiled(corpus, monkeypatch):
         "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"), "global_batch": 2,
         "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
     found = [linear_operands.operands(Training.build(config.replace({"system.compile": how})), steps=2) for how in (False, "blocks")]
+    as_a_graph, tapes = graphed(Training.build(config))
+    found.append(linear_operands.operands(as_a_graph, steps=4))
+    assert len(tapes) == 1 and all(len(found[2][role]) == 5 for role in found[0]), "what is captured calls no hook"
     for role, eager in found[0].items():
         assert len(eager) == len(found[1][role]) == 5
         for ours, theirs in zip(found[1][role], eager):

@@ -82,7 +82,7 @@ def test_pytorch_s_own_is_near_the_definition(name):
     kernel = KERNELS[name].load()
     for arguments in examples(kernel):
         x = arguments[0]
-        unlike = DEVICE.type == "cuda" and (x.abs().max() > 1e6 or ("layer" in name and x.dtype != torch.float32))
+        unlike = DEVICE.type == "cuda" and x.numel() and (x.abs().max() > 1e6 or ("layer" in name and x.dtype != torch.float32))
         if x.numel() > 100 and x.isfinite().all() and not unlike:
             both = (gradients_of(kernel, call, arguments) for call in (kernel.versions[PYTORCH], kernel.definition))
             assert not far(*both)
@@ -252,6 +252,9 @@ def test_what_was_raced_is_kept_and_what_changed_is_raced_anew(tmp_path):
 
 
 def planted(path: Path, seconds, refused) -> None:
+    """On a GPU the compiler takes part, and a record without it would be none of this race."""
+    if DEVICE.type == "cuda" and isinstance(seconds, dict) and seconds:
+        seconds, refused = {"compile": 9.0, **seconds}, {name: why for name, why in refused.items() if name != "compile"}
     path.write_text(records.sealed({"seconds": seconds, "refused": refused}))
 
 
@@ -273,7 +276,7 @@ PLANTS = {
     "a refused version won": (lambda path: planted(path, RIGHT | {"triton": 0.5}, NO_COMPILE), "its winner, triton, (differs|fails)"),
     "unknown": (lambda path: planted(path, RIGHT | {"stranger": 0.5, "triton": 3.0}, NO_COMPILE), "it is of .*stranger"),
     "left out": (lambda path: planted(path, {"cpu": 1.0}, {}), "the candidates are reference, triton, cpu, compile"),
-    "cannot run here": (lambda path: planted(path, RIGHT | {"compile": 0.1, "triton": 3.0}, {}), "raced compile, which a CPU fuses little"),
+    **({"cannot run here": (lambda path: planted(path, RIGHT | {"compile": 0.1, "triton": 3.0}, {}), "raced compile, which a CPU fuses little")} if DEVICE.type == "cpu" else {}),
     "nothing raced": (lambda path: planted(path, {}, dict.fromkeys([*RIGHT, "triton", "compile"], "no")), "it is of"),
     "text for seconds": (lambda path: planted(path, RIGHT | {"triton": "0"}, NO_COMPILE), "its part 'seconds' is"),
     "a list for seconds": (lambda path: planted(path, ["triton"], {}), "its part 'seconds' is"),
@@ -304,7 +307,7 @@ def test_a_planted_record_of_a_race_is_passed_over_and_named(plant, said, tmp_pa
     assert stat.S_IMODE(record.stat().st_mode) == 0o600 and stat.S_IMODE(record.parent.stat().st_mode) == 0o700
     plant(record)
     chosen = choose("rms-norm", kernel, "auto", at_hand(), cache=tmp_path / "raced")
-    assert chosen.choice.used in RIGHT and "triton" in chosen.refused and chosen.choice.why.isprintable()
+    assert chosen.choice.used in {*RIGHT, "compile"} and "triton" in chosen.refused and chosen.choice.why.isprintable()
     assert re.search(f"a record of an earlier race is passed over: .*{said}", chosen.choice.why)
 
 
@@ -353,7 +356,7 @@ def test_a_version_that_is_slow_loses(tmp_path):
         return kernel.definition(*arguments)
 
     chosen = choose("rms-norm", dataclasses.replace(kernel, versions={"cpu": slow}), "auto", at_hand(), cache=tmp_path)
-    assert chosen.choice.used == "reference"
+    assert chosen.choice.used != "cpu"
 
 
 def test_an_unknown_version_is_refused_with_those_there_are(tmp_path):

@@ -653,6 +653,7 @@ def updated(config: Config, steps: int = 4) -> tuple[dict, int]:
 def test_what_leaves_a_gpu_comes_back_bit_for_bit(changes):
     """With streams beside the computation, and with the attention whose gradients do not depend on the order of atomics."""
     config = SMALL.replace({"system.device": "cuda", "system.compile": False, "system.attention": "plain", "model.width": 512,
+                            "system.kernels": "reference",      # a race may end otherwise where there is no graph
                             "model.heads": 8, "model.layers": 6, "model.context": 256, "global_batch": 16, "precision.recipe": "bf16",
                             "optimizer.clip": 0})
     (want, whole), (found, less) = updated(config), updated(config.replace(changes))

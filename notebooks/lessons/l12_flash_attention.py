@@ -84,6 +84,9 @@ def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu")
     return Held(kept_bytes=op.saved_bytes, peak_bytes=max(peak, now))
 
 
+UNSEEN = ("flex",)      # PyTorch shows no operation of it: what it holds cannot be told apart
+
+
 def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
     """One forward and one backward pass of the backend, on random numbers in float32."""
     alone, m = Alone(ATTENTION[name].load()), model

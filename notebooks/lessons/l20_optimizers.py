@@ -81,10 +81,12 @@ class State:
     counted: int
     measured: int
     peak: int               # of the whole update, all rows
+    elsewhere: int          # off the device
 
 
-def state(config: Config, form: str) -> State:
-    """Takes two real updates, and watches every byte of the second one. Raises ConfigError for a
+def state(config: Config, form: str, *, beside: int = 0) -> State:
+    """Takes two real updates, and watches every byte of the second one. `beside`: the bytes that
+    lie off the device anyway, such as labels that are drawn for a GPU. Raises ConfigError for a
     rule that keeps no state."""
     seen = measure.memory(config.replace(FORMS[form]))
     here = {"memory.optimizer_state": "device"}
@@ -92,16 +94,20 @@ def state(config: Config, form: str) -> State:
         here |= FORMS[form]
     ledger = {row.name: row.bytes for row in memory(config.replace(here), hardware.machine()).rows}
     row = "optimizer state"
-    measured = seen.offloaded_bytes if form == "on a disk" else seen.most.get(row, 0)
+    measured = seen.offloaded_bytes - beside if form == "on a disk" else seen.most.get(row, 0)
     return State(formula=ledger.get(row, 0), counted=count(config, form), measured=measured,
-                 peak=seen.peak_bytes)
+                 peak=seen.peak_bytes, elsewhere=seen.offloaded_bytes)
 
 
 def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | None]]:
     """Returns each rule's bytes by form; None where it keeps nothing that could be stored."""
-    return {name: {form: state(config.replace({"optimizer": name}), form)
-                   if OPTIMIZERS[name].slots or form == "float32" else None for form in FORMS}
-            for name in names}
+    found = {}
+    for name in names:
+        one = config.replace({"optimizer": name})
+        first = state(one, "float32")
+        found[name] = {form: first if form == "float32" else state(one, form, beside=first.elsewhere)
+                       if OPTIMIZERS[name].slots else None for form in FORMS}
+    return found
 
 
 def flops(config: Config) -> float:
