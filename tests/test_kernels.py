@@ -241,7 +241,7 @@ def test_what_was_raced_is_kept_and_what_changed_is_raced_anew(tmp_path):
         calls.append(arguments[0].shape)
         return kernel.definition(*arguments)
 
-    ours = dataclasses.replace(kernel, versions={"cpu": counted})
+    ours = dataclasses.replace(kernel, versions={"mine": counted})
     first = choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path)
     raced = len(calls)
     assert raced and choose("rms-norm", ours, "auto", at_hand(), cache=tmp_path).choice == first.choice
@@ -270,12 +270,12 @@ def given_away(path: Path) -> None:
         pytest.skip("only root gives files away")
 
 
-RIGHT = {"reference": 2.0, "cpu": 1.0}
+RIGHT = {"reference": 2.0, "mine": 1.0}
 NO_COMPILE = {"compile": "a CPU fuses little, and compiling takes seconds"}
 PLANTS = {
     "a refused version won": (lambda path: planted(path, RIGHT | {"triton": 0.5}, NO_COMPILE), "its winner, triton, (differs|fails)"),
     "unknown": (lambda path: planted(path, RIGHT | {"stranger": 0.5, "triton": 3.0}, NO_COMPILE), "it is of .*stranger"),
-    "left out": (lambda path: planted(path, {"cpu": 1.0}, {}), "the candidates are reference, triton, cpu, compile"),
+    "left out": (lambda path: planted(path, {"mine": 1.0}, {}), "the candidates are reference, triton, mine, compile"),
     **({"cannot run here": (lambda path: planted(path, RIGHT | {"compile": 0.1, "triton": 3.0}, {}), "raced compile, which a CPU fuses little")} if DEVICE.type == "cpu" else {}),
     "nothing raced": (lambda path: planted(path, {}, dict.fromkeys([*RIGHT, "triton", "compile"], "no")), "it is of"),
     "text for seconds": (lambda path: planted(path, RIGHT | {"triton": "0"}, NO_COMPILE), "its part 'seconds' is"),
@@ -301,7 +301,7 @@ PLANTS = {
 def test_a_planted_record_of_a_race_is_passed_over_and_named(plant, said, tmp_path):
     """Only the definition and what equals it may run; a kernel that computes zeros would have won."""
     kernel = dataclasses.replace(KERNELS["rms-norm"].load(), versions={
-        "triton": zeros(KERNELS["rms-norm"].load().definition), "cpu": lambda *a: KERNELS["rms-norm"].load().definition(*a)})
+        "triton": zeros(KERNELS["rms-norm"].load().definition), "mine": lambda *a: KERNELS["rms-norm"].load().definition(*a)})
     choose("rms-norm", kernel, "auto", at_hand(), cache=tmp_path / "raced")
     [record] = (tmp_path / "raced").iterdir()
     assert stat.S_IMODE(record.stat().st_mode) == 0o600 and stat.S_IMODE(record.parent.stat().st_mode) == 0o700
@@ -325,15 +325,15 @@ def test_a_planted_order_of_seconds_can_only_choose_what_is_right(place, tmp_pat
         y = norm.definition(x, weight, eps)
         return torch.cat((y[:-1], y[-1:] * 0)) if WRONG_AT[place](x) else y
 
-    kernel = dataclasses.replace(norm, versions={"cpu": off, "right": lambda *a: norm.definition(*a)})
+    kernel = dataclasses.replace(norm, versions={"mine": off, "right": lambda *a: norm.definition(*a)})
     choose("rms-norm", kernel, "auto", at_hand(), raced=raced, cache=tmp_path / "raced")
     [record] = (tmp_path / "raced").iterdir()
-    for order in itertools.permutations(("reference", "cpu", "right")):
+    for order in itertools.permutations(("reference", "mine", "right")):
         planted(record, dict(zip(order, (1.0, 2.0, 3.0))), NO_COMPILE)
         chosen = choose("rms-norm", kernel, "auto", at_hand(), raced=raced, cache=tmp_path / "raced")
-        if order[0] == "cpu" and place != "nowhere":
-            assert re.search("passed over: its winner, cpu, differs from its definition", chosen.choice.why) and chosen.choice.used != "cpu"
-            assert chosen.refused["cpu"].startswith("differs"), "and the record is another now"
+        if order[0] == "mine" and place != "nowhere":
+            assert re.search("passed over: its winner, mine, differs from its definition", chosen.choice.why) and chosen.choice.used != "mine"
+            assert chosen.refused["mine"].startswith("differs"), "and the record is another now"
         else:
             assert chosen.choice.used == order[0] and "passed over" not in chosen.choice.why
 
@@ -355,8 +355,8 @@ def test_a_version_that_is_slow_loses(tmp_path):
         time.sleep(0.01)
         return kernel.definition(*arguments)
 
-    chosen = choose("rms-norm", dataclasses.replace(kernel, versions={"cpu": slow}), "auto", at_hand(), cache=tmp_path)
-    assert chosen.choice.used != "cpu"
+    chosen = choose("rms-norm", dataclasses.replace(kernel, versions={"mine": slow}), "auto", at_hand(), cache=tmp_path)
+    assert chosen.choice.used != "mine"
 
 
 def test_an_unknown_version_is_refused_with_those_there_are(tmp_path):
