@@ -154,8 +154,8 @@ def test_a_nan_that_was_there_before_the_look_accuses_nobody():
 # ---- the case ----------------------------------------------------------------------------------------------------------------
 
 def solved(case: Case):
-    well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True)
-    assert {sample.step for sample in ill.samples} == {1, 6}
+    well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True, every=5)
+    assert {sample.step for sample in ill.samples} == {sample.step for sample in cured.samples} == {1, 6}
     finding = bisect(case.starts, case.injection, seeds=2, steps=3)
     return standing_out(ill.samples), finding, case.recovered(well, ill, cured), case.outcome(well, ill, cured)
 
