@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 
 import torch
 
@@ -54,6 +55,8 @@ def main(folder: str, calls: str) -> int:
     if hasattr(libc, "prctl"):      # Linux: the same user's processes cannot look into this one,
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)     # nor into its forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # by Python 3.12: the threads are a library's that wait, and a fork begins none of their work
+    warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
     with socket.socket(fileno=int(calls)) as heard:
         while (call := socket.recv_fds(heard, 4096, 1))[0]:
             with contextlib.suppress(Exception):    # once, for all forks; a fork says what is wrong

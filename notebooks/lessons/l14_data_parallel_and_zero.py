@@ -282,7 +282,8 @@ def covered(spans: Iterable[Span]) -> float:
 
 def traced(training: Training) -> list[Span]:
     """Of an update, as this rank sees it, by the clock of the machine. All ranks begin together."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True,
+                 acc_events=True) as profiler:     # PyTorch 2.11 warns without
         dist.barrier()
         with record_function(WHOLE):
             training.update(0)
