@@ -71,6 +71,7 @@ class ModelConfig(Group):
     norm_eps: Positive = 1e-5
     position: str = "learned"           # learned, rope
     rope_theta: Positive = 10_000.0
+    rope_factor: Positive = 1.0         # slow pairs turn so many times slower, as in Llama 3.1
     mlp: str = "gelu"                   # gelu, swiglu
     bias: bool = True
     qkv_bias: bool | None = None        # of q, k and v alone, as in Qwen2; None: as bias

@@ -9,6 +9,7 @@ from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.kv_cache import new_cache
+from lpkit.nn.layers import RotaryPositions
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending
@@ -44,6 +45,21 @@ def like_llama(family: str, **settings):
             tie_word_embeddings=config.tied, pad_token_id=0, bos_token_id=0, eos_token_id=0, **settings)).eval()
 
     return build
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_slow_pairs_are_slowed_down_as_in_llama_3(factor):
+    """One token on, an angle is a speed: to some roundings of float32."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    ours = ModelConfig(position="rope", width=512, heads=4, rope_theta=5e5, rope_factor=factor)
+    theirs = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters={
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192})
+    speeds, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
+    cos, sin = RotaryPositions(ours).rotation(1, 1, torch.zeros((), dtype=torch.float64))
+    torch.testing.assert_close(torch.atan2(sin, cos)[0, :64].float(), speeds, rtol=2e-6, atol=0)
 
 
 def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ModelConfig) -> torch.Tensor:

@@ -4,8 +4,8 @@
   lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
               data.source='books/*.txt' steps=300 --out runs/books
 
-GPT-2, Llama, Qwen2 and Qwen3 by config.json, *.safetensors and tokenizer.json. Nothing is fetched,
-unpickled or executed. --check reads the headers alone and writes nothing.
+GPT-2, Llama, Mistral, Qwen2 and Qwen3 by config.json, *.safetensors and tokenizer.json. Nothing is
+fetched, unpickled or executed. --check reads the headers alone and writes nothing.
 """
 
 from argparse import ArgumentParser, Namespace

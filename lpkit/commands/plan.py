@@ -23,7 +23,7 @@ MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
 # Settings that change a plan: these, and the model's but for three.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
-UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.init")
+UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

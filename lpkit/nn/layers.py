@@ -1,5 +1,6 @@
 """Norms, positions and MLPs: what rows of `lpkit.techniques` name."""
 
+import math
 from dataclasses import replace
 from typing import ClassVar
 
@@ -105,16 +106,23 @@ class LearnedPositions(nn.Module):
         return None
 
 
+# Llama 3.1: a pair that turns less than once in so many tokens is slowed down by rope_factor, one that
+# turns more than four times is not, and between them it is mixed
+TRAINED, SLOW, FAST = 8192, 1.0, 4.0
+
+
 class RotaryPositions(nn.Module):
     """Turns pairs of q and k by an angle that grows with the position (Su et al. 2021,
     https://arxiv.org/abs/2104.09864).
 
-    Pairs are (i, i + E/2), as in the published Llama checkpoints for transformers.
+    Pairs are (i, i + E/2), as in the published Llama checkpoints for transformers. rope_factor:
+    https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py.
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.E, self.theta, self.T = config.E, config.rope_theta, config.T
+        self.factor = config.rope_factor
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
@@ -127,6 +135,10 @@ class RotaryPositions(nn.Module):
             places = (start if start.ndim == 1 else start[:, None]).float()
         else:
             places = torch.arange(start, start + T, device=like.device).float()
-        angles = places[..., None] * self.theta ** (-i / self.E)
+        speeds = self.theta ** (-i / self.E)        # radians a token
+        if self.factor != 1:
+            kept = ((TRAINED * speeds / (2 * math.pi) - SLOW) / (FAST - SLOW)).clamp(0, 1)
+            speeds = speeds * (kept + (1 - kept) / self.factor)
+        angles = places[..., None] * speeds
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.nn.adapters import side_by_side
+from lpkit.nn.layers import FAST, SLOW, TRAINED
 
 IN_GPT2 = {"embed.": "transformer.wte.", "positions.transformer.wte.": "transformer.wpe.",
            "blocks.": "transformer.h.", "norm1.": "ln_1.", "norm2.": "ln_2.",
@@ -57,6 +58,8 @@ class Family:
                  "eos_token_id": None, **{there: ours[key] for key, there in self.sizes.items()}}
         if self.needs["position"] == "rope":
             found["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rope_theta}
+            if m.rope_factor != 1:
+                found["rope_parameters"] |= SLOWED | {"factor": m.rope_factor}
         return found
 
     def model(self, said: Mapping[str, Any]) -> ModelConfig:
@@ -81,6 +84,8 @@ class Family:
                  for key, there in self.sizes.items()}
         if self.needs["position"] == "rope":
             sizes["rope_theta"] = float(rope.get("rope_theta") or said.get("rope_theta") or 1e4)
+            if "llama3" in (rope.get("rope_type"), rope.get("type")):
+                sizes["rope_factor"] = float(rope.get("factor", 1))
         needs = {"qkv_bias" if key == "biased_qkv" else key: due for key, due in self.needs.items()}
         return ModelConfig(**needs | sizes | {
             "vocab": said["vocab_size"], "tied": said.get("tie_word_embeddings", self.tied)})
@@ -133,9 +138,13 @@ def _queries_keys_values(t: Tensor, m: ModelConfig) -> list[Tensor]:
 COMMON = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
           "context": "max_position_embeddings", "kv_heads": "num_key_value_heads",
           "head_dim": "head_dim", "mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps"}
+SLOWED = {"rope_type": "llama3", "low_freq_factor": SLOW, "high_freq_factor": FAST,
+          "original_max_position_embeddings": TRAINED}
 PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
-         "use_sliding_window": (False,), "rope rope_type": ("default",), "rope type": ("default",),
-         "rope partial_rotary_factor": (1.0,), "quantization_config": (None,)}
+         "use_sliding_window": (False,), "quantization_config": (None,),
+         "rope rope_type": ("default", "llama3"), "rope type": ("default", "llama3"),
+         "rope partial_rotary_factor": (1.0,),
+         **{f"rope {key}": (due,) for key, due in SLOWED.items() if key != "rope_type"}}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
 FAMILIES = (
     Family(architecture="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
@@ -151,10 +160,12 @@ FAMILIES = (
            defaults={"mlp_width": None, "norm_eps": 1e-5}),
     *(Family(architecture=f"{name}ForCausalLM", model_type=name.lower(), names=IN_LLAMA,
              needs=LLAMA | {"biased_qkv": bias, "qk_norm": norms}, last="model.norm.",
-             prefix="model.", parts=_llama_parts, whole=_llama_whole, sizes=COMMON, means=PLAIN,
-             defaults={"kv_heads": None, "head_dim": head_dim, "norm_eps": 1e-6})
-      for name, bias, norms, head_dim in (("Llama", False, False, None), ("Qwen2", True, False, None),
-                                          ("Qwen3", False, True, 128))))
+             prefix="model.", parts=_llama_parts, whole=_llama_whole, sizes=COMMON,
+             means=PLAIN | more, defaults={"kv_heads": None, "head_dim": head_dim, "norm_eps": 1e-6})
+      for name, bias, norms, head_dim, more in (
+          ("Llama", False, False, None, {}), ("Qwen2", True, False, None, {}),
+          ("Qwen3", False, True, 128, {}),
+          ("Mistral", False, False, None, {"sliding_window": (None,)}))))
 
 
 def of_model(m: ModelConfig) -> Family:

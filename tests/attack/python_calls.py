@@ -48,7 +48,7 @@ CONFIGS = [
 GROUPS = [
     (each("ModelConfig(@=?)", "layers width heads vocab context"), NO_COUNT),
     (each("ModelConfig(@=?)", "norm position mlp block attention init"), NO_NAME),
-    (each("ModelConfig(@=?)", "norm_eps rope_theta"), [*NO_NUMBER, "0"]),
+    (each("ModelConfig(@=?)", "norm_eps rope_theta rope_factor"), [*NO_NUMBER, "0"]),
     (["ModelConfig(bias=?)"], [*NEVER, "2", "None"]),
     (["ModelConfig(kv_heads=?)"], ["3", "0", "2.5", *NEVER]),
     (["ModelConfig(?)"], ["width=250", "heads=2**31-1", "head_dim=3, position='rope'"]),
