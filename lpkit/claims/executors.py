@@ -36,7 +36,8 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
 
     def submit(*told: Any) -> Any:
         future = executor.submit(alone, *told)
-        stack.callback(lambda: future.done() or future.cancel(check=False))
+        stack.callback(lambda: Path(f"{told[0]}.json").is_file() or future.done()
+                       or future.cancel(check=False))
         return future
 
     return submit, lambda error: type(error) is UncompletedJobError     # an error's is derived

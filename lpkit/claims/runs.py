@@ -29,6 +29,7 @@ from lpkit.contracts import StepRecord
 from lpkit.errors import RunFailedError
 from lpkit.files import PACKAGE, remove, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
+from lpkit.training.launch import launch, spread
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
@@ -90,16 +91,13 @@ class _Worker:
         return (ChildProcessError if killed else RunFailedError)(said)
 
 
-def _lost(error: Any) -> bool:
-    return isinstance(error, ChildProcessError)
-
-
 class Workers(ExitStack):
     """Processes that make runs, the next when one has ended; they end when the block does. None are
     started where others `submit`; `lost`: whether a future's exception is no error of the run's."""
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
-                 submit: Submit | None = None, lost: Callable[[Any], bool] = _lost):
+                 submit: Submit | None = None,
+                 lost: Callable[[Any], bool] = lambda one: isinstance(one, ChildProcessError)):
         super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
         self.submit, self.lost, self.workers = submit or self._submit, lost, []
@@ -113,6 +111,8 @@ class Workers(ExitStack):
                  for config, judge in zip_longest(configs, judges)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
         if due:
+            for one in due.values() if self.submit == self._submit else ():
+                spread(one, one.parallel.devices)       # refused here, in one sentence
             alone = gpus() and configs[0].system.device != "cpu"
             most = max(one.system.threads * one.parallel.devices for one in configs)
             beside = 1 if alone else max(1, cores() // most)
@@ -194,7 +194,6 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
-    from lpkit.training.launch import launch
     from lpkit.training.runs import Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
@@ -208,13 +207,10 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     config = Config.from_dict(values)
     try:
         more = {"out": path, "resume": path.exists(), "observers": [heed]}
-        if (world := config.parallel.devices) > 1:
-            ranks = launch(config, processes=world, **more)
-            stop = ranks.stop       # before a rank has imported torch
-            found = ranks.result().summary
-        else:
-            stop = control.stop
-            found = train(config, control=control, **more).summary
+        world = config.parallel.devices
+        ranks = launch(config, processes=world, **more) if world > 1 else None
+        stop = ranks.stop if ranks else control.stop        # before a rank has imported torch
+        found = (ranks.result() if ranks else train(config, control=control, **more)).summary
         if found["stopped_by"] == "judge":
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
