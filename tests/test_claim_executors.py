@@ -2,12 +2,14 @@
 may be of several ranks."""
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,10 +85,13 @@ def children(*words):
 
 @contextlib.contextmanager
 def jobs(name, out):
-    """What `runs.Workers` is given. Ends when jobs have."""
-    with ExitStack() as stack:
-        yield executors.EXECUTORS[name](out, {}, stack)
-        psutil.wait_procs(children("submitit."), 30)
+    """What `runs.Workers` is given. Ends when jobs have, though submitit never asks after their processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "subprocess [0-9]+ is still running", ResourceWarning)
+        with ExitStack() as stack:
+            yield executors.EXECUTORS[name](out, {}, stack)
+            psutil.wait_procs(children("submitit."), 30)
+        gc.collect()
 
 
 def worked(name, out, most=0):
