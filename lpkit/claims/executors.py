@@ -1,6 +1,6 @@
-"""Who makes the runs of a claim or a sweep, if not workers: jobs of submitit, or tasks of Ray, which
-see the same folder under the same path. Each is `executor(out, job, stack)`, and returns a
-`runs.Submit`, and whether the exception of a job says that it ended by no error of its own.
+"""Who makes the runs of a file, if not workers: jobs of submitit, or tasks of Ray, which see the
+same folder under the same path. Each is `executor(out, job, stack)`, and returns a `runs.Submit`,
+and what says of a job's exception whether it is no error of the run's own: it is started again.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,6 +3,7 @@ could not have been.
 
   lpkit claim docs/claims/lion.yaml
   lpkit claim docs/claims/lion.yaml --null       the first arm against itself: the referee on trial
+  lpkit claim FILE --executor submitit           jobs make the runs: of Slurm, or processes here
 
 A claim that was stopped goes on by the same command, and no run is done twice.
 """
