@@ -144,7 +144,7 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
     (["--executor", "slurm"], {}, "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ([], {"executor": "rai"}, "executor cannot be 'rai'; did you mean 'ray'?"),
     ([], {"job": 3}, "job must be a mapping"),
-    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts one run on this machine alone: give executor: workers"),
+    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts one run on this machine alone: give executor"),
     ([], {"budget": {"joules": 500}, "settings": TWO}, "budget.joules needs a meter that counts one run"),
     ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not split over data=3")])
 def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_path, capsys, monkeypatch):
@@ -182,7 +182,7 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
         return settle.Settling(claim(budget=budget), finished, lambda line: None).settle(False)
 
-    with pytest.raises(ConfigError, match="budget.seconds needs machines of one kind, and runs were made on a fast one and a slow one; let job ask"):
+    with pytest.raises(ConfigError, match=r"budget\.seconds needs machines of one kind, and runs were made on a fast one and a slow one; let job ask"):
         settle_with({"seconds": 10})
     assert settle_with({"steps": 20})["runs"] and settled(lambda config: 2.0 + config.seed % 7 / 1e3, {"budget": {"seconds": 10}})
 
@@ -222,6 +222,22 @@ def test_a_run_of_two_ranks_is_what_launch_makes(kill, tmp_path):
 
 @pytest.mark.slow
 @pairs
+def test_ranks_that_a_judge_stops_end_on_the_way(tmp_path):
+    """As a run that a sweep prunes."""
+    class Judge:
+        tag, stop_after = "pruned", None
+
+        def __call__(self, evaluations):
+            self.stop_after = evaluations[0][0] if evaluations else None
+
+    config = claim(settings=TWO, budget={"steps": 2000}).config("adamw").replace({"eval_every": 5})
+    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
+        [found] = workers.finished([config], judges=[Judge()])
+    assert found["val_loss"] is None and found["error"] is None and 5 <= found["stopped_after"] < 2000
+
+
+@pytest.mark.slow
+@pairs
 def test_ranks_that_diverge_are_a_result(tmp_path):
     config = claim(settings=TWO).config("adamw", {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
     with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
@@ -232,6 +248,6 @@ def test_ranks_that_diverge_are_a_result(tmp_path):
 def test_more_ranks_than_cores_are_refused_before_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("lpkit.training.launch.cores", lambda: 1)
     monkeypatch.setattr("lpkit.training.launch.gpus", lambda: 0)
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(ConfigError, match="processes=2 need as many cores, and there is 1"):
+    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(ConfigError, match="need as many cores, and there is 1"):
         workers.finished([claim(settings=TWO).config("adamw")])
     assert not workers.workers

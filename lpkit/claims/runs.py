@@ -201,7 +201,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
         if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
-            stop("judge")
+            end("judge")
 
     Config(imports=imports)     # as the process has that started this one
     config = Config.from_dict(values)
@@ -209,7 +209,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         more = {"out": path, "resume": path.exists(), "observers": [heed]}
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
-        stop = ranks.stop if ranks else control.stop        # before a rank has imported torch
+        end = ranks.stop if ranks else control.stop         # before a rank has imported torch
         found = (ranks.result() if ranks else train(config, control=control, **more)).summary
         if found["stopped_by"] == "judge":
             found |= {"val_loss": None, "stopped_after": found["steps"]}
