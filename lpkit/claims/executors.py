@@ -1,8 +1,9 @@
-"""Who makes the runs of a sweep, if not workers: jobs of submitit, or tasks of Ray, which see the
-same folder under the same path. Each is `executor(out, job, stack)`, and returns a `runs.Submit`.
+"""Who makes the runs of a file, if not workers: jobs of submitit, or tasks of Ray, which see the
+same folder under the same path. Each is `executor(out, job, stack)`, and returns a `runs.Submit`,
+and what says of a job's exception whether it is no error of the run's own: it is started again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,18 +12,21 @@ from lpkit.claims import runs
 from lpkit.errors import ConfigError, in_one_line
 from lpkit.files import locked
 
+Jobs = tuple[runs.Submit, Callable[[Any], bool]]
+
 
 def alone(where: str, *told: Any) -> None:
-    """Does as `runs.make`, once: a job that outlived its sweep is waited for."""
+    """Does as `runs.make`, once: a job that outlived its command is waited for."""
     with locked(lock := Path(f"{where}.lock")):
         if not Path(f"{where}.json").is_file():
             runs.make(where, *told)
         lock.unlink(missing_ok=True)
 
 
-def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
+def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
     """`job`: as of `update_parameters` of https://github.com/facebookincubator/submitit."""
     from submitit import AutoExecutor
+    from submitit.core.utils import UncompletedJobError
 
     executor = AutoExecutor(folder=out / "submitit")
     try:
@@ -32,15 +36,17 @@ def submitit(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit
 
     def submit(*told: Any) -> Any:
         future = executor.submit(alone, *told)
-        stack.callback(lambda: future.done() or future.cancel(check=False))
+        stack.callback(lambda: Path(f"{told[0]}.json").is_file() or future.done()
+                       or future.cancel(check=False))
         return future
 
-    return submit
+    return submit, lambda error: type(error) is UncompletedJobError     # an error's is derived
 
 
-def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
+def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> Jobs:
     """`job`: as of `ray.remote` of https://docs.ray.io."""
     import ray
+    from ray.exceptions import RayError, RayTaskError
 
     try:
         task = ray.remote(**{"max_retries": 0, **job})(alone)
@@ -48,7 +54,8 @@ def ray(out: Path, job: Mapping[str, Any], stack: ExitStack) -> runs.Submit:
         raise ConfigError(f"job is none of Ray's: {in_one_line(str(error))}") from None
     ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
     stack.callback(ray.shutdown)
-    return lambda *told: task.remote(*told).future()
+    return (lambda *told: task.remote(*told).future(),
+            lambda error: isinstance(error, RayError) and not isinstance(error, RayTaskError))
 
 
 EXECUTORS = {"workers": None, "submitit": submitit, "ray": ray}

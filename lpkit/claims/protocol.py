@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from lpkit.claims import referee
 from lpkit.config import Config, flat
@@ -32,7 +32,15 @@ METERED_STEPS = 20                  # of such a run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim(Checked):
+class Made(Checked):
+    """Who makes the runs of a file (`executors`), which changes no number of them."""
+
+    executor: Literal["workers", "submitit", "ray"] = "workers"
+    job: Mapping = field(default_factory=dict)      # what the executor is told of each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim(Made):
     """A claim as its file says it. Raises ConfigError for one that cannot be settled."""
 
     base: Text = "cpu-3m"               # a preset or a config file
@@ -113,6 +121,9 @@ class Claim(Checked):
             raise ConfigError(f"budget must be {NEEDED['budget']}, got {shown(self.budget)}")
         if kind == "steps":
             return config.replace(self.budget)
+        if kind == "joules" and (self.executor != "workers" or config.parallel.devices > 1):
+            raise ConfigError("budget.joules needs a meter that counts one run on this machine "
+                              "alone: give executor: workers and one rank, or steps")
         positive(f"budget.{kind}", budget := convert(self.budget[kind], float, f"budget.{kind}"))
         cost = step_flops(config) if kind == "flops" else cost
         if config.sizes.name != "constant" or (cost and budget < cost):
@@ -177,8 +188,10 @@ def _modules(value: Any, named: bool = False) -> Iterator[str]:
         yield str(value)
 
 
-def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> Any:
-    """Reads a claim, or another `kind`, of a YAML file. Raises ConfigError before anything runs."""
+def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED,
+         executor: str | None = None) -> Any:
+    """Reads a claim, or another `kind`, of a YAML file; `executor`: whatever the file says. Raises
+    ConfigError before anything runs."""
     values, known = read_yaml(path), {f.name: f for f in fields(kind)}
     if not isinstance(values, Mapping):
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
@@ -188,4 +201,4 @@ def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED) -> 
     for key, what in needed.items():
         if values.get(key) in (None, {}):
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")
-    return kind(**values)
+    return kind(**values | ({"executor": executor} if executor else {}))

@@ -29,11 +29,12 @@ from lpkit.contracts import StepRecord
 from lpkit.errors import RunFailedError
 from lpkit.files import PACKAGE, remove, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
+from lpkit.training.launch import launch, spread
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
-RESTARTS = 2                # of a run whose worker is killed, by one command
+RESTARTS = 2                # of a run whose worker or job is killed, by one command
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
 Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
@@ -84,24 +85,22 @@ class _Worker:
     def done(self) -> bool:
         return self.keeper.poll() is not None
 
-    def exception(self) -> str:
-        return self.keeper.stdout.read() or "nothing, and were killed"
-
-    @property
-    def killed(self) -> bool:
-        """It ended by no error of its own."""
-        return not 0 <= self.keeper.returncode <= 128
+    def exception(self) -> Exception:
+        killed = not 0 <= self.keeper.returncode <= 128
+        said = self.keeper.stdout.read() or "nothing, and were killed"
+        return (ChildProcessError if killed else RunFailedError)(said)
 
 
 class Workers(ExitStack):
     """Processes that make runs, the next when one has ended; they end when the block does. None are
-    started where others `submit`."""
+    started where others `submit`; `lost`: whether a future's exception is no error of the run's."""
 
     def __init__(self, out: Path, children: processes.Children, at_once: int | None = None,
-                 submit: Submit | None = None):
+                 submit: Submit | None = None,
+                 lost: Callable[[Any], bool] = lambda one: isinstance(one, ChildProcessError)):
         super().__init__()
         self.out, self.children, self.at_once = out, children, at_once
-        self.submit, self.workers = submit or self._submit, []
+        self.submit, self.lost, self.workers = submit or self._submit, lost, []
 
     def finished(self, configs: list[Config], say: Callable[[str], None] = lambda line: None,
                  judges: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -112,9 +111,11 @@ class Workers(ExitStack):
                  for config, judge in zip_longest(configs, judges)]
         due = {name: config for name, config in zip(names, configs) if not self._has(name)}
         if due:
-            config = configs[0]
-            alone = gpus() and config.system.device != "cpu"
-            beside = 1 if alone else max(1, cores() // config.system.threads)
+            for one in due.values() if self.submit == self._submit else ():
+                spread(one, one.parallel.devices)       # refused here, in one sentence
+            alone = gpus() and configs[0].system.device != "cpu"
+            most = max(one.system.threads * one.parallel.devices for one in configs)
+            beside = 1 if alone else max(1, cores() // most)
             self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         sweep(self.out)     # half-written records of those that were killed
         for name in names:
@@ -165,9 +166,8 @@ class Workers(ExitStack):
                     say(f"{done} of {len(due)} runs")
                 elif over:
                     del going[name]
-                    killed = isinstance(job, _Worker) and job.killed
-                    again = killed and begun[name] <= RESTARTS
-                    (waiting.insert(0, name) if again else failed.append(job))
+                    again = self.lost(error := job.exception()) and begun[name] <= RESTARTS
+                    (waiting.insert(0, name) if again else failed.append(error))
                 elif judge := judges.get(name):
                     judge(evaluations(self.out / name))
                     if judge.stop_after and not (stop := self.out / f"{name}.stop").exists():
@@ -175,7 +175,7 @@ class Workers(ExitStack):
         if self.children.over:
             raise KeyboardInterrupt
         if failed:
-            words = " ".join(" ".join(str(job.exception()) for job in failed).split())[-600:]
+            words = " ".join(" ".join(map(str, failed)).split())[-600:]
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
@@ -201,13 +201,16 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
         if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
-            control.stop("judge")
+            end("judge")
 
     Config(imports=imports)     # as the process has that started this one
     config = Config.from_dict(values)
     try:
-        found = train(config, out=path, resume=path.exists(), observers=[heed],
-                      control=control).summary
+        more = {"out": path, "resume": path.exists(), "observers": [heed]}
+        world = config.parallel.devices
+        ranks = launch(config, processes=world, **more) if world > 1 else None
+        end = ranks.stop if ranks else control.stop         # before a rank has imported torch
+        found = (ranks.result() if ranks else train(config, control=control, **more)).summary
         if found["stopped_by"] == "judge":
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
@@ -226,4 +229,5 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
         "evaluations": evaluations(path), "restarts": restarts,
+        "device": Run.open(path).environment.get("device"),
         "seconds": time.perf_counter() - begun})

@@ -34,6 +34,10 @@ class Settling:
     def run(self, what: str, configs: list[Config]) -> Records:
         found = self._finished(what, configs)
         self.ledger.update((one["name"], one) for one in found)
+        devices = {one["device"]: 0 for one in self.ledger.values() if one.get("device")}
+        if len(devices) > 1 and "seconds" in self.claim.budget:
+            raise ConfigError(f"budget.seconds needs machines of one kind, and runs were made on "
+                              f"{' and '.join(devices)}; let job ask for one, or give steps")
         return found
 
     def settle(self, null: bool) -> dict[str, Any]:
@@ -54,7 +58,8 @@ class Settling:
         return {"sentence": " ".join(one["sentence"] for one in verdicts), "verdicts": verdicts,
                 "target": claim.target, "effect": claim.effect, "budget": dict(claim.budget),
                 "sigma": sigma, "seeds_asked": n, "tuned": tuned, "tuning": tuning,
-                "doubts": self.doubts, "claim": asdict(claim),
+                "doubts": self.doubts, "claim": {key: value for key, value in asdict(claim).items()
+                                                 if key not in protocol.Made.__annotations__},
                 "runs": len(everything), "seconds": _seconds(everything),
                 "restarts": sum(one.get("restarts", 0) for one in everything),
                 "energy_wh": None if None in energy else math.fsum(energy)}

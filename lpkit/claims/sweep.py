@@ -17,7 +17,7 @@ from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, RunFailedError, pick, shown
 from lpkit.files import append_lines
 from lpkit.presets import resolve
-from lpkit.values import Checked, Count, Text, between, convert
+from lpkit.values import Count, Text, between, convert
 
 WAYS = "{low: 1e-4, high: 1e-2, log: true} or {choices: [...]}"
 NEEDED = {"search": f"a mapping of settings, each to {WAYS}", "trials": "how many runs, such as 20",
@@ -28,7 +28,7 @@ PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "asha": "SuccessiveHal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep(Checked):
+class Sweep(protocol.Made):
     """A sweep as its file says it. Raises ConfigError before anything runs."""
 
     base: Text = "cpu-3m"               # a preset or a config file
@@ -40,8 +40,6 @@ class Sweep(Checked):
     seed: Annotated[int, between(0, 2**32 - 1)] = 0     # of the sampler
     at_once: Count = 1                  # trials side by side, which do not hear of each other
     pruner: Literal["none", "median", "asha"] = "none"      # at each evaluation of a trial
-    executor: Literal["workers", "submitit", "ray"] = "workers"     # makes the runs
-    job: Mapping = field(default_factory=dict)      # what the executor is told of each
 
     def __post_init__(self):
         super().__post_init__()

@@ -3,6 +3,7 @@ could not have been.
 
   lpkit claim docs/claims/lion.yaml
   lpkit claim docs/claims/lion.yaml --null       the first arm against itself: the referee on trial
+  lpkit claim FILE --executor submitit           jobs make the runs: of Slurm, or processes here
 
 A claim that was stopped goes on by the same command, and no run is done twice.
 """
@@ -15,17 +16,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, needs
 from lpkit.errors import ConfigError, named
 from lpkit.predict.units import duration
 
 
+def shared_arguments(parser: argparse.ArgumentParser, what: str, kept: str) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help=f"the {what}, a YAML file")
+    parser.add_argument("--out", type=a_folder, default=Path(f"runs/{what}s"), metavar="DIR",
+                        help=f"where runs and {kept} are kept (default: runs/{what}s)")
+    parser.add_argument("--executor", metavar="NAME", help="who makes the runs, whatever the file "
+                        "says: workers, submitit or ray")
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="the claim, a YAML file")
+    shared_arguments(parser, "claim", "verdicts")
     parser.add_argument("--null", action="store_true",
                         help="the first arm against itself, with other seeds")
-    parser.add_argument("--out", type=a_folder, default=Path("runs/claims"), metavar="DIR",
-                        help="where runs and verdicts are kept (default: runs/claims)")
     parser.add_argument("--processes", type=int, metavar="N",
                         help="runs side by side (default: as many as the cores allow)")
 
@@ -35,10 +42,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.claims import protocol
     from lpkit.claims.settle import Settling
 
-    claim = protocol.read(args.file)
+    claim = protocol.read(args.file, executor=args.executor)
     if args.processes is not None and args.processes < 1:
         raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
-    result = with_runs(args.out, args.processes,
+    result = with_runs(claim, args.out, args.processes,
                        lambda *ways: Settling(claim, *ways).settle(args.null))
     how = ["--null"] * args.null + [f"--import={name}" for name in args.imports]
     result["command"] = shlex.join(["lpkit", "claim", str(args.file), *how])
@@ -46,30 +53,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def with_runs(out: Path, at_once: int | None, settle: Callable[..., dict],
-              quiet: bool = False, executor: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Returns what `settle(finished, say)` does; its runs end when this process is told to.
-    `executor(stack)`: returns the `submit` of `Workers`."""
+def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., dict],
+              quiet: bool = False) -> dict[str, Any]:
+    """Returns what `settle(finished, say)` does; its runs, by the executor that the file is `told`,
+    end when this process is told to."""
     from lpkit import files, processes
-    from lpkit.claims import runs
+    from lpkit.claims import executors, runs
     from lpkit.course.notebooks import tell
 
-    children = processes.Children()
+    children, name = processes.Children(), told.executor
+    if executor := executors.EXECUTORS[name]:
+        needs(f"executor={name}, the extra lpkit[{name}],", name)
 
-    def work(submit: Any) -> dict[str, Any]:
+    def work(made: tuple) -> dict[str, Any]:
         with ExitStack() as stack:
             try:
                 stack.enter_context(files.locked(out / ".lock", wait=False))
             except BlockingIOError:
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
-            workers = stack.enter_context(runs.Workers(out, children, at_once, submit))
+            workers = stack.enter_context(runs.Workers(out, children, at_once, *made))
             return settle(lambda what, configs, *judges: workers.finished(
                 configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
     with ExitStack() as around:
-        submit = executor and executor(around)      # Ray takes signals for itself: before we do
-        result, heard = processes.hear(lambda: work(submit), children.end)
+        # Ray takes signals for itself: before we do
+        made = executor(out, told.job, around) if executor else ()
+        result, heard = processes.hear(lambda: work(made), children.end)
         if heard:
             tell("lpkit: stopped; the same command goes on")
             sys.exit(128 + heard)

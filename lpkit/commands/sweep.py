@@ -7,36 +7,24 @@ import argparse
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder, claim, needs
+from lpkit.commands import claim, needs
 from lpkit.predict.units import duration
 from lpkit.tables import text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help="the sweep, a YAML file")
-    parser.add_argument("--out", type=a_folder, default=Path("runs/sweeps"), metavar="DIR",
-                        help="where runs and journals are kept (default: runs/sweeps)")
-    parser.add_argument("--executor", metavar="NAME", help="who makes the runs, whatever the file "
-                        "says: workers, submitit or ray")
+    claim.shared_arguments(parser, "sweep", "journals")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.claims import executors, protocol, sweep
+    from lpkit.claims import protocol, sweep
 
-    told, out = protocol.read(args.file, sweep.Sweep, sweep.NEEDED), args.out / args.file.stem
-    told = replace(told, executor=args.executor or told.executor)
-    executor = executors.EXECUTORS[told.executor]
-    more = ["cmaes"] * (told.sampler == "cmaes") + [told.executor] * bool(executor)
-    needs("a sweep", "optuna", *more)
-    return claim.with_runs(
-        args.out, told.at_once,
-        lambda finished, _: sweep.settle(told, out, finished, bar(told.trials)),
-        True, executor and partial(executor, args.out, told.job))
+    told = protocol.read(args.file, sweep.Sweep, sweep.NEEDED, args.executor)
+    needs("a sweep", "optuna", *["cmaes"] * (told.sampler == "cmaes"))
+    return claim.with_runs(told, args.out, told.at_once, lambda finished, _: sweep.settle(
+        told, args.out / args.file.stem, finished, bar(told.trials)), True)
 
 
 def bar(total: int) -> Callable[[list[dict]], None]:
