@@ -9,8 +9,6 @@ _NAMES = {
     "lpkit.ui.comparison": "comparison_figure",
     "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
-    "lpkit.ui.memory": "stacked_figure timeline_figure",
-    "lpkit.ui.plan": "opened_memory opened_time",
     "lpkit.ui.questions": "Guess Pick TIED",
     "lpkit.ui.runs": "LiveRun race_figure training_figure",
     "lpkit.ui.waiting": "progress",
