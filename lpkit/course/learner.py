@@ -3,8 +3,7 @@ person on this machine, written by a click or by an exercise that is not "to do"
 else. Several kernels may write it."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -17,8 +16,6 @@ from traitlets import TraitError
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
-from lpkit.ui.calibration import progress_figure
-from lpkit.ui.figure import Figure
 from lpkit.ui.questions import Question
 from lpkit.values import Checked, Count, Positive, Text
 
@@ -161,24 +158,3 @@ def attempted(exercise: Exercise, verdict: Verdict) -> Verdict:
         return verdict
     said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
     return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
-
-
-def progress(exercises: Iterable[str]) -> Figure:
-    """Draws the progress in exercises and guesses, by notebook: what is before a name's dot."""
-    try:
-        learner = read()
-    except ConfigError as error:
-        print(error)
-        learner = Learner()
-    names, tried = list(exercises), learner.exercises
-
-    def by_notebook(names: Iterable[str]) -> Counter[str]:
-        return Counter(name.partition(".")[0] for name in names)
-
-    return Figure(progress_figure(
-        right=by_notebook(name for name in names if name in tried and tried[name].right),
-        wrong=by_notebook(name for name in names if name in tried and not tried[name].right),
-        total=dict(sorted(by_notebook(names).items())),
-        guesses=by_notebook(guess.name for guess in learner.guesses),
-        scored=[guess for guess in sorted(learner.guesses, key=lambda guess: guess.name)
-                if guess.factor and guess.measured is not None]))

@@ -5,7 +5,6 @@ from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
-    "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.comparison": "comparison_figure",
     "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
