@@ -13,6 +13,7 @@ import torch
 
 import lpkit
 from lessons import l14_data_parallel_and_zero as data_parallel
+from lessons import rank_exercises
 from lessons.l14_data_parallel_and_zero import (
     BACKWARD,
     FORWARD,
@@ -24,7 +25,6 @@ from lessons.l14_data_parallel_and_zero import (
 from lessons.l15_multi_gpu_fp8 import gathers_view
 from lessons.step_bytes import stacked_figure
 from lpkit import cli
-from lpkit.course import rank_exercises
 from lpkit.course.learner import check
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
