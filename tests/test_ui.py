@@ -17,6 +17,7 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from lessons import waiting
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
@@ -35,7 +36,6 @@ from lpkit.ui import (
     html_table,
     style,
     training_figure,
-    waiting,
     without_widgets,
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin

@@ -9,8 +9,7 @@ _NAMES = {
     "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
     "lpkit.ui.questions": "Guess Pick TIED",
-    "lpkit.ui.runs": "LiveRun race_figure training_figure",
-    "lpkit.ui.waiting": "progress",
+    "lpkit.ui.runs": "LiveRun training_figure",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_WHERE)

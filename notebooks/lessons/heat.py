@@ -180,7 +180,7 @@ def cell_and_table(samples: Samples, *, role: str, layer: str, step: int,
 
 
 def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
-    """`race`, the plotly spec of `lpkit.ui.race_figure`, with room on its right for how noisy each
+    """`race`, the plotly spec of `lessons.race.race_figure`, with room on its right for how noisy each
     layer is at the last sampled step, from samples by run; without any the room is empty."""
     layout = {**race["layout"]}
     for name in ("xaxis", "xaxis2"):

@@ -32,6 +32,7 @@ from torch import Tensor
 from lessons.draws import FP8, UNCLAMPED, normal
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
+from lessons.race import race_figure
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
@@ -54,7 +55,7 @@ from lpkit.techniques.recipes import (
 from lpkit.training.runs import Run
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
-from lpkit.ui.runs import LiveRun, race_figure
+from lpkit.ui.runs import LiveRun
 from lpkit.ui.style import COLOURS, ROLE_COLOURS, lines_of
 
 # ---- The study
