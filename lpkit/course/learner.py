@@ -73,8 +73,13 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Returns the judge's verdict, and writes it to the learner's file."""
-    return attempted(exercise, exercise.judged(attempt))
+    """Returns the judge's verdict, and writes it to the learner's file, unless there is nothing to
+    judge yet."""
+    verdict = exercise.judged(attempt)
+    if not exercise.name or verdict.status == "to do":
+        return verdict
+    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
+    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
 
 
 def file() -> Path:
@@ -150,11 +155,3 @@ def _with_answer(name: str, question: Question, learner: Learner) -> Learner:
     if question.result and guess.measured is None and guess.value == question.value:
         guess = replace(guess, **question.result)
     return learner.with_guess(guess)
-
-
-def attempted(exercise: Exercise, verdict: Verdict) -> Verdict:
-    """The verdict, kept unless there is nothing to judge yet."""
-    if not exercise.name or verdict.status == "to do":
-        return verdict
-    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
-    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))

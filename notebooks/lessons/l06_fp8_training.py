@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.colours import ROLE_COLOURS, lines_of
 from lessons.draws import FP8, UNCLAMPED, normal
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
@@ -56,7 +57,7 @@ from lpkit.training.runs import Run
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
 from lpkit.ui.runs import LiveRun
-from lpkit.ui.style import COLOURS, ROLE_COLOURS, lines_of
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

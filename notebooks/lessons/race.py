@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from html import escape
 from typing import Any
 
+from lessons.colours import lines_of
 from lpkit.ui.draw import axis, figure, scatter
-from lpkit.ui.style import lines_of
 
 
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
