@@ -127,7 +127,7 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
-    """For `lpkit.ui.outlier_map`: of a small tensor, what becomes of each element. Kinds by their
+    """For `outlier_map`: of a small tensor, what becomes of each element. Kinds by their
     place in KINDS."""
     cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
     y = quantise(x, cast).dequantise()
