@@ -21,8 +21,6 @@ from pathlib import Path
 import lpkit
 from lpkit.errors import ConfigError
 from lpkit.files import cache_dir, whole_file
-from lpkit.ui.memory import ROW_COLOURS
-from lpkit.ui.plan import KIND_OF, KINDS
 
 PAGE = Path(__file__).resolve().parent / "planner"
 ROOT = Path(lpkit.__file__).resolve().parents[1]
@@ -76,6 +74,10 @@ def _sound(path: Path) -> bool:
 
 def make(folder: Path) -> None:
     """Errors: ConfigError, before anything is written."""
+    sys.path.append(str(PAGE.parents[1] / "notebooks"))      # the colours are those of the lessons' figures
+    from lessons.opened import KIND_OF, KINDS
+    from lessons.step_bytes import ROW_COLOURS
+
     packed = tarball()
     asked = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", SEEN, str(PAGE), str(ROOT)], stdout=subprocess.PIPE, text=True)
     if asked.returncode:

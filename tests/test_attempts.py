@@ -132,8 +132,7 @@ RANKS = ("right verdicts into every file", "garbage into every file", "os._exit"
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
-    from lessons import on_ranks
-    from lpkit.course import rank_exercises
+    from lessons import on_ranks, rank_exercises
 
     monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
     source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):", HOSTILE[kind], "return rows")

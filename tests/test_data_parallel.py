@@ -13,6 +13,7 @@ import torch
 
 import lpkit
 from lessons import l14_data_parallel_and_zero as data_parallel
+from lessons import rank_exercises
 from lessons.l14_data_parallel_and_zero import (
     BACKWARD,
     FORWARD,
@@ -22,8 +23,8 @@ from lessons.l14_data_parallel_and_zero import (
     stages_view,
 )
 from lessons.l15_multi_gpu_fp8 import gathers_view
+from lessons.step_bytes import stacked_figure
 from lpkit import cli
-from lpkit.course import rank_exercises
 from lpkit.course.learner import check
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
@@ -32,7 +33,6 @@ from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE, messages
 from lpkit.techniques.layouts import REDUCTIONS, Layout
-from lpkit.ui import stacked_figure
 from lpkit.ui.figure import plain
 from tests.course import EXERCISES
 

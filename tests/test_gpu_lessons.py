@@ -22,6 +22,7 @@ from lessons import l03_number_formats as linear_operands
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
 from lessons import puzzles
+from lessons.race import race_figure
 from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config
@@ -33,7 +34,6 @@ from lpkit.parallel import processes
 from lpkit.predict.activations import kept
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
-from lpkit.ui import race_figure
 from tests.fake_gpus import H100, gpus
 from tests.test_graphs import graphed
 

@@ -13,12 +13,13 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
+from lessons.your_progress import progress, progress_figure
 from lpkit.course import copies, learner
 from lpkit.course.judge import Exercise
 from lpkit.course.learner import check
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
-from lpkit.ui import Explorer, Guess, Pick, progress_figure
+from lpkit.ui import Explorer, Guess, Pick
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from lpkit.ui.questions import TIED
 from tests.course import EXERCISES
@@ -306,7 +307,7 @@ def test_where_nothing_can_be_written_it_says_so(mine):
 def test_progress_counts_by_notebook():
     whole()
     check(EXERCISES["03.stochastic"], lambda x, step, u: x)
-    spec = learner.progress(EXERCISES).spec
+    spec = progress(EXERCISES).spec
     bars = {trace["name"]: dict(zip(trace["y"], trace["x"])) for trace in spec["data"] if trace["type"] == "bar"}
     assert (bars["right"]["00"], bars["wrong so far"]["03"], sum(bars["right"].values())) == (1, 1, 1)
     assert all(sum(bars[kind][book] for kind in bars) == sum(name.startswith(book) for name in EXERCISES) for book in bars["right"])

@@ -12,15 +12,16 @@ import torch
 import lpkit
 from lessons import l06_fp8_training as recipe_race
 from lessons.l06_fp8_training import LiveRuns, gap_figure, telemetry_of_runs
+from lessons.race import race_figure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.measure import telemetry
 from lpkit.measure.advice import advise
 from lpkit.precision.scaled import quantise
+from lpkit.tables import html_table
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
-from lpkit.ui import html_table, race_figure
 from lpkit.ui.figure import plain
 from tests.bench.harness import paired
 

@@ -7,11 +7,10 @@ import pytest
 
 from lessons.l01_memory_math import memory_figure
 from lessons.l08_recompute_and_offload import timelines_view
+from lessons.step_bytes import ROW_COLOURS, timeline_figure
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import memory
-from lpkit.ui import timeline_figure
-from lpkit.ui.memory import ROW_COLOURS
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
+from lessons import waiting
+from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
@@ -35,11 +37,10 @@ from lpkit.ui import (
     html_table,
     style,
     training_figure,
-    waiting,
     without_widgets,
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS, FORMAT_COLOURS, ROLE_COLOURS, TEMPLATE, lines_of
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS, TEMPLATE
 
 
 def spec(y=(1, 2, 3), title="a line"):
@@ -481,7 +482,7 @@ def in_a_dark_theme(colour):
 def test_every_line_can_be_seen_in_either_theme():
     """WCAG 2 asks 3 to 1 of what is drawn. (The fourth line of 12 had 2.1 in the dark and 1.5 in the light.)"""
     assert "invert(0.95) hue-rotate(180deg) brightness(1.2)" in (Path(style.__file__).parent / "figure.css").read_text()
-    colours = {*style.COLOURS, style.WARNING, *style.ANSWER_COLOURS.values(), *style.ROLE_COLOURS.values(), *style.FORMAT_COLOURS.values()}
+    colours = {*style.COLOURS, style.WARNING, *style.ANSWER_COLOURS.values(), *ROLE_COLOURS.values(), *FORMAT_COLOURS.values()}
     for colour in colours:
         line = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
         for theme in (list, in_a_dark_theme):

@@ -124,8 +124,8 @@ def unpack(frame: bytes) -> Any:
 class Frames:
     """Packed values, as they come out of a pipe or a socket."""
 
-    def __init__(self, fd: int, most_bytes: int = FILE_BYTES):
-        self.fd, self.over, self._rest, self._left = fd, False, bytearray(), most_bytes
+    def __init__(self, fd: int):
+        self.fd, self.over, self._rest, self._left = fd, False, bytearray(), FILE_BYTES
 
     def read(self) -> None:
         """Reads what is there, and waits if nothing is. Raises ValueError for too much."""

@@ -3,8 +3,7 @@ person on this machine, written by a click or by an exercise that is not "to do"
 else. Several kernels may write it."""
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
@@ -17,8 +16,6 @@ from traitlets import TraitError
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
-from lpkit.ui.calibration import progress_figure
-from lpkit.ui.figure import Figure
 from lpkit.ui.questions import Question
 from lpkit.values import Checked, Count, Positive, Text
 
@@ -76,8 +73,13 @@ class Learner:
 
 
 def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
-    """Returns the judge's verdict, and writes it to the learner's file."""
-    return attempted(exercise, exercise.judged(attempt))
+    """Returns the judge's verdict, and writes it to the learner's file, unless there is nothing to
+    judge yet."""
+    verdict = exercise.judged(attempt)
+    if not exercise.name or verdict.status == "to do":
+        return verdict
+    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
+    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
 
 
 def file() -> Path:
@@ -153,32 +155,3 @@ def _with_answer(name: str, question: Question, learner: Learner) -> Learner:
     if question.result and guess.measured is None and guess.value == question.value:
         guess = replace(guess, **question.result)
     return learner.with_guess(guess)
-
-
-def attempted(exercise: Exercise, verdict: Verdict) -> Verdict:
-    """The verdict, kept unless there is nothing to judge yet."""
-    if not exercise.name or verdict.status == "to do":
-        return verdict
-    said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
-    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
-
-
-def progress(exercises: Iterable[str]) -> Figure:
-    """Draws the progress in exercises and guesses, by notebook: what is before a name's dot."""
-    try:
-        learner = read()
-    except ConfigError as error:
-        print(error)
-        learner = Learner()
-    names, tried = list(exercises), learner.exercises
-
-    def by_notebook(names: Iterable[str]) -> Counter[str]:
-        return Counter(name.partition(".")[0] for name in names)
-
-    return Figure(progress_figure(
-        right=by_notebook(name for name in names if name in tried and tried[name].right),
-        wrong=by_notebook(name for name in names if name in tried and not tried[name].right),
-        total=dict(sorted(by_notebook(names).items())),
-        guesses=by_notebook(guess.name for guess in learner.guesses),
-        scored=[guess for guess in sorted(learner.guesses, key=lambda guess: guess.name)
-                if guess.factor and guess.measured is not None]))

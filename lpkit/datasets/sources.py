@@ -68,19 +68,15 @@ def find(source: str) -> "Source":
     if source.startswith("hf:"):
         return HubSource(name=source)
     with _sentences(path):
-        return _local(source, path)
-
-
-def _local(source: str, path: Path) -> "Files":
-    if path.is_dir():
-        return Files(name=source, files=_walk(path, SUFFIXES + PACKED))
-    if path.is_file():
-        return Files(name=source, files=[(path.name, path)], alone=True)
-    if path.exists():
-        raise ConfigError(f"{shown(source)} is neither a file nor a folder; copy its text into a "
-                          f"file first")
-    if glob.has_magic(source):
-        return Files(name=source, files=_matches(path))
+        if path.is_dir():
+            return Files(name=source, files=_walk(path, SUFFIXES + PACKED))
+        if path.is_file():
+            return Files(name=source, files=[(path.name, path)], alone=True)
+        if path.exists():
+            raise ConfigError(f"{shown(source)} is neither a file nor a folder; copy its text into "
+                              f"a file first")
+        if glob.has_magic(source):
+            return Files(name=source, files=_matches(path))
     raise ConfigError(f"there is no file, folder or glob {shown(source)}; give one that exists, "
                       f"hf:owner/name, or python-stdlib, which needs no download")
 

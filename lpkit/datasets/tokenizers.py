@@ -8,6 +8,7 @@ characters.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -131,14 +132,9 @@ class BPE:
     def decode(self, ids: Iterable[int]) -> str:
         # The library drops ids that it does not know; here they show, as the cut character of a
         # byte model does.
-        runs, run = [], []
-        for i in map(int, ids):
-            if 0 <= i < self.vocab:
-                run.append(i)
-            else:
-                runs += [self._model.decode(run, skip_special_tokens=False), "\ufffd"]
-                run = []
-        return "".join([*runs, self._model.decode(run, skip_special_tokens=False)])
+        runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab)
+        return "".join(self._model.decode(list(run), skip_special_tokens=False) if known else
+                       "\ufffd" * len(list(run)) for known, run in runs)
 
     def to_dict(self) -> dict[str, Any]:
         own = {} if self._asked is None else {"end": self._asked}

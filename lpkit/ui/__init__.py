@@ -5,15 +5,11 @@ from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
-    "lpkit.ui.calibration": "progress_figure",
     "lpkit.ui.comparison": "comparison_figure",
     "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
-    "lpkit.ui.memory": "stacked_figure timeline_figure",
-    "lpkit.ui.plan": "opened_memory opened_time",
     "lpkit.ui.questions": "Guess Pick TIED",
-    "lpkit.ui.runs": "LiveRun race_figure training_figure",
-    "lpkit.ui.waiting": "progress",
+    "lpkit.ui.runs": "LiveRun training_figure",
 }
 _WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_WHERE)

@@ -172,7 +172,7 @@ class Guess(Question):
     def _moved(self, change: dict) -> None:
         # a typed value lies between two steps
         if not math.isclose(change["new"], self.value, rel_tol=0.02):
-            self.value = _round(change["new"])
+            self.value = float(f"{change['new']:.3g}")
 
 
 class Pick(Question):
@@ -254,7 +254,3 @@ def _stored(content: Any) -> dict[str, Any]:
         return {mime: data for mime, data in content._repr_mimebundle_().items()
                 if mime != WIDGET_MIME}
     return {"text/plain": repr(content), "text/html": content._repr_html_()}
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.3g}")

@@ -1,14 +1,13 @@
-"""Training runs as they happen, with buttons to stop and pause them: one run's loss, gradient norm
-and speed; or recipes on one model, one after the other.
+"""A training run as it happens, with buttons to stop and pause it: loss, gradient norm and speed.
 
-`training_figure` and `race_figure` are pure functions; `LiveRun` follows a handle with the first.
-Losses are in nats per token.
+`training_figure` is a pure function; `LiveRun` follows a handle with it. Losses are in nats per
+token.
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -19,14 +18,12 @@ from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
 from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS, lines_of
+from lpkit.ui.style import COLOURS
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
 PERIOD_SECONDS = 1 / 8      # at least, between two redraws
 STATE_COLOURS = {"failed": COLOURS[2], "paused": "#8a6500", "stopping": "#8a6500"}
 
-
-# One run.
 
 def training_figure(records: Sequence[StepRecord], *, title: str = "",
                     planned_steps: int | None = None,
@@ -207,31 +204,3 @@ class LiveRun(Stored, widgets.VBox):
     def _done(self) -> None:
         self._show()
         self.refresh_output()
-
-
-# Recipes, one run after the other.
-
-def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
-                planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
-    """The plotly spec of runs as they go: training losses by step; what each lies above the first.
-    `paired`: the runs that met the batches of the first; None: all."""
-    base, first = next(iter(losses.items()), ("the first", {}))
-    data: list[dict] = []
-    lines = lines_of(losses)
-    for name, curve in losses.items():
-        above = {}
-        if paired is None or name in paired:
-            above = {step: 100 * (loss / first[step] - 1)
-                     for step, loss in curve.items() if step in first}
-        shared = {"name": escape(name), "line": lines[name], "legendgroup": name}
-        data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
-                 scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
-                         xaxis="x2", yaxis="y2", **shared)]
-    left: dict[str, Any] = {"domain": [0, 1]}
-    if planned_steps:
-        left |= {"range": [0, planned_steps], "autorange": False}
-    return figure(
-        data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
-        xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
-        yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
-        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"))

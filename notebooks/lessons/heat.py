@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lessons.colours import DECIBELS
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, box, columns, figure, heat, note, rule
-from lpkit.ui.style import COLOURS, DECIBELS, WARNING
+from lpkit.ui.style import COLOURS, WARNING
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]
@@ -180,7 +181,7 @@ def cell_and_table(samples: Samples, *, role: str, layer: str, step: int,
 
 
 def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
-    """`race`, the plotly spec of `lpkit.ui.race_figure`, with room on its right for how noisy each
+    """`race`, the plotly spec of `lessons.race.race_figure`, with room on its right for how noisy each
     layer is at the last sampled step, from samples by run; without any the room is empty."""
     layout = {**race["layout"]}
     for name in ("xaxis", "xaxis2"):

@@ -7,6 +7,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons.step_bytes import limit_of, stacked_figure
 from lessons.terms import kept_terms, terms_table
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
@@ -15,7 +16,6 @@ from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.machines import Machine
-from lpkit.ui.memory import limit_of, stacked_figure
 
 # ---- Figures
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lessons import l03_number_formats as linear_operands
+from lessons.colours import lines_of
 from lessons.draws import LARGEST, normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.kernels.scales import MAKE_SCALES
@@ -35,7 +36,7 @@ from lpkit.tables import INK
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast
 from lpkit.ui.draw import POWERS, axis, box, figure, scatter
-from lpkit.ui.style import COLOURS, lines_of
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 
@@ -126,7 +127,7 @@ def rounding_noise(fmt: Format, sigma: float) -> float:
 
 
 def look(recipe: str, outlier: float, row: int, column: int, seed: int = 0) -> dict[str, Any]:
-    """For `lpkit.ui.outlier_map`: of a small tensor, what becomes of each element. Kinds by their
+    """For `outlier_map`: of a small tensor, what becomes of each element. Kinds by their
     place in KINDS."""
     cast, x = casts()[recipe], gaussian(outlier, shape=SHOWN, at=(row, column), seed=seed)
     y = quantise(x, cast).dequantise()

@@ -24,6 +24,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from lessons.colours import lines_of
 from lessons.draws import normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import pick
@@ -31,7 +32,7 @@ from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS
 from lpkit.training.training import Training
 from lpkit.ui.draw import POWERS, axis, columns, figure, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS, lines_of
+from lpkit.ui.style import ANSWER_COLOURS, COLOURS
 
 # ---- The study
 

@@ -29,9 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.colours import ROLE_COLOURS, lines_of
 from lessons.draws import FP8, UNCLAMPED, normal
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
+from lessons.race import race_figure
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
@@ -54,8 +56,8 @@ from lpkit.techniques.recipes import (
 from lpkit.training.runs import Run
 from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
-from lpkit.ui.runs import LiveRun, race_figure
-from lpkit.ui.style import COLOURS, ROLE_COLOURS, lines_of
+from lpkit.ui.runs import LiveRun
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lessons.draws import normal
+from lessons.step_bytes import Points, _total, timeline_figure
 from lpkit import measure
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
@@ -37,7 +38,6 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.ui.draw import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
-from lpkit.ui.memory import Points, _total, timeline_figure
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS
 
 # ---- The study

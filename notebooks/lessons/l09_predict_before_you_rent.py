@@ -11,7 +11,9 @@ from random import Random
 from textwrap import wrap
 from typing import Any
 
+from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
 from lessons.published import Run, optimism
+from lessons.step_bytes import ROW_COLOURS, limit_of
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
@@ -24,8 +26,6 @@ from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.machines import Machine, find
 from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
-from lpkit.ui.memory import ROW_COLOURS, limit_of
-from lpkit.ui.plan import KIND_OF, KINDS, opened_memory, opened_time
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
 
 # ---- The study

@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lessons.colours import lines_of
 from lessons.draws import normal
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
@@ -42,7 +43,6 @@ from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
 from lpkit.ui.draw import SECONDS, axis, figure, rule, scatter
-from lpkit.ui.style import lines_of
 
 # ---- The study
 

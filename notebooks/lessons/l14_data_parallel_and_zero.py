@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.draws import normal
 from lessons.on_ranks import WORLD, OnRanks
+from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
@@ -50,7 +51,6 @@ from lpkit.techniques.layouts import STAGES, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.training.training import Training
 from lpkit.ui.draw import SECONDS, axis, bars, figure
-from lpkit.ui.memory import ROW_COLOURS, SENT_COLOURS, stacked_figure
 
 # ---- The study
 

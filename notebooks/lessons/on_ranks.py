@@ -1,6 +1,6 @@
 """Exercises whose answer runs on several processes, which exchange real tensors.
 
-The attempt's text alone goes into the processes (`lpkit.course.rank_exercises`). A rank that raises
+The attempt's text alone goes into the processes (`lessons.rank_exercises`). A rank that raises
 ends the others, and those that wait for one another for ever are ended after some seconds; both are
 sentences.
 """
@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lessons import rank_exercises
 from lessons.puzzles import as_text
-from lpkit.course import judge, lessons, rank_exercises
+from lessons.rank_exercises import called, meet_as, on_ranks
+from lpkit.course import judge, lessons
 from lpkit.course.attempts import SECONDS, Answer, Attempt, limit_memory
 from lpkit.course.judge import ENDED, Exercise, Verdict, answer, difference, short
-from lpkit.course.rank_exercises import called, meet_as, on_ranks
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import all_gather, reduce_scatter

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from lessons.opened import opened_rows
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE, kept
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
-from lpkit.ui.plan import opened_rows
 
 ORDER = "LBHGTVEDFMNK"      # of letters in a product
 POWERS = {2: "²", 3: "³"}

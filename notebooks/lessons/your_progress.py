@@ -1,17 +1,42 @@
 """How far a learner has come: exercises by notebook, and guesses beside what became of them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lpkit.course.learner import Learner, read
+from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
 from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
+from lpkit.ui.figure import Figure
 from lpkit.ui.style import COLOURS
 
 MOST = 100.0        # a guess that is off by more is drawn there
 TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]
 RIGHT, WRONG, LEFT = COLOURS[4], COLOURS[2], GRID
+
+
+def progress(exercises: Iterable[str]) -> Figure:
+    """Draws the progress in exercises and guesses, by notebook: what is before a name's dot."""
+    try:
+        learner = read()
+    except ConfigError as error:
+        print(error)
+        learner = Learner()
+    names, tried = list(exercises), learner.exercises
+
+    def by_notebook(names: Iterable[str]) -> Counter[str]:
+        return Counter(name.partition(".")[0] for name in names)
+
+    return Figure(progress_figure(
+        right=by_notebook(name for name in names if name in tried and tried[name].right),
+        wrong=by_notebook(name for name in names if name in tried and not tried[name].right),
+        total=dict(sorted(by_notebook(names).items())),
+        guesses=by_notebook(guess.name for guess in learner.guesses),
+        scored=[guess for guess in sorted(learner.guesses, key=lambda guess: guess.name)
+                if guess.factor and guess.measured is not None]))
 
 
 def _ratio(guess: Any) -> float:

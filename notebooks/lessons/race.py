@@ -1,0 +1,34 @@
+"""Recipes on one model, one run after the other, drawn as they go."""
+
+from collections.abc import Collection, Mapping
+from html import escape
+from typing import Any
+
+from lessons.colours import lines_of
+from lpkit.ui.draw import axis, figure, scatter
+
+
+def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
+                planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
+    """The plotly spec of runs as they go: training losses by step; what each lies above the first.
+    `paired`: the runs that met the batches of the first; None: all."""
+    base, first = next(iter(losses.items()), ("the first", {}))
+    data: list[dict] = []
+    lines = lines_of(losses)
+    for name, curve in losses.items():
+        above = {}
+        if paired is None or name in paired:
+            above = {step: 100 * (loss / first[step] - 1)
+                     for step, loss in curve.items() if step in first}
+        shared = {"name": escape(name), "line": lines[name], "legendgroup": name}
+        data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
+                 scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
+                         xaxis="x2", yaxis="y2", **shared)]
+    left: dict[str, Any] = {"domain": [0, 1]}
+    if planned_steps:
+        left |= {"range": [0, planned_steps], "autorange": False}
+    return figure(
+        data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
+        xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},
+        yaxis=axis("training loss", domain=[0.54, 1]), xaxis2=axis("step", anchor="y2", **left),
+        yaxis2=axis(f"above {escape(base)}, %", domain=[0, 0.44], anchor="x2"))
