@@ -22,6 +22,7 @@ from lessons.l14_data_parallel_and_zero import (
     stages_view,
 )
 from lessons.l15_multi_gpu_fp8 import gathers_view
+from lessons.messages import messages
 from lpkit import cli
 from lpkit.course import rank_exercises
 from lpkit.course.learner import check
@@ -30,7 +31,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
-from lpkit.predict.messages import ALL_REDUCE, messages
+from lpkit.predict.messages import ALL_REDUCE
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.ui import stacked_figure
 from lpkit.ui.figure import plain

@@ -42,7 +42,7 @@ from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.parallel.sharding import local
 from lpkit.precision.linear import scaled_linears
-from lpkit.predict.messages import Message, sent_bytes
+from lpkit.predict.messages import Message
 
 ROWS = {
     "weights": "parameters",
@@ -119,11 +119,6 @@ class Footprint:
     @property
     def peak_bytes(self) -> int:
         return sum(self.rows.values())
-
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """The bytes sent to other ranks, by kind of collective."""
-        return sent_bytes(self.messages)
 
 
 class Tracker(TorchDispatchMode):

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lessons.draws import normal
 from lessons.l14_data_parallel_and_zero import rows_of_rank
+from lessons.messages import messages, sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.ledger import memory
-from lpkit.predict.messages import messages, sent_bytes
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
