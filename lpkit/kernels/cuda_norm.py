@@ -74,8 +74,8 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         s, w, r = ctx.saved_tensors         # by Triton
-        dx, dw, _ = norm.backward_op(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
-                                False)
+        dx, dw, _ = norm.backward(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
+                                  False)
         return dx, dx, dw, None
 
 

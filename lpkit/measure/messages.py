@@ -34,12 +34,10 @@ class MessageCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self._note(func._opname, args)
+            name = func._opname
+            kind, whole = DATA.get(name, (name, 0))
+            nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1
         return func(*args, **(kwargs or {}))
-
-    def _note(self, name: str, args: tuple) -> None:
-        kind, whole = DATA.get(name, (name, 0))
-        nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
-        group = next(a for a in args if isinstance(a, torch.ScriptObject))
-        ranks = dist.ProcessGroup.unbox(group).size()
-        (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1
