@@ -4,7 +4,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.commands.estimate import estimate_training_usage
 
 from lpkit import cli, hardware, measure, predict_trace

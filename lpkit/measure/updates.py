@@ -37,6 +37,7 @@ from lpkit.training.build import Decisions, decide
 from lpkit.training.formulas import refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
 
+
 def memory(config: Config, *, device: str | None = None,
            ranks: Ranks | None = None) -> Footprint:
     """Returns every live byte of one update of the model of `config`, as lpkit.train makes it, by
