@@ -326,8 +326,6 @@ def test_strides_and_out():
     deep = x.view(4, 16, 512)
     same(cast.mx(deep, E4M3).values.view(64, 512), cast.mx(x, E4M3).values)
     assert cast.mx(deep, E4M3).scales.shape == (4, 16, 16)
-    out = torch.empty_like(x)
-    assert cast.qdq(x, E4M3, out=out) is out and torch.equal(out, cast.qdq(x, E4M3))
     assert not cast.qdq(x.requires_grad_(), E4M3).requires_grad
 
 
@@ -340,7 +338,6 @@ def test_strides_and_out():
     (lambda x: cast.qdq(x.double(), E4M3), "takes float32 or bfloat16, got torch.float64"),
     (lambda x: cast.qdq(x, E4M3, dtype=torch.float16), "not torch.float16"),
     (lambda x: cast.qdq(x, E4M3, torch.ones(3), block=(1, 0)), "64 x 1 blocks need as many scales"),
-    (lambda x: cast.qdq(x, E4M3, out=torch.empty(3)), "out must be contiguous"),
     (lambda x: cast.qdq(x[:0], E4M3), "has nothing to cast"),
     (lambda x: cast.mx(x.view(4, -1), E4M3, block=(1, 4096)), "a block of 4096 is larger than 2048"),
 ])
@@ -390,12 +387,11 @@ tensors = {
 one = torch.ones(1, 1)
 calls = {
     "amax": lambda t: cast.amax(t).values, "qdq": lambda t: cast.qdq(t, f, 0.5), "mx": lambda t: cast.mx(t, f).values,
-    "out": lambda t: cast.qdq(x, f, 0.5, out=t), "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
+    "scale": lambda t: cast.qdq(x, f, t, block=(1, 1)),
     "lpkit::amax": lambda t: torch.ops.lpkit.amax(t, 1, 1),
     "lpkit::qdq": lambda t: torch.ops.lpkit.qdq(t, one, one, f.name, None, False, torch.float32),
     "lpkit::qdq scale": lambda t: torch.ops.lpkit.qdq(x, t, None, f.name, None, False, torch.float32),
     "lpkit::mx": lambda t: torch.ops.lpkit.mx(t, 64, 2, 1.0, 0, 8, f.name, None, False, torch.float32),
-    "lpkit::mx_into": lambda t: torch.ops.lpkit.mx_into(x, 64, 2, 1.0, 0, 8, f.name, None, False, t),
     "lpkit::hadamard": lambda t: torch.ops.lpkit.hadamard(t, False),
     "block": lambda t: torch.ops.lpkit.amax(x, -1, 5), "long": lambda t: torch.ops.lpkit.mx(
         x.view(1, -1), 1, 1, 1.0, 0, 8, f.name, None, False, torch.float32)}
@@ -437,12 +433,12 @@ def test_no_tensor_crashes_the_process(unusual):
 @pytest.mark.parametrize(("case", "message"), [
     ("DTensor, qdq", "a DTensor wraps other tensors; cast those, for example x.to_local()"),
     ("wrapper, mx", "a Wrapper wraps other tensors"), ("DTensor, scale", "a DTensor wraps other"),
-    ("DTensor, out", "a DTensor wraps other"), ("int, mx", "got torch.int32; call .float()"),
+    ("int, mx", "got torch.int32; call .float()"),
     ("sparse, amax", "takes a dense tensor, got torch.sparse_coo"), ("nested, qdq", "nested: True"),
     ("freed, qdq", "needs 4096 elements that lie together in memory, got torch.float32, .* storage of 0 bytes"),
-    ("meta, out", "on cpu, got .* on meta"), ("expanded, out", "out must be contiguous"), ("list, qdq", "got a list; make one"),
+    ("list, qdq", "got a list; make one"),
     ("codes, lpkit::mx", "needs 4096 elements .* got torch.uint8"), ("int, lpkit::qdq scale", "got torch.int32"),
-    ("expanded, lpkit::mx_into", "with strides \\(0, 1\\)"), ("DTensor, lpkit::qdq", "sharding strategy"),
+    ("expanded, lpkit::mx", "with strides \\(0, 1\\)"), ("DTensor, lpkit::qdq", "sharding strategy"),
 ])
 def test_what_cannot_be_cast_is_refused_in_a_sentence(case, message, unusual):
     assert re.search(message, unusual[case][1]), unusual[case]
@@ -457,12 +453,12 @@ def test_compiles_as_one_operation_of_a_graph(backend):
         return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
     def call(x):
-        return cast.qdq(x, E4M3, 0.5), cast.mx(x, E2M1, noise=Noise(seed=3)), cast.amax(x, (1, 0)), cast.qdq(x, E4M3, out=x.clone())
+        return cast.qdq(x, E4M3, 0.5), cast.mx(x, E2M1, noise=Noise(seed=3)), cast.amax(x, (1, 0))
 
     same(torch.compile(call, backend=look, fullgraph=True)(x), call(x))
     (graph,) = graphs
     made = [str(node.target) for node in graph.graph.nodes if "lpkit" in str(node.target)]
-    assert made == ["lpkit.qdq.default", "lpkit.mx.default", "lpkit.amax.default", "lpkit.qdq_into.default"]
+    assert made == ["lpkit.qdq.default", "lpkit.mx.default", "lpkit.amax.default"]
 
 
 def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
@@ -470,9 +466,7 @@ def test_fakes_have_the_shapes_and_strides_of_what_they_stand_for():
     for op, arguments in {
             torch.ops.lpkit.amax.default: (x, 1, 32),
             torch.ops.lpkit.qdq.default: (x, torch.ones(1, 1), None, "e4m3fn", None, False, torch.bfloat16),
-            torch.ops.lpkit.qdq_into.default: (x, torch.ones(1, 1), torch.ones(1, 1), "e4m3fn", None, False, torch.empty(64, 64)),
             torch.ops.lpkit.mx.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", torch.arange(3), True, torch.uint8),
-            torch.ops.lpkit.mx_into.default: (x, 64, 2, 1.0, 0, 8, "e4m3fn", None, False, torch.empty(64, 64)),
             torch.ops.lpkit.hadamard.default: (x, True)}.items():
         torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lessons.messages import messages
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Scaled
 from lpkit.parallel.meeting import joined
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
-from lpkit.predict.messages import messages
 from lpkit.presets import preset
 from lpkit.techniques.layouts import refuse_ungatherable
 from lpkit.techniques.recipes import RECIPES

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lessons import cuda_on_cpu
 from lpkit.errors import ConfigError
 from lpkit.files import own_cache
 from lpkit.kernels import cuda_norm, norm
@@ -18,7 +19,7 @@ EPS = 1e-5
 
 @pytest.fixture(scope="module")
 def on_cpu():
-    run, why = cuda_norm.for_cpu()
+    run, why = cuda_on_cpu.for_cpu()
     if run is None:
         if not any(map(shutil.which, cuda_norm.COMPILERS)):
             pytest.skip(why)
@@ -56,8 +57,8 @@ def test_rows_that_it_does_not_hold_are_refused(on_cpu):
 
 
 def test_without_a_compiler_it_says_so(monkeypatch):
-    monkeypatch.setattr(cuda_norm, "COMPILERS", ("no-such-compiler",))
-    run, why = cuda_norm.for_cpu.__wrapped__()
+    monkeypatch.setattr(cuda_on_cpu, "COMPILERS", ("no-such-compiler",))
+    run, why = cuda_on_cpu.for_cpu.__wrapped__()
     assert run is None and why == "there is no C++ compiler here (no-such-compiler)"
 
 
@@ -66,7 +67,7 @@ def test_it_is_built_in_this_user_s_own_folder_or_not_at_all(monkeypatch, tmp_pa
     folders, temporary = [], tempfile.TemporaryDirectory
     monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **how: folders.append(how["dir"]) or temporary(**how))
     if any(map(shutil.which, cuda_norm.COMPILERS)):
-        assert cuda_norm.for_cpu.__wrapped__()[0] and folders == [own_cache()]
+        assert cuda_on_cpu.for_cpu.__wrapped__()[0] and folders == [own_cache()]
     monkeypatch.setattr(cuda_norm, "why_not", lambda: "")
     monkeypatch.setattr("torch.utils.cpp_extension.load", lambda **how: how["build_directory"])
     folder = Path(cuda_norm._library.__wrapped__())
@@ -77,7 +78,7 @@ def test_it_is_built_in_this_user_s_own_folder_or_not_at_all(monkeypatch, tmp_pa
     with pytest.raises(ConfigError, match="may be written by others"):
         cuda_norm._library.__wrapped__()
     if any(map(shutil.which, cuda_norm.COMPILERS)):
-        run, why = cuda_norm.for_cpu.__wrapped__()
+        run, why = cuda_on_cpu.for_cpu.__wrapped__()
         assert run is None and "may be written by others" in why
 
 

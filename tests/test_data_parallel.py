@@ -23,6 +23,7 @@ from lessons.l14_data_parallel_and_zero import (
     stages_view,
 )
 from lessons.l15_multi_gpu_fp8 import gathers_view
+from lessons.messages import messages
 from lessons.step_bytes import stacked_figure
 from lpkit import cli
 from lpkit.course.learner import check
@@ -31,7 +32,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
-from lpkit.predict.messages import ALL_REDUCE, messages
+from lpkit.predict.messages import ALL_REDUCE
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.ui.figure import plain
 from tests.course import EXERCISES

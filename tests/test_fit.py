@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lessons.timing import in_turns
 from lpkit import cli, hardware, machine_facts, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -156,7 +157,7 @@ def test_train_and_measure_refuse_by_the_ledger_and_not_by_states_alone(left, tm
     config = SMALL.replace({"data.source": leaks.config(tmp_path).data.source})
     with pytest.raises(ConfigError, match=REFUSED):
         train(config, out=tmp_path / "run")
-    for look in (measure.memory, lambda config: measure.turns([config])):
+    for look in (measure.memory, lambda config: in_turns([config])):
         with pytest.raises(ConfigError, match=REFUSED):
             look(SMALL)
     assert not (tmp_path / "run").exists()

@@ -198,10 +198,10 @@ def test_casts_move_the_bytes_that_they_must():
     (torch.randn(4, 8).int(), "not torch.int32"), (torch.randn(8, 4).T, "contiguous"),
     (torch.empty(1, 65537, dtype=torch.bfloat16), "65,537")])
 def test_what_a_row_kernel_does_not_take_is_refused(bad, says):
-    from lpkit.kernels.norm import forward_op
+    from lpkit.kernels.norm import forward
 
     with pytest.raises(ConfigError, match=says):
-        forward_op(bad, None, torch.ones(bad.shape[-1]), None, 1e-5, False)
+        forward(bad, None, torch.ones(bad.shape[-1]), None, 1e-5, False)
 
 
 def stale(call):

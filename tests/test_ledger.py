@@ -4,12 +4,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.commands.estimate import estimate_training_usage
 
 from lpkit import cli, hardware, measure, predict_trace
 from lpkit.config import Config, MemoryConfig
-from lpkit.measure.trace import _machine
+from lpkit.hardware import room
 from lpkit.predict import memory, parameter_count
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.optimizers import OPTIMIZERS
@@ -92,7 +91,7 @@ def test_chunks_under_fp16_are_what_the_trace_says(changes):
     """A CPU multiplies float16 in float32: what a chunk makes in float32 was not counted, and the peak 46% too low."""
     config = SMALL.replace({"precision.recipe": "fp16", **CHUNKED, **changes})
     traced = predict_trace(config)
-    said = memory(config, _machine(torch.device("cpu")), attention=traced.chosen["attention"].used)
+    said = memory(config, room("cpu"), attention=traced.chosen["attention"].used)
     assert not said.doubt and said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.001)
     assert said.peak_bytes == pytest.approx(measure.memory(config).peak_bytes, rel=0.001)
 

@@ -8,11 +8,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.saved import saved_bytes
 from lpkit import cli, measure
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.kernels.linear_attention import orthogonal_features, positive_features
-from lpkit.measure.updates import saved_bytes
 from lpkit.memory.recompute import CoreAttention, Recompute
 from lpkit.nn import attention
 from lpkit.nn.kv_cache import new_cache

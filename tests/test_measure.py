@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from lessons.l02_where_the_time_goes import roofline
+from lessons.saved import saved_bytes
+from lessons.timing import by_phase, in_turns
 from lpkit import hardware, machine_facts, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import SMALL_FLOPS, bf16_choice, machine, peak_bytes, reset_peak, threads_choice
 from lpkit.measure.advice import advise
-from lpkit.measure.updates import memory, saved_bytes, turns
+from lpkit.measure.updates import memory
 from lpkit.predict import parameter_count, predict
 from lpkit.predict.flops import products
 from lpkit.presets import preset
@@ -226,7 +228,7 @@ def test_a_step_is_measured_with_its_choices(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2, "precision.recipe": "bf16"})
     bench = measure.Bench(config, "cpu")
-    assert bench.precision.used == "bf16" and bench.attention.used == "blocked" and min(bench.update()) > 0
+    assert bench.precision.used == "bf16" and bench.attention.used == "blocked" and min(by_phase(bench)) > 0
     held = memory(config, device="cpu")
     assert held.chosen["precision"].used == "bf16" and held.most["batch"] == 2 * 8 * 64
     assert held.most["gradients"] == held.most["weights"] and held.peak_bytes > held.most["weights"] * 3
@@ -234,14 +236,14 @@ def test_a_step_is_measured_with_its_choices(monkeypatch):
 
 def test_models_take_turns():
     small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1, "precision.recipe": "fp32"})
-    found = turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu", rounds=2)
+    found = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu", rounds=2)
     assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1      # 96 times the work
     assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
 
 
 def test_a_recipe_that_cannot_be_measured_is_refused():
     with pytest.raises(ConfigError, match=r"precision\.recipe"):
-        turns([Config().replace({"precision.recipe": "fp3"})], device="cpu")
+        in_turns([Config().replace({"precision.recipe": "fp3"})], device="cpu")
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
@@ -273,7 +275,7 @@ def test_a_step_is_timed_under_any_optimizer(changes):
     """Gradients may be gone when backward ends, and a state may hold more than tensors."""
     config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2, "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})
-    assert min(measure.Bench(config).update()) > 0
+    assert min(by_phase(measure.Bench(config))) > 0
     held = memory(config)
     assert held.most["weights"] == 4 * parameter_count(config.model)
     assert (held.most["gradients"] == held.most["weights"]) == (config.memory.optimizer_step.name == "after")

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.saved import saved_bytes
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
@@ -18,7 +19,7 @@ from lpkit.kernels.jit import INTERPRETED
 from lpkit.measure import telemetry
 from lpkit.measure.trace import predict_trace
 from lpkit.measure.tracking import Tracker
-from lpkit.measure.updates import memory, saved_bytes
+from lpkit.measure.updates import memory
 from lpkit.memory import loss as loss_rows
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy

@@ -48,13 +48,12 @@ def test_a_tensor_parallel_block_gathers_its_stream():
 
 def test_without_sequence_parallelism_the_stream_is_whole_and_nothing_is_gathered():
     """A block that runs again keeps its input: 16,384 x 4,096 x 2 bytes on each rank, not an eighth of it."""
-    block = LLAMA.replace({"memory.recompute": "block"})
-    parts, whole = (memory(block, "h200", layout=Layout(tensor=8), precision="bf16-pure", sequence_parallel=on).at(LOSS)
-                    for on in (True, False))
+    blocks = [LLAMA.replace({"memory.recompute": "block", "system.stack": stack}) for stack in ("megatron", "megatron-2021")]
+    parts, whole = (memory(block, "h200", layout=Layout(tensor=8), precision="bf16-pure").at(LOSS) for block in blocks)
     stream = 2 * 8192 * 4096 * 2
     # 32 inputs, what the last norm keeps and what the head does; the norm's deviations, 4 bytes a token
     assert whole["activations"] - parts["activations"] == pytest.approx((32 + 2) * stream * 7 / 8, rel=1e-3)
-    one, plain = (memory(block, "h200", layout=Layout(tensor=1), sequence_parallel=on) for on in (True, False))
+    one, plain = (memory(block, "h200", layout=Layout(tensor=1)) for block in blocks)
     assert one == plain
 
 
@@ -138,9 +137,6 @@ def test_what_stacks_hold_by_hand():
     # those of the last norm and of the head
     before, now = stacked("megatron-2021"), stacked("eager")
     assert before["activations"] - now["activations"] == pytest.approx((8 * 32 + 4) * stream * (1 - 1 / 8), rel=1e-3)
-    whole = memory(LLAMA.replace({"system.stack": "megatron-2021"}), "a100-80", layout=Layout(tensor=8), precision="bf16-master",
-                   sequence_parallel=True)
-    assert whole.at(LOSS) == now
     # logits of each rank: log-probabilities in 32 bits; in 16, as no micro-batch was before
     kernel = stacked("scaling-kernel")
     assert kernel["logits' gradients"] == 8 * now["logits' gradients"] == 2 * 4 * logits
@@ -189,7 +185,7 @@ def test_stages_by_work_are_dealt_as_nanotron_deals_them():
         for stages in (2, 3, 4, 8):
             config = preset(name).replace({"system.stack": "nanotron", "global_batch": 16, "grad_accum_steps": 16})
             step = Step(config, CATALOGUE["h100"], Layout(pipeline=stages), precision=None, optimizer=None, recompute=None,
-                        attention=None, sequence_parallel=None)
+                        attention=None)
             first, *_, last = dealt(m.L, head, stages)
             assert Device(step, True, False).layers == first and Device(step, False, True).layers == max(1, last), (name, stages)
 

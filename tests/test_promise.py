@@ -249,9 +249,9 @@ def test_one_row_and_one_function_do_everything(toy, tmp_path):
 
 
 def _cpu():
-    from lpkit.measure.trace import _machine
+    from lpkit.hardware import room
 
-    return _machine(torch.device("cpu"))
+    return room("cpu")
 
 
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py

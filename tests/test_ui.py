@@ -23,6 +23,7 @@ from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
+from lessons.roofs import intensity_of
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
 from lpkit.predict import CATALOGUE, Comparison
@@ -524,10 +525,10 @@ def test_a_formula_that_is_far_off_says_so():
 def test_no_point_lies_above_a_roof():
     """What stays in a cache is faster than memory: a roof of its own. What is faster than arithmetic was measured against too low a peak."""
     machine, small = CATALOGUE["h200"], Product(name="head", M=64, N=64, K=64, calls=1)
-    slope = machine.bytes_per_second * small.intensity(2)
+    slope = machine.bytes_per_second * intensity_of(small, 2)
     above = roofline_figure(machine, {small: 3 * slope}, dtype="bf16", itemsize=2)
     (roof,) = [trace for trace in above["data"] if "caches" in trace["name"]]
-    at = small.intensity(2)
+    at = intensity_of(small, 2)
     (x0, x1, _), (y0, *_) = roof["x"], roof["y"]
     assert x0 < at < x1 and y0 * at / x0 == pytest.approx(3 * slope)
     below = roofline_figure(machine, {small: slope / 2}, dtype="bf16", itemsize=2)

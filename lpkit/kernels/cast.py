@@ -116,34 +116,27 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
 
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         block: tuple[int, int] | None = None, rescale: Tensor | bool = True,
-        dtype: torch.dtype | None = None, noise: Noise | None = None,
-        out: Tensor | None = None) -> Tensor:
+        dtype: torch.dtype | None = None, noise: Noise | None = None) -> Tensor:
     """round(x / scale) on the grid of `fmt`, times the scale again.
 
     scale: one number or 0-dim tensor, not negative; with `block`, float32 (R / r, C / c). Under a
     scale of 0 everything is 0. `rescale`: False leaves the values on the grid; a tensor like
-    `scale` multiplies them in its place. `out` is written to when given: it has the shape and dtype
-    of the result and is contiguous. Returns a tensor like x. Raises ConfigError.
+    `scale` multiplies them in its place. Returns a tensor like x. Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)
-    matrix, *tiles, turned = _tiles(x, block, turns=out is None)
+    matrix, *tiles, turned = _tiles(x, block)
     scales = _scales(scale, x, tiles, turned)
     back = scales if rescale is True else None
     if isinstance(rescale, Tensor):
         back = _scales(rescale, x, tiles, turned)
     how = (scales, back, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
-    if out is None:
-        values = _as(turned, (_qdq if on_cpu else reference)(matrix, *how, dtype))
-        return values if x.ndim == 2 else values.view(x.shape)
-    _check_out(x, out, dtype)
-    (_qdq_into if on_cpu else _write_qdq)(matrix, *how, out)
-    return out
+    values = _as(turned, (_qdq if on_cpu else reference)(matrix, *how, dtype))
+    return values if x.ndim == 2 else values.view(x.shape)
 
 
 def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None = None,
-       noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK,
-       out: Tensor | None = None) -> Blocks:
+       noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK) -> Blocks:
     """The elements of a block share a power of two (E8M0, in `scales`).
 
     As torchao's to_mx and to_dtype, bit for bit, but for blocks whose amax is below 2^-110 (there
@@ -152,7 +145,7 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     block with a NaN becomes NaN; an infinity saturates.
     """
     (added, divide), dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
-    matrix, *tiles, turned = _tiles(x, block, turns=out is None)
+    matrix, *tiles, turned = _tiles(x, block)
     if matrix.shape[1] // tiles[1] > MAX_BLOCK:
         raise ConfigError(f"a block of {matrix.shape[1] // tiles[1]} is larger than {MAX_BLOCK}; "
                           f"hardware knows 32")
@@ -161,15 +154,11 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     divisor, exponent = (fmt.largest, 0) if divide else (1.0, fmt.max_exponent)
     how = (*tiles, divisor, added, exponent, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
-    if out is None:
-        values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
-        out = _as(turned, values) if x.ndim == 2 else values.view(x.shape)
-    else:
-        _check_out(x, out, dtype)
-        scales, nonfinite = (_mx_into if on_cpu else _write_mx)(matrix, *how, out)
+    values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
+    values = _as(turned, values) if x.ndim == 2 else values.view(x.shape)
     if x.ndim != 2 and block[0] == 1:
-        return Blocks(out, scales.view(*x.shape[:-1], -1), nonfinite)
-    return Blocks(out, _as(turned, scales), nonfinite)
+        return Blocks(values, scales.view(*x.shape[:-1], -1), nonfinite)
+    return Blocks(values, _as(turned, scales), nonfinite)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -334,19 +323,11 @@ def _check_input(x: Tensor) -> None:
         raise ConfigError(f"a tensor of shape {tuple(x.shape)} has nothing to cast")
 
 
-def _check_out(x: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    _check_plain(out)
-    if (out.shape, out.dtype, out.device) != (x.shape, dtype, x.device) or not out.is_contiguous():
-        raise ConfigError(f"out must be contiguous, {tuple(x.shape)}, {dtype} and on {x.device}, "
-                          f"got {tuple(out.shape)}, {out.dtype} on {out.device}")
-
-
-def _tiles(x: Tensor, block: tuple[int, int] | None, *,
-           turns: bool = True) -> tuple[Tensor, int, int, bool]:
+def _tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
     """x as a matrix (R, C), contiguous, how many blocks its axes have, and whether it is the
     transpose: that of a transposed view is contiguous."""
     x = x.detach() if x.requires_grad else x
-    turned = turns and x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
+    turned = x.ndim == 2 and not x.is_contiguous() and x.T.is_contiguous()
     x = x.T if turned else x.contiguous()
     if x.ndim != 2:
         x = x.view(-1, x.shape[-1] if x.ndim else 1)
@@ -439,11 +420,6 @@ def _check_tiles(x: Tensor, rows: int, columns: int) -> None:
                         f"call lpkit.kernels.cast")
 
 
-_QDQ = "Tensor x, Tensor scales, Tensor? back, str fmt, Tensor? noise, bool turned"
-_MX = ("Tensor x, SymInt rows, SymInt columns, float divisor, int added, int exponent, str fmt, "
-       "Tensor? noise, bool turned")
-
-
 def _amax_results(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return (x.new_empty(rows, columns, dtype=torch.float32), x.new_empty((), dtype=torch.int64))
 
@@ -460,12 +436,13 @@ def _amax(x: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return values, nonfinite
 
 
-def _write_qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str,
-               noise: Tensor | None, turned: bool, out: Tensor) -> None:
-    library = _library() if x.device.type == "cpu" else None
+@operator("qdq(Tensor x, Tensor scales, Tensor? back, str fmt, Tensor? noise, bool turned, "
+          "ScalarType dtype) -> Tensor", fake=lambda x, *how: torch.empty_like(x, dtype=how[-1]))
+def _qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor | None,
+         turned: bool, dtype: torch.dtype) -> Tensor:
+    library = _library()
     if library is None:
-        out.copy_(reference(x, scales, back, fmt, noise, turned, out.dtype).view(out.shape))
-        return
+        return reference(x, scales, back, fmt, noise, turned, dtype)
     (R, C), (rows, columns), size = x.shape, scales.shape, x.numel()
     _check_tiles(x, rows, columns)
     shape = (R, C, R // rows, C // columns)
@@ -473,55 +450,35 @@ def _write_qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str,
         shape = (1, size, 1, size)      # it does not matter, and threads like equal pieces
     scales_at, back_at = (t if t is None else _address(t, rows * columns, (torch.float32,))[0]
                           for t in (scales, back))
+    out = torch.empty(x.shape, dtype=dtype)
     library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
                    back_at, _grid(fmt), _noise(noise, turned), torch.get_num_threads())
-
-
-@operator(f"qdq({_QDQ}, ScalarType dtype) -> Tensor",
-          fake=lambda x, *how: torch.empty_like(x, dtype=how[-1]))
-def _qdq(x: Tensor, *how) -> Tensor:
-    out = torch.empty(x.shape, dtype=how[-1])
-    _write_qdq(x, *how[:-1], out)
     return out
 
 
-_qdq_into = operator(f"qdq_into({_QDQ}, Tensor(a!) out) -> ()", fake=lambda *_: None)(_write_qdq)
+def _mx_results(x: Tensor, rows: int, columns: int, *how) -> tuple[Tensor, Tensor, Tensor]:
+    return (torch.empty_like(x, dtype=how[-1]), x.new_empty(rows, columns, dtype=torch.uint8),
+            x.new_empty((), dtype=torch.int64))
 
 
-def _mx_results(x: Tensor, rows: int, columns: int, *_) -> tuple[Tensor, Tensor]:
-    return (x.new_empty(rows, columns, dtype=torch.uint8), x.new_empty((), dtype=torch.int64))
-
-
-def _write_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
-              fmt: str, noise: Tensor | None, turned: bool,
-              out: Tensor) -> tuple[Tensor, Tensor]:
-    library = _library() if x.device.type == "cpu" else None
+@operator("mx(Tensor x, SymInt rows, SymInt columns, float divisor, int added, int exponent, "
+          "str fmt, Tensor? noise, bool turned, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+          fake=_mx_results)
+def _mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int, fmt: str,
+        noise: Tensor | None, turned: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    library = _library()
     if library is None:
-        values, scales, nonfinite = reference_mx(x, rows, columns, divisor, added, exponent, fmt,
-                                                 noise, turned, out.dtype)
-        out.copy_(values.view(out.shape))
-        return scales, nonfinite
+        return reference_mx(x, rows, columns, divisor, added, exponent, fmt, noise, turned, dtype)
     _check_tiles(x, rows, columns)
     (R, C), size = x.shape, x.numel()
     if C // columns > MAX_BLOCK:
         raise TypeError(f"a block of {C // columns} is larger than {MAX_BLOCK}, a tile of the C "
                         f"kernel")
-    scales, nonfinite = _mx_results(x, rows, columns)
+    out, scales, nonfinite = _mx_results(x, rows, columns, dtype)
     library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), R, C, R // rows,
                   C // columns, scales.data_ptr(), divisor, added, exponent, _grid(fmt),
                   _noise(noise, turned), nonfinite.data_ptr(), torch.get_num_threads())
-    return scales, nonfinite
-
-
-@operator(f"mx({_MX}, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-          fake=lambda x, *how: (torch.empty_like(x, dtype=how[-1]), *_mx_results(x, *how)))
-def _mx(x: Tensor, *how) -> tuple[Tensor, Tensor, Tensor]:
-    out = torch.empty(x.shape, dtype=how[-1])
-    return out, *_write_mx(x, *how[:-1], out)
-
-
-_mx_into = operator(f"mx_into({_MX}, Tensor(a!) out) -> (Tensor, Tensor)",
-                    fake=_mx_results)(_write_mx)
+    return out, scales, nonfinite
 
 
 @operator("hadamard(Tensor x, bool turned) -> Tensor",

@@ -1,18 +1,14 @@
 """add_rms_norm.cu, compiled by PyTorch on first use: what Triton's twin in `norm` does, by hand.
 
-It needs a GPU, nvcc and a C++ compiler; `why_not()` says what is missing. `for_cpu()` needs a C++
-compiler alone: the same text, with a thread of the CPU for each of a block's.
+It needs a GPU, nvcc and a C++ compiler; `why_not()` says what is missing. Lesson 10 runs the same
+text on a CPU.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +25,6 @@ SOURCE = Path(__file__).with_name("add_rms_norm.cu")
 SHARED_BYTES = 48 * 1024        # of a block, without asking for more
 VECTOR_BYTES = 16
 COMPILERS = ("c++", "g++", "clang++")
-ON_CPU = """
-#include "cuda_on_cpu.h"
-static float row[%d];
-%s
-#define FOR(name, T) extern "C" void name(const T* x, const T* delta, const float* w, T* s, T* y, \\
-                                          float* r, int M, int N, float eps) \\
-{ launch(M, 64, [&] { add_rms_norm<T>(x, delta, w, s, y, r, N, eps); }); }
-FOR(float32, float)
-FOR(bfloat16, bits16)
-"""
-FLAGS = ("-std=c++20", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
 
 
 def why_not() -> str:
@@ -68,39 +53,7 @@ def _library() -> Any:
         extra_cuda_cflags=["-O3", "-DLPKIT_WITH_ATEN"])
 
 
-@functools.cache
-def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
-    """The kernel, forward, on a CPU: (x, delta, w, eps) -> (s, y, 1 / rms). Else None; and what
-    compiled it, or why nothing does, in one clause."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return None, f"there is no C++ compiler here ({', '.join(COMPILERS)})"
-    # memory of the launch is one array
-    kernel = SOURCE.read_text().replace("extern __shared__ float row[];", "")
-    try:
-        cache = private_folder(own_cache())
-    except (OSError, ConfigError) as error:
-        return None, str(error)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder, "norm.so")
-        command = [compiler, *FLAGS, f"-I{SOURCE.parent}", "-x", "c++", "-", "-o", str(made)]
-        done = subprocess.run(command, input=ON_CPU % (SHARED_BYTES // 4, kernel), text=True,
-                              capture_output=True)
-        if done.returncode:
-            return None, f"{Path(compiler).name} compiles no C++20 threads here"
-        library = ctypes.CDLL(str(made))
-
-    def run(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        N, w = _vectors(x, delta), w.float().contiguous()
-        s, y, r = torch.empty_like(x), torch.empty_like(x), w.new_empty(x.shape[:-1])
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, delta, w, s, y, r))
-        library[str(x.dtype).removeprefix("torch.")](*pointers, r.numel(), N, ctypes.c_float(eps))
-        return s, y, r
-
-    return run, f"compiled by {Path(compiler).name}, a thread for each of a block's"
-
-
-def _vectors(x: Tensor, delta: Tensor) -> int:
+def row_of_vectors(x: Tensor, delta: Tensor) -> int:
     """Elements of a row. Raises ConfigError for rows that the kernel does not hold."""
     N = row_length(x, delta)
     if 4 * N > SHARED_BYTES or N * x.itemsize % VECTOR_BYTES:
@@ -113,7 +66,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, delta, w = x.contiguous(), delta.contiguous(), w.float().contiguous()
-        _vectors(x, delta)
+        row_of_vectors(x, delta)
         s, y, r = _library().forward(x, delta, w, eps)
         ctx.save_for_backward(s, w, r)
         return s, y
@@ -121,8 +74,8 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ds: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         s, w, r = ctx.saved_tensors         # by Triton
-        dx, dw, _ = norm.backward_op(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
-                                False)
+        dx, dw, _ = norm.backward(s, w, dy.contiguous(), ds.contiguous(), r.new_empty(0), r, False,
+                                  False)
         return dx, dx, dw, None
 
 

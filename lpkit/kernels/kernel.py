@@ -59,6 +59,11 @@ def floats(*tensors: Tensor) -> None:
                               f"{tuple(one.shape)}; call .contiguous()")
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype in which definitions compute: float64 where it is, else float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def row_length(x: Tensor, *others: Tensor) -> int:
     """Elements of the last axis of x (..., N), for a kernel whose program holds a row. Raises
     ConfigError as `floats` does, and for a row that no program holds."""

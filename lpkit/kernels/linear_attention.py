@@ -19,17 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lpkit.kernels.kernel import wide
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.techniques.attention_backends import chunk_of, delta_pairs, linear_pairs
 from lpkit.techniques.operation import Pairs
 
 EPSILON = 1e-6      # of FAVOR+'s features, and of squared lengths
 OVERFLOW = 64.0     # e^64 times a million tokens is a float32 still
-
-
-def wide(t: Tensor) -> Tensor:
-    """The tensors in the dtype of the computation."""
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def in_full(t: Tensor) -> AbstractContextManager:

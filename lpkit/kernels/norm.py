@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, Version, row_length
+from lpkit.kernels.kernel import Kernel, Version, row_length, wide
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.pytorch import (
     add_layer_norm_pytorch,
@@ -41,22 +41,18 @@ PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
 
 # ---- the definitions, in float32, or in float64 where x is
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     """x (..., N), w (N,) -> like x."""
-    wide = _wide(x)
-    n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (n * w.to(wide.dtype)).to(x.dtype)
+    v = wide(x)
+    n = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    return (n * w.to(v.dtype)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
     """x (..., N), w and b (N,) -> like x."""
-    wide = _wide(x)
-    b = b if b is None else b.to(wide.dtype)
-    return F.layer_norm(wide, x.shape[-1:], w.to(wide.dtype), b, eps).to(x.dtype)
+    v = wide(x)
+    b = b if b is None else b.to(v.dtype)
+    return F.layer_norm(v, x.shape[-1:], w.to(v.dtype), b, eps).to(x.dtype)
 
 
 add_rms_norm, add_layer_norm = after_addition(rms_norm), after_addition(layer_norm)
@@ -132,6 +128,15 @@ def _shape(N: int, *, backward: bool = False) -> dict[str, int]:
 
 # ---- the operators
 
+def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
+          centred: bool) -> tuple[Tensor, ...]:
+    rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    s = x.new_empty(0) if delta is None else torch.empty_like(x)
+    return s, torch.empty_like(x), torch.empty_like(rows) if centred else rows.new_empty(0), rows
+
+
+@operator("norm(Tensor x, Tensor? delta, Tensor w, Tensor? b, float eps, bool centred) "
+          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)
 def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
             centred: bool) -> tuple[Tensor, ...]:
     """(s, y, mean, r); s is empty without delta, and mean where nothing is centred."""
@@ -142,13 +147,10 @@ def forward(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: f
     return s, y, mean, r
 
 
-def _like(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
-          centred: bool) -> tuple[Tensor, ...]:
-    rows = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    s = x.new_empty(0) if delta is None else torch.empty_like(x)
-    return s, torch.empty_like(x), torch.empty_like(rows) if centred else rows.new_empty(0), rows
-
-
+@operator("norm_backward(Tensor s, Tensor w, Tensor dy, Tensor? ds, Tensor mean, Tensor r, "
+          "bool centred, bool bias) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
+          fake=lambda s, w, dy, ds, mean, r, centred, bias: (
+              torch.empty_like(s), torch.empty_like(w), w.new_empty(w.shape[0] if bias else 0)))
 def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, r: Tensor,
              centred: bool, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db); db is empty without a bias."""
@@ -161,23 +163,12 @@ def backward(s: Tensor, w: Tensor, dy: Tensor, ds: Tensor | None, mean: Tensor, 
     return dx, dw.sum(0).to(w.dtype), db.sum(0).to(w.dtype) if bias else w.new_empty(0)
 
 
-forward_op = operator(
-    "norm(Tensor x, Tensor? delta, Tensor w, Tensor? b, float eps, bool centred) "
-    "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_like)(forward)
-backward_op = operator(
-    "norm_backward(Tensor s, Tensor w, Tensor dy, Tensor? ds, Tensor mean, Tensor r, bool centred,"
-    " bool bias) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-    fake=lambda s, w, dy, ds, mean, r, centred, bias: (
-        torch.empty_like(s), torch.empty_like(w),
-        torch.empty_like(w) if bias else w.new_empty(0)))(backward)
-
-
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor | None, eps: float,
                 centred: bool):
         x, delta = x.contiguous(), delta if delta is None else delta.contiguous()
-        s, y, mean, r = forward_op(x, delta, w, b, eps, centred)
+        s, y, mean, r = forward(x, delta, w, b, eps, centred)
         ctx.save_for_backward(x if delta is None else s, w, mean, r)
         ctx.centred, ctx.bias = centred, b is not None
         return y if delta is None else (s, y)
@@ -186,7 +177,7 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, *gradients: Tensor):
         s, w, mean, r = ctx.saved_tensors
         ds, dy = (None, *gradients) if len(gradients) == 1 else gradients
-        dx, dw, db = backward_op(s, w, dy.contiguous(), ds if ds is None else ds.contiguous(),
+        dx, dw, db = backward(s, w, dy.contiguous(), ds if ds is None else ds.contiguous(),
                                  mean, r, ctx.centred, ctx.bias)
         # both parts of a sum have its gradient
         return dx, dx if ds is not None else None, dw, db if ctx.bias else None, None, None

@@ -7,8 +7,8 @@ Names are imported when they are asked for.
 import importlib
 from typing import Any
 
-__all__ = ["OTHER", "REST", "Bench", "Saved", "Seconds", "Turns", "memory", "reconcile_seconds",
-           "refuse_compiled", "row", "saved_bytes", "seconds", "turns"]
+__all__ = ["OTHER", "REST", "Bench", "Seconds", "memory", "reconcile_seconds", "refuse_compiled",
+           "row", "seconds"]
 
 
 def __getattr__(name: str) -> Any:

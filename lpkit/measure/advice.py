@@ -135,7 +135,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
     known = evidence.efficiency(on, evidence.stack_of(config), folder=measured)
     plain = _predicted(config, on, base, known)
     recorded = recorded_steps(on, base, measured)
-    asked, plans = config.precision.recipe, []
+    asked, plans, backend = config.precision.recipe, [], config.precision.backend
+    backend = "scaled_mm" if backend == "auto" else backend
     casting = [name for name, row in RECIPES.items() if row.products]
     for name in recipes or casting:
         row = resolve(asked if asked.name == name else name)
@@ -146,7 +147,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         cost = compared(plain[0], step, config, as_run(config, name, on)[0])
         speedup, source = recorded.get(case_name(name, config), (None, "formula"))
         plans.append(Plan(
-            recipe=name, backend=_backend(config, step),
+            recipe=name, backend="emulated" if step.emulated else backend,
             status="emulated" if step.emulated else "native", recorded_speedup=speedup,
             why=step.emulated or f"{on.title} multiplies these formats itself", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
@@ -161,13 +162,6 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         sentence += f"; {plain[1].doubt}"
     return Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
                   plans=tuple(plans), efficiency=known)
-
-
-def _backend(config: Config, step: StepTime) -> str:
-    if step.emulated:
-        return "emulated"
-    asked = config.precision.backend
-    return "scaled_mm" if asked == "auto" else asked
 
 
 def _predicted(config: Config, on: Machine, precision: str,

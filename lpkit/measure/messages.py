@@ -1,5 +1,5 @@
 """Counts what this process and the others of its group tell one another: each collective, by kind,
-bytes and ranks, as `lpkit.predict.messages` says them before.
+bytes and ranks, as notebooks/lessons/messages.py says them before.
 
 It sees what passes PyTorch's dispatcher: FSDP2's messages as well as those of `lpkit.parallel`, in
 a process group that is real or "fake". torch.distributed.tensor.debug.CommDebugMode looks at the
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpkit.predict.messages import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message, sent_bytes
+from lpkit.predict.messages import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
 
 # by c10d's operation; which of its arguments has all the bytes
 DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
@@ -32,19 +32,12 @@ class MessageCount(TorchDispatchMode):
         self.sent: Counter[Message] = Counter()
         self.control: Counter[Message] = Counter()
 
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """The bytes that this rank sent, by kind."""
-        return sent_bytes(self.sent)
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
-            self._note(func._opname, args)
+            name = func._opname
+            kind, whole = DATA.get(name, (name, 0))
+            nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            ranks = dist.ProcessGroup.unbox(group).size()
+            (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1
         return func(*args, **(kwargs or {}))
-
-    def _note(self, name: str, args: tuple) -> None:
-        kind, whole = DATA.get(name, (name, 0))
-        nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
-        group = next(a for a in args if isinstance(a, torch.ScriptObject))
-        ranks = dist.ProcessGroup.unbox(group).size()
-        (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1

@@ -18,7 +18,6 @@ that 4 ranks hold (docs/log.md).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +46,6 @@ from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.layouts import Layout, check
-from lpkit.techniques.machines import Machine
 from lpkit.training.build import Decisions, decide
 from lpkit.values import between, checked
 
@@ -261,17 +259,7 @@ def reconcile(config: Config, world_size: World = 1) -> Reconciled:
     traced = predict_trace(config, world_size, device=device)
     used = {key: choice.used for key, choice in traced.chosen.items()}
     config = config.replace({"precision.recipe": used["precision"], "system.stack": "auto"})
-    said = memory(config, _machine(torch.device(device)), layout=Layout(shard=world_size),
+    said = memory(config, hardware.room(device), layout=Layout(shard=world_size),
                   attention=used["attention"])
     return Reconciled(formula=said.at(said.peak_moment), formula_moment=MOMENTS[said.peak_moment],
                       traced=traced, measured=measured)
-
-
-def _machine(device: torch.device) -> Machine:
-    """Describes this device for the ledger: kind and size. Its speeds are not measured."""
-    gpu = device.type == "cuda"
-    there = device if not gpu or torch.cuda.is_available() else "cpu"
-    return Machine(name="this", title=str(device), kind="gpu" if gpu else "cpu", flops={},
-                   memory_bytes=hardware.memory_bytes(there), bytes_per_second=math.nan,
-                   link_bytes_per_second=None, watts=None, price_per_hour=None,
-                   source="this machine")

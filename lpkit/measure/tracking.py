@@ -42,7 +42,7 @@ from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.parallel.sharding import local
 from lpkit.precision.linear import scaled_linears
-from lpkit.predict.messages import Message, sent_bytes
+from lpkit.predict.messages import Message
 
 ROWS = {
     "weights": "parameters",
@@ -68,7 +68,6 @@ ROWS = {
 }
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
-SAVED = ("activations", "logits and loss", "low-precision weights", "scales")
 BUFFERS = {"amax_history": "amax histories", "features": "weights"}     # others: scales
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
@@ -120,11 +119,6 @@ class Footprint:
     @property
     def peak_bytes(self) -> int:
         return sum(self.rows.values())
-
-    @property
-    def sent_bytes(self) -> dict[str, float]:
-        """The bytes sent to other ranks, by kind of collective."""
-        return sent_bytes(self.messages)
 
 
 class Tracker(TorchDispatchMode):
@@ -228,7 +222,7 @@ class Tracker(TorchDispatchMode):
             if record.phase == "forward" and record.row in ("temporaries", "attention workspace"):
                 record.row = "activations"
             if record.row == "activations":
-                operations[_short(record.kept_by or record.module)] += record.nbytes
+                operations[short(record.kept_by or record.module)] += record.nbytes
             elif record.row == "logits and loss":
                 operations[LOSS] += record.nbytes
         self.operations = dict(operations)
@@ -427,14 +421,6 @@ class Tracker(TorchDispatchMode):
             rows[record.row] += record.nbytes
         return _ordered(rows)
 
-    def kept(self) -> dict[str, int]:
-        """Live bytes that autograd keeps for backward, by the module that kept them first."""
-        saved: Counter[str] = Counter()
-        for record in self.records.values():
-            if record.kept_by is not None and record.row in SAVED:
-                saved[_short(record.kept_by)] += record.nbytes
-        return dict(saved)
-
     def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
         """Read the log, complete once the `with` is over. `more`: the other fields of Footprint."""
         most: Counter[str] = Counter()
@@ -478,7 +464,7 @@ def _ordered(rows: dict[str, int]) -> dict[str, int]:
     return {name: rows[name] for name in ROWS if rows.get(name)}
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """blocks.3.mlp.up -> mlp.up"""
     return ".".join(part for part in name.split(".") if part != "blocks" and not part.isdigit())
 

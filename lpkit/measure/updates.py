@@ -7,21 +7,19 @@ did), the ceilings beside them the best of several tries (what it can do: `lpkit
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from itertools import accumulate
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
+from torch.profiler import profile
 
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Footprint, Tracker
@@ -39,49 +37,15 @@ from lpkit.training.build import Decisions, decide
 from lpkit.training.formulas import refuse_what_cannot_fit
 from lpkit.training.training import RandomTokens, Training
 
-PHASES = ("forward", "backward", "optimizer")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """Bytes that autograd kept for the backward pass, each storage once, under the operation that
-    kept it first."""
-
-    operations: dict[str, int]  # by module, block numbers left out: norm1, attention.qkv, ..., loss
-    weight_copy_bytes: int      # copies of the weights in another dtype, made by autocast
-
-    @property
-    def total_bytes(self) -> int:
-        """The bytes without the weight copies."""
-        return sum(self.operations.values())
-
-
-def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
-                ignore: Iterable[Tensor] = ()) -> Saved:
-    """Run `step`, which returns a loss, and count what autograd keeps of it. Nothing is changed or
-    slowed afterwards.
-
-    What is kept outside any module is the loss's. The model's parameters, and the tensors in
-    `ignore`, exist anyway.
-    """
-    with Tracker(model, device=next(model.parameters()).device) as tracker:
-        tracker.hold(ignore, "batch")
-        loss = step()
-        kept = tracker.kept()
-    if not loss.requires_grad:
-        raise ValueError("step() returned something that backward cannot start from")
-    return Saved(operations=kept, weight_copy_bytes=tracker.now().get("weight copies", 0))
-
-
-def memory(config: Config, *, device: str | None = None, count: bool = False,
+def memory(config: Config, *, device: str | None = None,
            ranks: Ranks | None = None) -> Footprint:
     """Returns every live byte of one update of the model of `config`, as lpkit.train makes it, by
     row; the second, because the first makes the optimizer's state. Of `ranks` each has its own.
 
-    On a GPU the allocator counts too, cuBLAS's workspace included; on a CPU PyTorch's profiler
-    does, in one more update, if asked to `count`.
+    On a GPU the allocator counts too, cuBLAS's workspace included.
     """
-    return Bench(config, device, ranks=ranks).footprint(count=count)
+    return Bench(config, device, ranks=ranks).footprint()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,26 +138,6 @@ def reconcile_seconds(config: Config, *, rounds: int = 3) -> Comparison:
     return Comparison.of_rows(formula, measured.rows, unit="s", where=measured.where)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Turns:
-    """Updates of several models that took turns: a slow moment of the machine met all of them."""
-
-    seconds: tuple[float, ...]  # of each model's update: the best of its turns
-    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
-    precision: Choice           # of the last model
-    where: str
-
-
-def turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5,
-          watch: Watch = iter) -> Turns:
-    """Update the model of each config `rounds` times, one after the other."""
-    benches = [Bench(config, device) for config in configs]
-    times, other_cpu_share = take_turns([bench.update for bench in benches], rounds, watch)
-    return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
-                 precision=benches[-1].precision,
-                 where=f"{benches[-1].where}, the best of {rounds} turns")
-
-
 def take_turns(runners: Sequence[Callable[[], object]], rounds: int,
                 watch: Watch) -> tuple[list[list[float]], float]:
     """Seconds by runner and round, and the share of the CPUs' time that others took meanwhile."""
@@ -266,7 +210,7 @@ def refuse_compiled(config: Config) -> None:
 
 
 class Bench:
-    """A Training on random tokens: one update as a run makes it, or timed by phase."""
+    """A Training on random tokens: one update as a run makes it."""
 
     def __init__(self, config: Config, device: str | None = None, *,
                  decisions: Decisions | None = None, ranks: Ranks | None = None):
@@ -301,34 +245,17 @@ class Bench:
         self.train()
         return self._now() - start
 
-    def update(self) -> tuple[float, float, float]:
-        """Seconds of one update by PHASES; the clock waits for the device before and after each."""
-        spent = dict.fromkeys(PHASES, 0.0)
-
-        @contextmanager
-        def timed(phase: str) -> Iterator[None]:
-            start = self._now()
-            yield
-            spent[phase] += self._now() - start
-
-        self.training.update(0, phases=timed)
-        return tuple(spent.values())
-
     def tracker(self) -> Tracker:
         return Tracker(self.model, self.training.optimizer, self.device,
                        place=self.training.state_placement)
 
-    def footprint(self, *, count: bool = False) -> Footprint:
+    def footprint(self) -> Footprint:
         """Returns the footprint of the second update, as `memory` does."""
-        gpu = self.device.type == "cuda"
         tracker, messages = self.watched()
         counts = {}
-        if gpu:
+        if self.device.type == "cuda":
             counts = {"counted_bytes": hardware.peak_bytes(self.device),
                       "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
-        elif count:
-            held = sum(tracker.now().values())
-            counts = {"counted_bytes": held + _counted_peak(self.train)}
         return tracker.footprint(chosen=self.decisions.choices, where=self.where,
                                  messages=messages, **counts)
 
@@ -347,14 +274,3 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _counted_peak(update: Callable[[], object]) -> int:
-    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees
-    into kernels."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        update()
-    events = [event for event in profiler.profiler.kineto_results.events()
-              if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate(event.nbytes() for event in events), default=0)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.kernels import linear_attention as kernel
-from lpkit.kernels.linear_attention import in_full, wide
+from lpkit.kernels.kernel import wide
+from lpkit.kernels.linear_attention import in_full
 from lpkit.nn.layers import linear
 
 

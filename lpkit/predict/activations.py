@@ -3,8 +3,8 @@
 
 Counted in storages, each once, under the operation that keeps it first: a tensor that a norm and
 the product after it both need is one tensor. Names are those of the modules in
-`lpkit.nn.transformer`; `lpkit.measure.saved_bytes` uses the same ones, and tests/test_predict.py
-holds the two equal, to the byte, on the CPU.
+`lpkit.nn.transformer`; `saved_bytes` of notebooks/lessons/saved.py uses the same ones, and
+tests/test_predict.py holds the two equal, to the byte, on the CPU.
 """
 
 from collections.abc import Callable, Collection

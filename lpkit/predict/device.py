@@ -38,8 +38,7 @@ class Step:
     ConfigError."""
 
     def __init__(self, config: Config, on: Machine, layout: Layout, *, precision: str | None,
-                 optimizer: str | None, recompute: str | None, attention: str | None,
-                 sequence_parallel: bool | None):
+                 optimizer: str | None, recompute: str | None, attention: str | None):
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
         self.techniques, self.stack = rows_of(config), evidence.STACKS[evidence.stack_of(config)]
@@ -49,9 +48,6 @@ class Step:
                               and config.system.compile not in (False, "auto")
                               and on.kind == "gpu" and layout.tensor == 1
                               and not any(row.eager for row in self.techniques.values()))
-        self.sequence_parallel = sequence_parallel
-        if sequence_parallel is None:
-            self.sequence_parallel = self.stack.sequence_parallel
         self.repeated, self.recompute = recompute_of(config, recompute)
         name = precision_of(config, on, precision)
         p = stored(config, name)
@@ -110,7 +106,7 @@ class Device:
             self.under_way = min(step.pieces, stages + (stages - 1) / chunks * (chunks > 1))
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
-        self.stream_cut = self.cut if step.sequence_parallel else layout.context
+        self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
         # tensor ranks that gather what they hold a part of; 1: nothing is gathered
         self.gathering = self.tensor if self.stream_cut == self.cut else 1
         self.tokens, self.stream_tokens = s.tokens / self.cut, s.tokens / self.stream_cut

@@ -46,15 +46,6 @@ class Product:
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
         return flops if self.density == 1 else round(flops * self.density)
 
-    def traffic_bytes(self, itemsize: int) -> int:
-        """Returns the fewest bytes moved: each operand read once and the result written once."""
-        numbers = self.M * self.K + self.K * self.N + self.M * self.N
-        return numbers * itemsize * self.group * self.calls
-
-    def intensity(self, itemsize: int) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.traffic_bytes(itemsize)
-
     def on_rank(self, tensor: int, context: int) -> "Product":
         """Cuts it for one of `tensor` ranks, each with part of weights and heads, and of `context`
         ranks, each with part of the tokens; all keys meet the queries of some."""
@@ -66,13 +57,6 @@ class Product:
         if self.cut == "column":
             return replace(self, M=M, N=self.N // tensor)
         return replace(self, M=M, K=self.K // tensor)
-
-    def backward(self) -> tuple["Product", "Product"]:
-        """The gradients of both operands: the same three sizes, another one summed over."""
-        M, N, K = self.M, self.N, self.K
-        of_left, of_right = ("left", "right") if self.pairs else ("input", "weight")
-        return (replace(self, name=f"{self.name}: {of_left} gradient", M=M, N=K, K=N),
-                replace(self, name=f"{self.name}: {of_right} gradient", M=K, N=N, K=M))
 
 
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:

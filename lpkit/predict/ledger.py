@@ -163,7 +163,7 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
            layout: Layout | None = None, precision: str | None = None,
            optimizer: str | None = None, zero: int = 0, recompute: str | None = None,
-           attention: str | None = None, sequence_parallel: bool | None = None) -> Memory:
+           attention: str | None = None) -> Memory:
     """Bytes per device of one step of `config` on `devices` machines, where they are most.
 
     layout     None: data parallel over `devices`, with ZeRO stage `zero`; without `devices`, the
@@ -172,9 +172,6 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
                has it
     optimizer, recompute, attention
                None: the config's, where "auto" attention is what a run on this machine chooses
-    sequence_parallel
-               tensor ranks have a part of each sequence between the matrices; without, all of it;
-               None: as `system.stack` does
     Raises ConfigError. Under 200 us in 16 bits, and up to 350 where operands are cast or there is
     a pipeline.
     """
@@ -184,7 +181,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
     on = machines.find(machine)
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
-                attention=attention, sequence_parallel=sequence_parallel)
+                attention=attention)
     stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
     doubt = _doubt(step)
     found = [_held(Walk(step, *ends), doubt) for ends in stages]

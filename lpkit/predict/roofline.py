@@ -88,11 +88,6 @@ def flat_mfu(mfu: float) -> Efficiency:
                "(Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311)")
 
 
-def attainable_flops(machine: Machine, dtype: str, intensity: float) -> float:
-    """FLOP/s at `intensity` FLOPs per byte: the roof."""
-    return min(machine.peak_flops(dtype), machine.bytes_per_second * intensity)
-
-
 def product_seconds(M: int, N: int, K: int, machine: Machine, efficiency: Efficiency, *, dtype: str,
                     bits: float, result_bytes: float = BF16) -> float:
     """(M, K) x (K, N) with operands of `bits`. The result moves after the sum is done, unless the

@@ -2,8 +2,8 @@
 
 N parameters (Kaplan et al. count them without embeddings), D tokens, loss in nats per token of the
 authors' own text and tokenizer: compare losses of one law with one another, never with those of
-another corpus. A law holds where it was fitted. Outside, `Law.loss` refuses, and `Law.extrapolate`
-answers and says so. Compute is 6 N D FLOPs, as the papers count it.
+another corpus. A law holds where it was fitted; outside, `Law.extrapolate` answers and says so.
+Compute is 6 N D FLOPs, as the papers count it.
 """
 
 import math
@@ -63,15 +63,6 @@ class Law(ABC):
         where = "inside" if inside else "extrapolated beyond"
         return Loss(nats=self.nats(parameters, tokens),
                     inside=inside, note=f"{where} the fit of {self.name}: {self.range}")
-
-    def loss(self, parameters: float, tokens: float) -> Loss:
-        """Inside the range of the fit. Raises ConfigError outside."""
-        extrapolation = self.extrapolate(parameters, tokens)
-        if not extrapolation.inside:
-            raise ConfigError(f"{quantity(parameters, 'parameters')} and "
-                              f"{quantity(tokens, 'tokens')} are outside the fit of {self.name} "
-                              f"({self.range}); ask for `extrapolate` to have it anyway, labelled")
-        return extrapolation
 
     def optimum(self, flops: float) -> Optimum:
         """Returns the optimum: the least L(N, D) with 6 N D = flops."""

@@ -9,14 +9,16 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons.roofs import attainable_flops, gradients_of, intensity_of
+from lessons.timing import PHASES, by_phase
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, pick
-from lpkit.measure.updates import PHASES, Bench, take_turns
+from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.flops import Product, products
-from lpkit.predict.roofline import FLOOR, attainable_flops
+from lpkit.predict.roofline import FLOOR
 from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
@@ -68,13 +70,13 @@ def roofline(config: Config, *, device: str | None = None, rounds: int = 7,
     squares, (sweep, moved) = hardware.squares(dtype, bench.device), hardware.triad(bench.device)
     forward = products(config.model, batch=config.micro_batch)
     alone = {}
-    gradients = [gradient for p in forward for gradient in p.backward()]
+    gradients = [gradient for p in forward for gradient in gradients_of(p)]
     for p in (*forward, *gradients):
         group = () if p.group == 1 else (p.group,)
         alone[p] = hardware.product((*group, p.M, p.K), (*group, p.K, p.N), dtype, bench.device)
     phases = []
     times, other_cpu_share = take_turns(
-        [*squares.values(), *alone.values(), sweep, lambda: phases.append(bench.update())], rounds,
+        [*squares.values(), *alone.values(), sweep, lambda: phases.append(by_phase(bench))], rounds,
         watch)
     # the model's own products count too: their shapes may suit the machine better than squares
     flops = [*(2 * n**3 for n in squares), *(p.flops / p.calls for p in alone)]
@@ -123,7 +125,7 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
 
     def words(p: Product) -> str:
         together = f", {p.group} at once" if p.group > 1 else ""
-        share = rates[p] / roof(p.intensity(itemsize))
+        share = rates[p] / roof(intensity_of(p, itemsize))
         return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
                 f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
 
@@ -131,11 +133,11 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
     if (fastest := max(rates.values())) > peak:
         raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
                           f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")
-    intensities = [p.intensity(itemsize) for p in rates]
+    intensities = [intensity_of(p, itemsize) for p in rates]
     ends = [min(ridge, *intensities) / 4, ridge, max(ridge, *intensities) * 4]
     data = [scatter(ends, map(roof, ends), "roof", COLOURS[5], hover=None)]
     swept = machine.bytes_per_second
-    cached = max(rate / p.intensity(itemsize) for p, rate in rates.items())
+    cached = max(rate / intensity_of(p, itemsize) for p, rate in rates.items())
     if cached > swept:
         reach = [ends[0], peak / cached, ridge]
         data.append(scatter(reach, [min(peak, cached * x) for x in reach],
@@ -144,8 +146,8 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
     for kind, (names, colour, symbol) in PRODUCTS.items():
         ours = [p for p in rates if p.name.partition(": ")[2] in names]
         if ours:
-            data.append(scatter([p.intensity(itemsize) for p in ours], [rates[p] for p in ours],
-                                kind, colour, mode="markers", text=list(map(words, ours)),
+            data.append(scatter([intensity_of(p, itemsize) for p in ours],
+                                [rates[p] for p in ours], kind, colour, mode="markers", text=list(map(words, ours)),
                                 marker={"symbol": symbol, "size": 9},
                                 hover="%{text}<extra></extra>", **SECONDS))
     bottom = min(roof(ends[0]), *rates.values()) / 2

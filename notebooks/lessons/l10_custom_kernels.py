@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lessons.draws import FP8, LARGEST, normal
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
+from lessons.roofs import attainable_flops
 from lpkit.course.judge import Exercise, adding_to
-from lpkit.predict.roofline import attainable_flops
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
 from lpkit.ui.draw import NAMES, POWERS, axis, bars, figure, scatter

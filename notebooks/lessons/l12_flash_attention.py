@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.draws import normal
+from lessons.saved import kept
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.course.judge import Exercise, adding_to
@@ -94,9 +95,9 @@ def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cp
         product = torch.randn(batch, m.T, 3, m.H, m.E, device=device)
         q, k, v = (t.requires_grad_() for t in product.transpose(1, 3).unbind(2))
         out = alone(q, k, v)
-        kept = sum(tracker.kept().values())
+        held = sum(kept(tracker).values())
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
-    return Held(kept_bytes=kept, peak_bytes=tracker.footprint().peak_bytes)
+    return Held(kept_bytes=held, peak_bytes=tracker.footprint().peak_bytes)
 
 
 def fit(xs: Sequence[float], ys: Sequence[float], degree: int) -> float:

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from lessons.colours import lines_of
 from lessons.draws import normal
+from lessons.saved import saved_bytes
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores
-from lpkit.measure import saved_bytes
 from lpkit.tables import FAINT
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention

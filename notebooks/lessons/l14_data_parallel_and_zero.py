@@ -8,7 +8,7 @@ What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
     steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
     timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
-They are predicted by `lpkit.predict_trace` (bytes) and `lpkit.predict.messages`.
+They are predicted by `lpkit.predict_trace` (bytes) and `lessons.messages`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.draws import normal
+from lessons.messages import messages
+from lessons.messages import sent_bytes as bytes_sent
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
 from lpkit.config import Config
@@ -42,8 +44,7 @@ from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, Waits
 from lpkit.predict.ledger import memory
-from lpkit.predict.messages import ROUNDS, Message, messages
-from lpkit.predict.messages import sent_bytes as bytes_sent
+from lpkit.predict.messages import ROUNDS, Message
 from lpkit.predict.units import quantity
 from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lessons.draws import normal
+from lessons.timing import by_phase
 from lpkit import hardware, measure, preset
 from lpkit.config import Config
 from lpkit.contracts import Parameter
@@ -220,7 +221,7 @@ def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = i
     spent: dict[str, list] = {name: [] for name in (*names, "")}
 
     def runner(name: str, bench: Bench) -> Callable[[], None]:
-        return lambda: spent[name].append(bench.update())
+        return lambda: spent[name].append(by_phase(bench))
 
     first = benches[names[0]]
     each = [*(runner(name, bench) for name, bench in benches.items()), runner("", plain)]

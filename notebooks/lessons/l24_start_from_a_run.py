@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lessons.draws import normal
+from lessons.timing import by_phase
 from lpkit.config import Config
 from lpkit.course.judge import adding_to
 from lpkit.measure.tracking import Footprint
@@ -83,7 +84,7 @@ def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) ->
     spent: dict[str, list[tuple]] = {name: [] for name in configs}
 
     def runner(name: str, bench: Bench) -> Callable[[], None]:
-        return lambda: spent[name].append(bench.update())
+        return lambda: spent[name].append(by_phase(bench))
 
     _, others = take_turns([runner(*one) for one in benches.items()], rounds, watch)
     best = {name: min(found[1:], key=sum) for name, found in spent.items()}     # the first warms up

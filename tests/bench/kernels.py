@@ -115,14 +115,15 @@ def qdq(rounds: int = ROUNDS) -> list[Result]:
 def _qdq(threads: int, rounds: int) -> list[Result]:
     import ml_dtypes
 
-    def ours(x: Tensor, out: Tensor) -> None:
-        cast.qdq(x, E4M3, out=out)
+    def ours(x: Tensor, out: Tensor) -> Tensor:
+        return cast.qdq(x, E4M3)
 
-    def numpy_way(x: Tensor, out: Tensor) -> None:
+    def numpy_way(x: Tensor, out: Tensor) -> Tensor:
         out.numpy()[:] = x.numpy().astype(ml_dtypes.float8_e4m3fn)
+        return out
 
-    def eager(x: Tensor, out: Tensor) -> None:
-        out.copy_(x.to(torch.float8_e4m3fn))
+    def eager(x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_(x.to(torch.float8_e4m3fn))
 
     torch.compiler.reset()      # the number of threads is compiled in
     peers = {"ml_dtypes": numpy_way, "torch eager": eager, "torch compiled": jit.compiled(eager)}
@@ -133,8 +134,7 @@ def _qdq(threads: int, rounds: int) -> list[Result]:
         want = x.to(torch.float8_e4m3fn).float()
         for name, function in {"ours": ours, **peers}.items():
             out.fill_(torch.nan)
-            function(x, out)
-            same_bits(name, out, want)
+            same_bits(name, function(x, out), want)
 
     return race("qdq", ours=ours, peers=peers, over=buffers, check=check, target=QDQ_TARGETS,
                 rounds=rounds, packages=("torch", "ml_dtypes"),
@@ -147,7 +147,7 @@ def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
     from torchao.prototype.mx_formats.mx_tensor import to_dtype, to_mx
 
     def ours(x: Tensor, out: Tensor) -> Tensor:
-        return cast.mx(x, E4M3, out=out).values
+        return cast.mx(x, E4M3).values
 
     def torchaos(x: Tensor, out: Tensor) -> Tensor:
         scales, codes = to_mx(x, torch.float8_e4m3fn, cast.MX_BLOCK[1])
@@ -165,7 +165,7 @@ def mx_qdq(rounds: int = ROUNDS) -> list[Result]:
 
 
 def _buffers(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Inputs and outputs: `count` times 32 MiB pass by before one comes back."""
+    """Inputs, and outputs for who takes one: `count` times 32 MiB pass by before one comes back."""
     generator = torch.Generator().manual_seed(0)
     return [(torch.randn(SHAPE, generator=generator), torch.empty(SHAPE)) for _ in range(count)]
 

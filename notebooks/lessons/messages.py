@@ -1,0 +1,91 @@
+"""What the ranks of a run send one another in an update: each collective, message by message, as
+tests/test_messages.py holds it to what `lpkit.measure.messages` counts."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lpkit.config import Config
+from lpkit.predict.casts import on_hardware
+from lpkit.predict.messages import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    Message,
+    buckets,
+    gathered_bytes,
+    padded,
+    parameter_shapes,
+)
+from lpkit.predict.params import of
+from lpkit.predict.recipes import precision_of, row_of, stored
+from lpkit.techniques import layouts, machines
+from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.layouts import REDUCTIONS, Layout
+from lpkit.techniques.machines import Machine
+from lpkit.techniques.operation import FP32
+
+
+def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
+    """Returns the bytes that each rank sends, by kind, of so many of each message."""
+    sent: Counter[str] = Counter()
+    for message, count in messages.items():
+        sent[message.kind] += count * message.sent_bytes
+    return dict(sent)
+
+
+def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
+             precision: str | None = None) -> Counter[Message]:
+    """Returns the messages of one update that one rank takes part in, and how many of each.
+
+    layout     None: the config's `parallel`
+    machine    what "auto" precision is decided by; `precision` as in `lpkit.predict.memory`
+    Raises ConfigError for what cannot be trained.
+    """
+    layout = layout or config.parallel
+    config = replace(config, parallel=layout)
+    layouts.refuse_untrainable(config)
+    sent: Counter[Message] = Counter()
+    if layout.devices == 1:
+        return sent
+    world, shard, data = layout.devices, layout.shard, layout.data
+    name = precision_of(config, machines.find(machine), precision)
+    p, m, pieces = stored(config, name), config.model, config.micro_batches
+    sent[Message(ALL_REDUCE, FP32, world)] += 1                 # the loss
+    weighted = POLICIES[config.data.policy.name].gives_ids or isinstance(config.data.policy, Task)
+    sent[Message(ALL_REDUCE, FP32, world)] += weighted          # the targets that count
+    if layout.stage:
+        sent[Message(ALL_REDUCE, FP32, shard)] += 1             # the gradients' norm
+    recipe = row_of(config, name)
+    sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # all are finite
+    if recipe.products and recipe.delayed:
+        cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
+        sent[Message(ALL_REDUCE, 3 * FP32 * cast, world)] += pieces     # amaxes of x, w and dy
+
+    if layout.stage < 2:
+        for bucket in buckets(m, REDUCTIONS[layout.reduction].bucket_bytes // p.weights):
+            if not layout.stage:
+                sent[Message(ALL_REDUCE, p.gradients * sum(map(math.prod, bucket)), world)] += 1
+                continue
+            rows = sum(map(padded, bucket, [shard] * len(bucket)))
+            sent[Message(REDUCE_SCATTER, p.gradients * rows, shard)] += 1
+            sent[Message(ALL_GATHER, p.weights * rows, shard)] += 1
+            if data > 1:
+                sent[Message(ALL_REDUCE, p.gradients * rows // shard, data)] += 1
+        return +sent
+    layouts.refuse_ungatherable(config, recipe)
+    gathered, amaxes = gathered_bytes(config, layout, name, shard)
+    sent[Message(ALL_REDUCE, amaxes, shard)] += amaxes > 0
+    first, block, last = parameter_shapes(m, trained=True)
+    # in ZeRO 3 a block's weights are gathered once more for backward; those outside of blocks stay
+    for group, parts, gathers in (((*first, *last), gathered[m.L:], 1),
+                                  (block, gathered[:m.L], layout.stage - 1)):
+        rows, times = sum(map(padded, group, [shard] * len(group))), len(parts) * pieces
+        for nbytes in parts:
+            sent[Message(ALL_GATHER, nbytes, shard)] += pieces * gathers
+        times *= rows > 0       # nothing of it may be trained
+        sent[Message(REDUCE_SCATTER, FP32 * rows, shard)] += times
+        if data > 1:
+            sent[Message(ALL_REDUCE, FP32 * rows // shard, data)] += times
+    return +sent

@@ -1,0 +1,51 @@
+"""What autograd really keeps of a forward pass, by the operation that kept it first."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lpkit.measure.tracking import Tracker, short
+
+ROWS = ("activations", "logits and loss", "low-precision weights", "scales")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """Bytes that autograd kept for the backward pass, each storage once, under the operation that
+    kept it first."""
+
+    operations: dict[str, int]  # by module, block numbers left out: norm1, attention.qkv, ..., loss
+    weight_copy_bytes: int      # copies of the weights in another dtype, made by autocast
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes without the weight copies."""
+        return sum(self.operations.values())
+
+
+def kept(tracker: Tracker) -> dict[str, int]:
+    """Live bytes that autograd keeps for backward, by the module that kept them first."""
+    saved: Counter[str] = Counter()
+    for record in tracker.records.values():
+        if record.kept_by is not None and record.row in ROWS:
+            saved[short(record.kept_by)] += record.nbytes
+    return dict(saved)
+
+
+def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
+                ignore: Iterable[Tensor] = ()) -> Saved:
+    """Run `step`, which returns a loss, and count what autograd keeps of it. Nothing is changed or
+    slowed afterwards.
+
+    What is kept outside any module is the loss's. The model's parameters, and the tensors in
+    `ignore`, exist anyway.
+    """
+    with Tracker(model, device=next(model.parameters()).device) as tracker:
+        tracker.hold(ignore, "batch")
+        loss = step()
+        operations = kept(tracker)
+    if not loss.requires_grad:
+        raise ValueError("step() returned something that backward cannot start from")
+    return Saved(operations=operations, weight_copy_bytes=tracker.now().get("weight copies", 0))

@@ -1,0 +1,52 @@
+"""Updates that take turns, so that a slow moment of the machine meets all of them; and the seconds
+of one by its phases."""
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from lpkit.config import Config
+from lpkit.contracts import Choice
+from lpkit.hardware import synchronised
+from lpkit.measure.updates import Bench, take_turns
+from lpkit.timing import Watch
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """Updates of several models that took turns."""
+
+    seconds: tuple[float, ...]  # of each model's update: the best of its turns
+    other_cpu_share: float      # share of the CPUs' time that other processes took meanwhile
+    precision: Choice           # of the last model
+    where: str
+
+
+def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: int = 5,
+             watch: Watch = iter) -> Turns:
+    """Update the model of each config `rounds` times, one after the other."""
+    benches = [Bench(config, device) for config in configs]
+    times, other_cpu_share = take_turns([bench.seconds for bench in benches], rounds, watch)
+    return Turns(seconds=tuple(map(min, times)), other_cpu_share=other_cpu_share,
+                 precision=benches[-1].precision,
+                 where=f"{benches[-1].where}, the best of {rounds} turns")
+
+
+def by_phase(bench: Bench) -> tuple[float, float, float]:
+    """Seconds of one update by PHASES; the clock waits for the device before and after each."""
+    spent = dict.fromkeys(PHASES, 0.0)
+    wait = synchronised(lambda: None, bench.device)
+
+    @contextmanager
+    def timed(phase: str) -> Iterator[None]:
+        wait()
+        start = time.perf_counter()
+        yield
+        wait()
+        spent[phase] += time.perf_counter() - start
+
+    bench.training.update(0, phases=timed)
+    return tuple(spent.values())
