@@ -20,7 +20,7 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
-# Settings that change a plan: these, and the model's but for three.
+# Settings that change a plan: these, and the model's but for four.
 USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.history",
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
 UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
