@@ -60,7 +60,7 @@ def floats(*tensors: Tensor) -> None:
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the dtype in which definitions compute: float64 where it is, else float32."""
+    """Returns x in the dtype in which definitions compute: float64 where it is, else float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

@@ -106,8 +106,8 @@ class LearnedPositions(nn.Module):
         return None
 
 
-# Llama 3.1: a pair that turns less than once in so many tokens is slowed down by rope_factor, one that
-# turns more than four times is not, and between them it is mixed
+# Llama 3.1: a pair that turns less than once in so many tokens is slowed down by rope_factor, one
+# that turns more than four times is not, and between them it is mixed
 TRAINED, SLOW, FAST = 8192, 1.0, 4.0
 
 

@@ -145,7 +145,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     threads = hardware.threads_choice(config.system.threads, device, before=begun.get("threads"),
                                       flops=2 * tokens * m.D * m.F, processes=ranks.local_world)
     torch.set_num_threads(int(threads.used))        # also for the race of dtypes
-    if device.type == "cuda":       # backward's own thread: a product that came first would be a warning
+    if device.type == "cuda":       # backward's own thread: PyTorch warns if a product comes first
         torch.zeros(1, device=device, requires_grad=True).exp().backward()
     precision = choose_recipe(asked, device, begun.get("precision"))
     name = precision.used

@@ -106,8 +106,9 @@ def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | 
     for name in names:
         one = config.replace({"optimizer": name})
         first = state(one, "float32")
-        found[name] = {form: first if form == "float32" else state(one, form, beside=first.elsewhere)
-                       if OPTIMIZERS[name].slots else None for form in FORMS}
+        found[name] = {"float32": first} | {
+            form: state(one, form, beside=first.elsewhere) if OPTIMIZERS[name].slots else None
+            for form in ("8 bits", "on a disk")}
     return found
 
 
