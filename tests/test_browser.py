@@ -146,7 +146,7 @@ def test_a_slider_moves_the_figure_and_plotly_is_loaded_once(notebook):
 
     menu = page.locator(".widget-dropdown select").first
     menu.select_option("Lion")
-    page.wait_for_function("() => document.querySelector('.lpkit-figure').data[0].x[1] === 4 / 5")
+    page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.x?.[1] === 4 / 5")
 
     field = page.locator(".widget-text input[type=number]").first
     field.fill("3.5")
@@ -157,7 +157,7 @@ def test_a_slider_moves_the_figure_and_plotly_is_loaded_once(notebook):
     # many specs at once: the last is shown, and the page is not kept busy with each
     printed(page, "for i in range(300): explorer.figure.show({'data': [{'y': [i, 2, 3]}]})\nprint('sent')")
     first = "document.querySelector('.lpkit-figure')"
-    page.wait_for_function(f"() => {first}.data[0].y?.[0] === 299")
+    page.wait_for_function(f"() => {first}?.data?.[0]?.y?.[0] === 299")
     assert page.evaluate(f"() => Number({first}.dataset.drawn)") < 150
 
 
@@ -166,7 +166,7 @@ def test_pause_and_stop_are_heard_and_the_figure_is_live(notebook):
     opened.run()
     opened.settle()
     page = opened.page
-    page.wait_for_function("() => document.querySelector('.lpkit-figure').data[0].y.length > 60")   # it grows by itself
+    page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 60")   # it grows by itself
     pause = page.get_by_role("button", name="Pause").first
     pause.click()
     page.get_by_text("paused", exact=True).first.wait_for()
@@ -183,7 +183,7 @@ def test_stop_is_heard_while_a_cell_awaits(notebook):
                                       "print('awaits')\nwhile not run.done:\n    await asyncio.sleep(0.05)\nprint('ended')"])
     opened.command("notebook:run-all-cells")
     opened.page.get_by_text("awaits", exact=True).wait_for()     # the run grows from the cell before on: its points say nothing of this one
-    opened.page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0].y.length > 20")
+    opened.page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 20")
     assert opened.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status") == "busy"
     opened.page.get_by_role("button", name="Stop").click()
     opened.page.wait_for_function("() => window.lpkitDone", timeout=20_000)
