@@ -278,17 +278,22 @@ def test_a_page_that_is_older_than_the_code_is_told(tmp_path):
         git("add", "-A")
         git("commit", "-qm", name)
         commits.append(git("rev-parse", "--short=12", "HEAD"))
-    rows = "\n".join(f"| {name} | 1 |" for name in NAMES)
-    pages = [f"# Reliability\n\n## A machine\n\nMeasured 2026-01-01 at commit {commit} with x\n{rows}" for commit in commits]
+    def section(day: str, at: dict[str, str]) -> str:
+        rows = "\n".join(f"| {name} | 1 | none | 5 | {commit}+ | |" for name, commit in at.items())
+        return f"\n\n## A machine\n\nMeasured {day} at commit {commits[0]} with x\n{rows}"
+
+    pages = [f"# Reliability{section('2026-01-01', dict.fromkeys(NAMES, commit))}" for commit in commits]
     assert [re.findall(r"in (\d+) commits", _page.age(page, tmp_path)) for page in pages] == [["1"], ["1"], []]
     gone = [pages[0].replace("2026-01-01", day).replace(commits[0], "0123456789ab") for day in ("2026-01-01", "2026-01-02", "2026-01-04")]
     said = [re.findall(r"\d+ commits to lpkit/ since \S+", _page.age(page, tmp_path)) for page in gone]
     assert said == [["2 commits to lpkit/ since 2026-01-01."], ["1 commits to lpkit/ since 2026-01-02."], []], "of branches that were squashed"
-    newer = f"{gone[0]}\n\n## Another\n\nMeasured 2026-01-03 at commit {commits[2]} with x\n"
-    assert _page.age(newer, tmp_path) == "", "renewed on one machine"
+    newer = dict.fromkeys(NAMES, commits[2])
+    assert _page.age(gone[0] + section("2026-01-03", newer), tmp_path) == "", "renewed on one machine"
+    newer.pop(NAMES[0])
+    assert "2 commits to" in _page.age(gone[0] + section("2026-01-03", newer), tmp_path), "all of them but one"
     git("clone", "-q", "--depth", "1", f"file://{tmp_path}", "shallow")
     assert _page.age(gone[0], tmp_path / "shallow") == "", "git cannot tell"
-    kept = pages[2].replace(f"| {NAMES[0]} | 1 |", f"| {NAMES[0]} | 1 | {commits[0]} | |")
+    kept = pages[2].replace(commits[2], commits[0], 1)
     assert "in 1 commits" in _page.age(kept, tmp_path), "a row that was measured before"
     assert _page.age(pages[0], tmp_path / "nowhere") == _page.age(pages[2], tmp_path) == ""
     assert f"it has no row for {NAMES[0]}." in _page.age(pages[2].replace(f"| {NAMES[0]} |", ""), tmp_path)

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 from lpkit.files import resource
@@ -41,8 +42,11 @@ def _row(case: dict) -> tuple[str, ...]:
 
 def age(text: str, root: Path = ROOT) -> str:
     """What is to be said of a page that is older than the code; nothing where git cannot tell (no checkout, a shallow one)."""
-    machines = [found for section in text.split("\n## ")[1:] if (found := _changes(section, root))]
-    count, words = min(map(max, machines), default=(0, ""))
+    by_attack: dict[str, list[tuple[int, str]]] = {}
+    for section in text.split("\n## ")[1:]:
+        for name, changes in _changes(section, root):
+            by_attack.setdefault(name, []).append(changes)
+    count, words = max(map(min, by_attack.values()), default=(0, ""))     # of each attack the newest
     said = [words] * (count > 0)
     absent = [name for name in NAMES if f"| {name} |" not in text]
     said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
@@ -50,17 +54,16 @@ def age(text: str, root: Path = ROOT) -> str:
     return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
 
 
-def _changes(section: str, root: Path) -> list[tuple[int, str]]:
-    """How often lpkit/ has changed since rows of a machine were measured, by commit, and that in words. A commit that left the
-    history, as those of branches that are squashed do, is of the day of its record at the latest."""
-    day, found = re.search(r"^Measured (\S+)", section, re.M), []
-    for commit in set(re.findall(r"(?: at commit |\| )([0-9a-f]{12})(?: with | \|)", section)):
+def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
+    """By attack of a machine: how often lpkit/ has changed since, by commit, and that in words. A commit that left the history, as
+    those of branches that are squashed do, is of the day of its record at the latest."""
+    day = re.search(r"^Measured (\S+)", section, re.M)
+    for name, commit in re.findall(r"^\| (\w+) \|.* \| ([0-9a-f]{12})\+? \|", section, re.M):
         if count := _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"):
-            found.append((int(count), f"lpkit/ has changed in {count} commits since it was measured"))
+            yield name, (int(count), f"lpkit/ has changed in {count} commits since it was measured")
         elif day and _git(root, "rev-parse", "--is-shallow-repository") == "false":
             count = _git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--", "lpkit") or "0"
-            found.append((int(count), f"{count} commits to lpkit/ since {day[1]}"))
-    return found
+            yield name, (int(count), f"{count} commits to lpkit/ since {day[1]}")
 
 
 def _git(root: Path, *words: str) -> str:
