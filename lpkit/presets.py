@@ -54,14 +54,18 @@ def preset(name: str) -> Config:
 
 @checked
 def resolve(target: str, settings: Iterable[str] = ()) -> Config:
-    """A preset's name or a YAML file, with `key=value` settings on top. Raises ConfigError."""
-    if target in PRESETS or not target.endswith((".yaml", ".yml")):
+    """A preset's name, a YAML file or a run's folder, with `key=value` settings on top. Raises
+    ConfigError."""
+    path = Path(target)
+    if target not in PRESETS and (path / "config.yaml").is_file():
+        path /= "config.yaml"
+    if target in PRESETS or path.suffix not in (".yaml", ".yml"):
         config = preset(target)
     else:
         from lpkit.plain_yaml import read_yaml
 
         try:
-            values = read_yaml(Path(target))
+            values = read_yaml(path)
         except ConfigError as error:
             raise ConfigError(f"{error}; a config is a YAML file or a preset, one of "
                               f"{', '.join(PRESETS)}") from None

@@ -107,7 +107,7 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
                         (["notebook", "00", "--tier", "smok"], "there is no tier 'smok'; did you mean 'smoke'?"),
                         (["data", "sho"], "there is no action 'sho'; did you mean 'show'?"),
                         (["plan"], "the following arguments are required: --model, --tokens; see"),
-                        (["predict"], "the following arguments are required: PRESET|config.yaml; see")):
+                        (["predict"], "the following arguments are required: PRESET|config.yaml|RUN; see")):
         with pytest.raises(SystemExit):
             sys.exit(cli.main(words))
         assert said in capsys.readouterr().err
@@ -247,6 +247,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     (["train", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
     (["train", "cpu-3m", "data.source=nowhere"], "there is no file, folder or glob 'nowhere'"), (["train", "cpu-3m", "--out", "six"], "already holds a run"),
     (["train", "--resume", "--out", "six", "seed=5"], "with other settings: seed was 0 and is 5"),
+    (["train", "six"], "go on with a run by --resume --out six, or begin from its weights with a preset and start.run=six"),
     (["train", "cpu-3m", "--processes", "1", "--out", "six"], "already holds a run"), (["train", "cpu-3m", "--out", "papers"], "holds no run"),
     (["warm", "cpu-3m", "parallel.tensor=2"], "data and shard so far"), (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
     (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),

@@ -23,6 +23,7 @@ from lpkit.predict.time import bill, layers_of_stage, step_time
 from lpkit.presets import preset
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout, check, stages_fit
+from lpkit.training.runs import sealed_yaml
 
 LLAMA = preset("llama-70b")
 H200 = machines.CATALOGUE["h200"]
@@ -307,6 +308,17 @@ def test_every_row_of_a_plan_opens_to_its_formula_and_source(capsys):
     for row in answer["plans"][1]["time_rows"]:
         assert row["name"] in shown and row["formula"] in shown
     assert all(ord(c) < 128 or c == "µ" for c in shown)
+
+
+def test_a_run_is_planned_as_its_config_is(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(sealed_yaml(preset("gpt2-124m"), ""))
+    said = []
+    for model in (str(tmp_path), "gpt2-124m"):
+        words = ["--model", model, "--tokens", "10M", "--devices", "1", "model.changes=lora:rank=8", "global_batch=6", "--json"]
+        assert cli.main(["plan", *words]) == 0
+        said.append(json.loads(capsys.readouterr().out)["plans"][0])
+    assert said[0] == said[1] and said[0]["sequences"] * said[0]["micro_batches"] == 6
+    assert cli.main(["predict", str(tmp_path), "--json"]) == cli.main(["predict", "gpt2-124m", "--json"]) == 0
 
 
 def test_calibrated_plans_take_longer(capsys):

@@ -17,7 +17,7 @@ from lpkit.techniques.recipes import RECIPES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
                         help="consider only this one; repeatable")

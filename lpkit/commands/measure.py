@@ -20,7 +20,7 @@ from lpkit.techniques.machines import from_dict
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml", nargs="?")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?")
     settings(parser)
     parser.add_argument("--save", metavar="mine.yaml", help="write the row there")
 

@@ -27,7 +27,7 @@ UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "mode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PRESET|config.yaml")
+    parser.add_argument("--model", required=True, metavar="PRESET|config.yaml|RUN")
     parser.add_argument("--tokens", required=True, help="to train on: 1e12, 300B, 1.5T")
     settings_and_machine(parser)
     parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if limits == {"devices": None}:
         raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
     context = [] if args.context is None else [f"model.context={args.context}"]
-    config = resolve(args.model, [*asked(args), *context])
+    config = resolve(args.model, ["grad_accum_steps=1", *asked(args), *context])
     _refuse_unused(parse_settings(asked(args)))
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))

@@ -15,7 +15,7 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
     settings_and_machine(parser)
     parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
                         "parallel group")

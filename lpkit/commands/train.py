@@ -40,7 +40,7 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
-    from lpkit.presets import resolve
+    from lpkit.presets import PRESETS, resolve
     from lpkit.training.background import default_folder, train
     from lpkit.training.launch import launch
     from lpkit.training.runs import Run
@@ -51,6 +51,9 @@ def run(args: Namespace) -> dict:
     if target is None and not args.resume:
         raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go "
                           "on with --resume --out DIR")
+    if target not in (None, *PRESETS) and Path(target).is_dir():
+        raise ConfigError(f"{target} is a folder: go on with a run by --resume --out {target}, or "
+                          f"begin from its weights with a preset and start.run={target}")
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)

@@ -16,7 +16,7 @@ from lpkit.predict.units import duration
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml", help="what will be trained")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what will be trained")
     settings(parser)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lessons.draws import normal
-from lessons.step_bytes import Points, _total, timeline_figure
+from lessons.step_bytes import Points, timeline_figure, total_bytes
 from lpkit import measure
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
@@ -241,7 +241,7 @@ def bits_figure(formula: Callable[[int], float], measured: Mapping[int, float], 
 
 def timelines_view(steps: Mapping[str, tuple[Points, Memory | None]]) -> Callable[[str], dict]:
     """For an Explorer: a function of `step`, one of the names, on one axis for all."""
-    highest = max(_total(point) for points, _ in steps.values() for point in points)
+    highest = max(total_bytes(point) for points, _ in steps.values() for point in points)
 
     def show(step: str) -> dict:
         points, formula = steps[step]

@@ -92,8 +92,8 @@ def timeline_figure(points: Points, *, formula: Memory | None = None, title: str
         raise ConfigError("a timeline needs at least one point; "
                           "`lpkit.measure.memory(config).timeline` has them")
     size = -(-len(points) // MAX_POINTS)      # of neighbours the largest
-    points = [max(points[i:i + size], key=_total) for i in range(0, len(points), size)]
-    x, totals, places = range(len(points)), list(map(_total, points)), _places(points)
+    points = [max(points[i:i + size], key=total_bytes) for i in range(0, len(points), size)]
+    x, totals, places = range(len(points)), list(map(total_bytes, points)), _places(points)
     data = []
     for row, colour in ROW_COLOURS.items():
         held = [point.rows.get(row, 0) for point in points]
@@ -119,13 +119,13 @@ def timeline_figure(points: Points, *, formula: Memory | None = None, title: str
         yaxis=axis("live bytes", **BYTES, range=[0, 1.16 * (highest or top)]))
 
 
-def _total(point: Any) -> int:
+def total_bytes(point: Any) -> int:
     return sum(point.rows.values())
 
 
 def _words(point: Any) -> str:
     rows = sorted(((nbytes, row) for row, nbytes in point.rows.items()
-                   if nbytes >= 1e-3 * _total(point)), reverse=True)
+                   if nbytes >= 1e-3 * total_bytes(point)), reverse=True)
     return "<br>".join([f"<b>{escape(point.phase)} {escape(point.module)}</b>",
                         *(f"{escape(row)}: {quantity(nbytes, 'bytes')}" for nbytes, row in rows)])
 
