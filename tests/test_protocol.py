@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shlex
 import statistics
 import sys
 
@@ -90,3 +91,11 @@ def test_equal_flops_of_what_was_recorded_before_they_were_asked():
     assert protocol.at_equal_flops("muon", won, FOUND["muon"]["tuned"]) is None
     assert protocol.at_equal_flops("muon", won | {"gain": -0.1, "verdict": "worse"}, FOUND["muon"]["tuned"]) is True
     assert protocol.at_equal_flops("muon", {"verdict": "worse", "equal_flops": {"survives": False}}, {}) is False
+
+
+def test_what_a_claim_begins_from_is_made_as_its_file_says():
+    head = (protocol.FILES / "lora.yaml").read_text().partition("base:")[0].replace("#", "").replace("\\\n", "")
+    train, data = (shlex.split(line.partition("lpkit ")[2]) for line in head.splitlines() if line.strip().startswith("lpkit "))
+    assert tuple(train) == protocol.BEGINS["lora"][0] and data[-1] == protocol.BEGINS["lora"][1][-1]
+    claim = files.read(protocol.FILES / "lora.yaml")
+    assert {claim.config("lora").start.run, claim.config("lora").data.source} == {train[-1], data[-1]}

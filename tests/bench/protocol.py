@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,10 @@ from tests.bench.harness import Result, paired
 
 NAME, EFFECT = "protocol", 0.02
 ROWS = {"gelu-table": ("lessons.gelu_by_table",)}       # of one's own, that a file names
+BEGINS = {"lora": (     # what its file begins from, as the head of it says
+    ("train", "cpu-3m", "model.layers=2", "model.width=192", "model.heads=4", "model.context=64", "global_batch=8", "eval_every=0",
+     "checkpoint_every=0", "optimizer.lr=3e-3", "steps=1000", "system.threads=1", "--out", "runs/code"),
+    ("data", "prepare", str(Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"), "--out", "runs/manual"))}
 SEARCHES = ("tpe", "random")        # the sentence about the first is settled by searches
 FILES = resource("docs") / "claims"
 CONFIRMED, SMALLER, REFUTED, NOT_SEEN = "confirmed", "smaller", "refuted", "not seen"
@@ -80,12 +85,18 @@ def searched() -> dict[str, Any]:
 def _settled(path: Path) -> dict[str, Any]:
     """What the command prints, without the runs of its tuning. Raises ConfigError where it breaks off."""
     rows = [f"--import={name}" for name in ROWS.get(path.stem, ())]
-    done = subprocess.run([sys.executable, "-m", "lpkit", "claim", str(path), "--json", *rows],
+    for words in BEGINS.get(path.stem, ()):
+        if not Path(words[-1]).exists():
+            _said(*words)
+    return json.loads(_said("claim", str(path), "--json", *rows))
+
+
+def _said(*words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "lpkit", *words],
                           stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     if done.returncode:
-        raise ConfigError(f"lpkit claim {path.name} broke off with exit code {done.returncode}; "
-                          f"what it said is above")
-    return json.loads(done.stdout)
+        raise ConfigError(f"lpkit {' '.join(words)} broke off with exit code {done.returncode}; what it said is above")
+    return done.stdout
 
 
 def word(expects: str, verdict: dict[str, Any], effect: float) -> str:
