@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
     "optim": BASE | {"techniques", "kernels"},
-    "memory": BASE | {"techniques", "kernels", "nn"},
+    "memory": BASE | {"techniques", "kernels", "nn", "optim", "precision"},
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lpkit import records
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, shown
-from lpkit.nn.adapters import Adapter, Lora, side_by_side
+from lpkit.nn.adapters import Lora, side_by_side
 from lpkit.training import build, families, start
 from lpkit.training.families import Family
 from lpkit.training.imported import parameters, written
@@ -44,8 +44,8 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
     """Returns the model without changes that computes the same, and weights as the run keeps them.
     Raises ConfigError for changes that no Linear is."""
     model = rebuilt(run, tensors)
-    for name, one in list(model.named_modules()):
-        if isinstance(one, Adapter) and (whole := one.merged()):
+    for name, one in reversed(list(model.named_modules())):     # what is inside comes first
+        if whole := getattr(one, "merged", lambda: None)():
             weight, bias = whole
             linear = nn.Linear(one.in_features, one.out_features, bias=bias is not None)
             linear.weight = nn.Parameter(weight)

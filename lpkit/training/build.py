@@ -35,7 +35,7 @@ from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.techniques import layouts
-from lpkit.techniques.blocks import MODEL_CHANGES
+from lpkit.techniques.blocks import MODEL_CHANGES, refuse_changes
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.memory import rows_of
@@ -151,6 +151,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
     layouts.refuse_ungatherable(config, recipe)
+    refuse_changes(config, recipe)
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
