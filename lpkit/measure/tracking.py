@@ -68,8 +68,8 @@ ROWS = {
 }
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
-BUFFERS = {"amax_history": "amax histories",       # others: scales
-           **dict.fromkeys(("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
+BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # others: scales
+    ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
 

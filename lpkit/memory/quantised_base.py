@@ -1,28 +1,20 @@
-"""A frozen base in few bits, which adapters train beside (QLoRA): codes, and a scale for each block.
+"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each block.
 
-A matrix is made of them for its product in forward, and once more for that in backward; between
-them nothing of it is kept, and it has no gradient.
-
-NF4: its 16 values are quantiles of a normal distribution, zero among them, so that each is used as
-often as the others where weights are normal; tests/test_qlora.py computes them. `double`: scales are
-positive, so their mean is taken off, and the rest is stored in 8 bits of their own (as moments are,
-`lpkit.optim.moments`). Source: Dettmers et al. 2023, section 3 and appendix E,
-https://arxiv.org/abs/2305.14314
+A matrix is made of them for its product in forward and once more in backward; between them nothing
+of it is kept. NF4 has 16 quantiles of a normal distribution, zero among them, so that each is used
+about as often. `double` stores scales, less their mean, as moments are: in 8 bits. Source: Dettmers
+et al. 2023, section 3 and appendix E, https://arxiv.org/abs/2305.14314
 """
-
-from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.kernels import cast
+from lpkit.kernels.scales import cast, packed
 from lpkit.optim.moments import from_blocks, to_blocks
 from lpkit.precision.formats import values
 from lpkit.techniques.formats import FORMATS
-from lpkit.techniques.quantised_base import QuantisedBaseSettings
+from lpkit.techniques.adapters import QuantisedBaseSettings
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -30,27 +22,21 @@ NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
        0.7229568362236023, 1.0)
 
 
-def levels(format: str) -> Tensor:
-    """Returns the value of each code, float32."""
-    return values(FORMATS[format]) if format in FORMATS else torch.tensor(NF4)
-
-
 def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """(blocks, numbers) float32 -> codes, uint8, and the scale of each block, float32."""
-    amax = blocks.abs().amax(1)
     if fmt := FORMATS.get(format):
-        scale = amax / fmt.largest
-        return cast.qdq(blocks, fmt, scale[:, None], block=(1, 0), dtype=torch.uint8), scale
-    ratio, book = blocks / amax.clamp(min=torch.finfo(torch.float32).tiny)[:, None], levels(format)
-    middles = ((book[:-1] + book[1:]) / 2).to(blocks.device)
-    return torch.bucketize(ratio, middles, out_int32=True).to(torch.uint8), amax
+        found = cast(blocks, fmt, (1, 0), "float32")
+        return found.data.view(torch.uint8), found.scale.flatten()
+    amax, book = blocks.abs().amax(1), torch.tensor(NF4, device=blocks.device)
+    ratio = blocks / amax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return torch.bucketize(ratio, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8), amax
 
 
 class Product(torch.autograd.Function):
-    """y = x @ w.T + bias, of x (..., K) in the compute dtype."""
+    """y = x @ w.T + bias, x (..., in) in the compute dtype; w has no gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, base: QuantisedLinear) -> Tensor:
+    def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
         ctx.base = base
         return F.linear(x, base.made(x.dtype), bias)
 
@@ -60,26 +46,23 @@ class Product(torch.autograd.Function):
 
 
 class QuantisedLinear(nn.Module):
-    """Stands for a Linear that is frozen. `codes` are by block, two of 4 bits to a byte, the first in
-    the low half; a last block is filled up with zeros. `table`: what each byte stands for."""
+    """Stands for a Linear. `codes` (bytes): of 4 bits two to a byte, the first in the low half; a
+    last block is filled up with zeros. `table` (256, codes in a byte): their values."""
 
     def __init__(self, linear: nn.Linear, settings: QuantisedBaseSettings, table: Tensor):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias, self.block = linear.bias, settings.block
-        flat = linear.weight.detach().float().flatten()
+        self.bias, self.shape, self.block = linear.bias, linear.weight.shape, settings.block
+        flat = linear.weight.float().flatten()
         blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
         codes, scales = encode(blocks, settings.format)
-        if table.shape[1] == 2:
-            codes = codes[:, ::2] | codes[:, 1::2] << 4
-        stored = {"codes": codes, "scales": scales}
-        if settings.double:     # a mean whose bits no number of threads decides
-            mean = scales.mean(dtype=torch.float64).float()
-            rest, scale = to_blocks(scales - mean, signed=True)
-            stored = {"codes": codes, "scales": rest, "scales_scale": scale, "scales_mean": mean}
+        codes = packed(codes) if table.shape[1] == 2 else codes
+        stored = {"codes": codes.flatten(), "scales": scales}
+        if settings.double:     # the mean has the same bits on any number of threads
+            stored["scales_mean"] = mean = scales.mean(dtype=torch.float64).float()
+            stored["scales"], stored["scales_scale"] = to_blocks(scales - mean, signed=True)
+        self.from_base = tuple(stored)      # in no checkpoint of a run that began from another
         for name, t in stored.items():
             self.register_buffer(name, t)
-        self.from_base = tuple(stored)      # what a checkpoint need not have, where the base has it
         self.register_buffer("table", table, persistent=False)
 
     def made(self, dtype: torch.dtype) -> Tensor:
@@ -87,14 +70,12 @@ class QuantisedLinear(nn.Module):
         scales = self.scales
         if scales.dtype == torch.uint8:
             scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
-        made = self.table.index_select(0, self.codes.flatten().int()).view(-1, self.block)
+        made = self.table.index_select(0, self.codes.int()).view(-1, self.block)
         made.mul_(scales[:, None])
-        size = self.out_features, self.in_features
-        return made.flatten()[:size[0] * size[1]].view(size).to(dtype)
+        return made.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
 
     @property
     def weight(self) -> Tensor:
-        """What the codes stand for, float32."""
         return self.made(torch.float32)
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
@@ -106,16 +87,14 @@ class QuantisedLinear(nn.Module):
         return Product.apply(x.to(dtype), self.bias, self)
 
 
+@torch.no_grad()
 def quantise_base(model: nn.Module, settings: QuantisedBaseSettings) -> None:
-    book = levels(settings.format).to(next(model.parameters()).device)
-    if len(book) == 16:     # both codes of a byte
-        book = torch.stack((book.repeat(16), book.repeat_interleave(16)), 1)
-    table = book.view(256, -1)
-    for name, linear in list(_frozen(model.blocks)):
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.blocks.get_submodule(parent), leaf, QuantisedLinear(linear, settings, table))
-
-
-def _frozen(blocks: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    return ((name, one) for name, one in blocks.named_modules()
-            if isinstance(one, nn.Linear) and not one.weight.requires_grad)
+    fmt = FORMATS.get(settings.format)
+    table = values(fmt) if fmt else torch.tensor(NF4)
+    if len(table) == 16:
+        table = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
+    for name, one in list(model.blocks.named_modules()):
+        if isinstance(one, nn.Linear) and not one.weight.requires_grad:
+            parent, _, leaf = name.rpartition(".")
+            new = QuantisedLinear(one, settings, table.view(256, -1).to(one.weight.device))
+            setattr(model.blocks.get_submodule(parent), leaf, new)

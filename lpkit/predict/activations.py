@@ -96,6 +96,6 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         held[op.name] = op.saved_bytes
     copied = 0
     if s.mixed:
-        copied = ops.head.weights + ops.copied_weights * whole
+        copied = ops.head.weights + ops.linear_weights * whole
     return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes,
                 weight_copy_bytes=copied * s.compute_bytes)

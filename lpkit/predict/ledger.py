@@ -32,13 +32,12 @@ from lpkit.predict.recipes import PRECISIONS, Precision
 from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import ADAPTERS, QUANTISED
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, fused
-from lpkit.techniques.quantised_base import QUANTISED_BASE
 
 MOMENTS = {     # in the order in which they come
     LOSS: "everything is kept, and the logits have their gradients",
@@ -191,7 +190,6 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
 
 TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
 WORDS = frozenset(("head", "first", "last"))
-FOLLOWED = frozenset((*ADAPTERS, *QUANTISED_BASE))      # changes that the walk follows
 
 
 class Doubt(NamedTuple):
@@ -223,7 +221,7 @@ def _doubt(step: Step) -> str:
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
                 f"bytes, FLOPs and seconds are those of the model without; "
                 f"lpkit.measure.memory(config) counts an update here")
-    if changed := [row.name for row in config.model.changes if row.name not in FOLLOWED]:
+    if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:
         return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
@@ -265,20 +263,20 @@ def _live(at: dict[str, dict[str, float]], states: Iterable[State]) -> None:
 def _held(d: Walk, doubt: str) -> Memory:
     """One device, with what the walk over it found."""
     step, config = d.step, d.step.config
-    trained, stored = trained_count(d.m), d.layers / d.tensor * d.ops.stored[0]
     *outlive, gradients = model_states(
-        d.inside + d.tables - stored, precision=step.p, optimizer=step.optimizer,
+        d.inside + d.tables, precision=step.p, optimizer=step.optimizer,
         moment_format=config.memory.moment_format.name, zero=3 if d.whole else step.layout.zero,
-        devices=step.layout.state_ranks,
-        trained=trained / (parameter_count(d.m) - d.m.L * d.ops.stored[0]),
+        devices=step.layout.state_ranks, trained=trained_count(d.m) / parameter_count(d.m),
         work=optimizer_work(config, step.optimizer))
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
-    if stored:
-        bits = 8 * d.ops.stored[1] / d.ops.stored[0]
-        nbytes, said = stored * bits / 8, f"; frozen matrices {bits:.3f} bits a number"
-        rows[0] = rows[0]._replace(at={moment: n + nbytes for moment, n in rows[0].at.items()},
-                                   formula=rows[0].formula + said)
+    if coded := [op for op in d.ops.linears if op.stored_bytes]:
+        part, in_codes = d.layers / d.tensor, sum(op.weights for op in coded)
+        nbytes = sum(op.stored_bytes for op in coded)
+        others = 1 - part * in_codes / (d.inside + d.tables)
+        rows[0] = rows[0]._replace(
+            at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
+            formula=f"{rows[0].formula}; frozen ones {8 * nbytes / in_codes:.3f} bits each")
     at = d.at
     _live(at, _gradients(d, gradients.bytes))
     _live(at, _batches(d))

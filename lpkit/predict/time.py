@@ -316,8 +316,8 @@ class _Rank:
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
-        self.casts = casts * ops.copied_weights / layout.tensor / shards
-        self.trained = ops.trained_weights / max(1, ops.copied_weights)     # of what is cast
+        self.casts = casts * ops.linear_weights / layout.tensor / shards
+        self.trained = ops.trained_weights / max(1, ops.linear_weights)     # of what is cast
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
         self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap

@@ -36,7 +36,7 @@ class Block:
 
     def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
         self.saved, self.low = saved, low
-        self.copied_bytes = 0.0 if low else walk.copies(walk.ops.copied_weights / walk.tensor)
+        self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
         self.low_bytes = 0.0
         if low:
             self.low_bytes = sum([walk.low_bytes(op, low) for op in walk.ops.linears])
@@ -78,7 +78,7 @@ class Walk(Device):
         if first.low:
             less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
         else:
-            less.copied_bytes -= self.copies(sum(op.copied for op in below) / self.tensor)
+            less.copied_bytes -= self.copies(sum(op.weights for op in below if not op.stored_bytes) / self.tensor)
         if 0 in self.again:             # whose input is there already
             less.saved[below[0].name] = self.stream
             return 0.0
@@ -137,8 +137,7 @@ class Walk(Device):
         self.add(LOW, casts)
         after = kept.operations["norm"] + kept.operations["head"]       # what is kept last
         self.add(COPIES, cached)
-        self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0,
-                      self.making(self.blocks[-1].saved) - after))
+        self.mark(max(self.packed, self.forward(final, low) - after if low else 0.0))
         self.add(COPIES, -cached)
         if not self.heads:
             self.add(TEMPORARIES, self.stream)             # from the next stage
@@ -295,7 +294,7 @@ class Walk(Device):
             final = self.ops.linears[-1]
             if self.kept.again_bytes > self.stream and not low:
                 unused = final.result_bytes / self.stream_cut
-            at_work = max(self.whole_input(final), self.making(block.saved))
+            at_work = self.whole_input(final)
             if low:     # beside the gradient that the last addition has cast for it
                 cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
                 at_work = max(at_work, self.forward(final, low) + cast)
@@ -360,19 +359,6 @@ class Walk(Device):
             copies = x * wide + weight * self.s.residual_bytes
         return low.forward_bytes(x, y, weight) + copies
 
-    def making(self, saved: Mapping[str, float]) -> float:
-        """Bytes beyond what a block has saved when its forward ends, while codes became a matrix: the
-        input once more, as autocast casts it, and two results, an adapter's and the product's."""
-        most = later = 0.0
-        for op in reversed(self.ops.block):
-            if op.stored_bytes is not None:
-                x, y, weight = self.numbers(op)
-                c = self.s.compute_bytes
-                at_work = max(op.made_bytes / self.tensor, weight * c + y * c)
-                most = max(most, at_work + (x * self.s.mixed + y) * c - later)
-            later += saved.get(op.name, 0.0)
-        return most
-
     def whole_input(self, op: Op) -> float:
         """Bytes of what a Linear meets of the stream's side, gathered from all tensor ranks: its
         input, or its output before the ranks add up their parts (Korthikanti et al. 2022, section
@@ -407,10 +393,9 @@ class Walk(Device):
         else:
             # in float32 the gradient of the output is there once more
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
-            if op.stored_bytes is not None:
-                made = weight * s.compute_bytes
-                work = whole + max(op.made_bytes / self.tensor, made + dx)
-            copied, copies = COPIES, self.copies(op.copied / self.tensor) if s.mixed else 0.0
+            if op.stored_bytes:
+                work = whole + max(op.made_bytes / self.tensor, weight * s.compute_bytes + dx)
+            copied, copies = COPIES, self.copies(weight) if s.mixed and not op.stored_bytes else 0.0
             if s.mixed:
                 after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it

@@ -8,10 +8,8 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
-from typing import Any
 
-from lpkit.errors import ConfigError
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import ADAPTERS, QUANTISED
 from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.operation import (
     FP32,
@@ -23,7 +21,6 @@ from lpkit.techniques.operation import (
     Op,
     linear,
 )
-from lpkit.techniques.quantised_base import QUANTISED_BASE
 
 # Norms and additions.
 
@@ -125,7 +122,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED_BASE}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,23 +143,13 @@ class Operations:
 
     @functools.cached_property
     def linear_weights(self) -> int:
-        """Numbers of one block's matrices."""
-        return sum(op.weights for op in self.linears)
+        """Numbers of one block's matrices, but for those that codes stand for."""
+        return sum(op.weights for op in self.linears if not op.stored_bytes)
 
     @functools.cached_property
     def trained_weights(self) -> int:
         """Numbers of those matrices that have gradients."""
         return sum(op.weights for op in self.linears if op.trained)
-
-    @functools.cached_property
-    def copied_weights(self) -> int:
-        return sum(op.copied for op in self.linears)
-
-    @functools.cached_property
-    def stored(self) -> tuple[int, float]:
-        """Numbers of one block's matrices that codes stand for, and the bytes of these."""
-        return (self.linear_weights - self.copied_weights,
-                sum(op.stored_bytes or 0 for op in self.linears))
 
     @functools.cached_property
     def small(self) -> tuple[int, int]:
@@ -205,12 +192,3 @@ def operations(s: MicroBatch) -> Operations:
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
     return ops
-
-
-def refuse_changes(config: Any, recipe: Any) -> None:
-    """Raises ConfigError for changes of the model that cannot be beside the rest of a Config."""
-    operations(MicroBatch(model=config.model))
-    for change in config.model.changes:
-        problem = MODEL_CHANGES[change.name].problem
-        if problem and (why := problem(config, recipe)):
-            raise ConfigError(f"model.changes={change.name} {why}")

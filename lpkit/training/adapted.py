@@ -47,7 +47,7 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
     for name, one in reversed(list(model.named_modules())):     # what is inside comes first
         if whole := getattr(one, "merged", lambda: None)():
             weight, bias = whole
-            linear = nn.Linear(one.in_features, one.out_features, bias=bias is not None)
+            linear = nn.Linear(*weight.shape[::-1], bias=bias is not None)
             linear.weight = nn.Parameter(weight)
             linear.bias = None if bias is None else nn.Parameter(bias)
             parent, _, leaf = name.rpartition(".")
