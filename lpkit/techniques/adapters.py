@@ -112,6 +112,7 @@ def _beside_casts(config: Any, recipe: Any) -> str:
             "precision.recipe=bf16, and parallel.zero=0 or 1")
 
 
+CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")      # endings of its buffers
 QUANTISED = {"quantised-base": Kind(     # what adapters that come before it leave frozen
     operations=TERMS + "in_codes", why="frozen matrices of blocks as codes and scales, made anew for each "
     "product", source="Dettmers et al. 2023, arXiv:2305.14314", settings=QuantisedBaseSettings(),
