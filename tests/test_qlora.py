@@ -124,7 +124,8 @@ def test_scales_in_8_bits_less_their_mean(format):
     made = book[one.scales.long()] * largest.repeat_interleave(256, 0)[:len(scales), 0] + one.scales_mean.double()
     whole = torch.tensor(BOOKS[format](), dtype=torch.float64)[unpacked(one, BITS[format])].view(-1, 64) * made[:, None]
     torch.testing.assert_close(one.weight.double(), whole.view(w.shape), rtol=1e-5, atol=1e-9)
-    assert (one.weight - w).norm() < 1.01 * (plain.weight - w).norm()
+    more = (one.weight - w).norm() / (plain.weight - w).norm()
+    assert more < (1.1 if format == "int8" else 1.01)      # 256 steps of a number are finer than 8 bits of a scale
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,8 +151,14 @@ def test_codes_are_those_of_torchao():
     w = torch.randn(256, 512, generator=torch.Generator().manual_seed(1)) * 0.02
     found = theirs.NF4Tensor.from_tensor(w, 64, 256)
     one = quantised(w)
-    assert torch.equal(found.quantized_data, one.codes >> 4 | one.codes << 4)
-    torch.testing.assert_close(one.weight, found.get_original_weight(), rtol=0, atol=1e-3)      # their scales are integers
+    ratio = (w.view(-1, 64) / w.view(-1, 64).abs().amax(1, keepdim=True)).flatten().double()
+    codes = found.quantized_data.flatten().long()
+    codes, book = torch.stack((codes >> 4, codes & 15), 1).flatten(), torch.tensor(NF4, dtype=torch.float64)
+    apart = codes != unpacked(one, 4)
+    assert apart.float().mean() < 1e-3      # theirs go by halves that are rounded
+    assert ((ratio - book[codes]).abs() - (ratio - book[unpacked(one, 4)]).abs()).abs().max() < 1e-3
+    away = (one.weight - found.get_original_weight()).abs().flatten()
+    assert away[~apart].max() < 1e-3    # their scales are integers
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -277,7 +284,7 @@ def test_merged_it_is_what_the_codes_stand_for_and_the_adapter(targets, start, t
     ({"parallel.shard": 2, "parallel.zero": 2}, r"parallel\.zero=0 or 1"),
     ({"model.changes": "quantised-base"}, "is of what adapters leave frozen, and none comes before it; name one: model.changes=lora,quantised-base"),
     ({"model.changes": "quantised-base,lora"}, "none comes before it"),
-    ({"model.changes": "lora,quantised-base:format=nf5"}, "did you mean|nf4"), ({"model.changes": "lora,quantised-base:block=63"}, "32, 64")])
+    ({"model.changes": "lora,quantised-base:format=nf5"}, "did you mean|nf4"), ({"model.changes": "lora,quantised-base:block=63"}, r"model\.changes\.block cannot be '63'; choose one of")])
 def test_what_is_refused_before_anything_is_allocated(changes, sentence, monkeypatch):
     monkeypatch.setattr("lpkit.training.build.Transformer", lambda *args, **kwargs: pytest.fail("a model was made"))
     with pytest.raises(ConfigError, match=sentence):
@@ -289,7 +296,7 @@ def test_ranks_have_the_numbers_of_one_process(layout, tmp_path):
     """ZeRO 0 and 1."""
     config = of_base(SMALL.replace({"steps": 4, "global_batch": 4}))
     alone = lpkit.train(config, out=tmp_path / "alone")
-    both = lpkit.launch(config.replace({f"parallel.{key}": value for key, value in layout.items()}), out=tmp_path / "both", processes=2)
+    both = lpkit.launch(config.replace({f"parallel.{key}": value for key, value in layout.items()}), out=tmp_path / "both", processes=2).result()
     assert [line["loss"] for line in both.metrics] == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5)
 
 
