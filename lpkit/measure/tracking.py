@@ -68,7 +68,8 @@ ROWS = {
 }
 WORKING = ("temporaries", "attention workspace", "recomputed block")
 IN_FLIGHT = (*WORKING, "communication buffers")
-BUFFERS = {"amax_history": "amax histories", "features": "weights"}     # others: scales
+BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # others: scales
+    ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
 

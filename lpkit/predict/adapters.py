@@ -5,9 +5,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lpkit.errors import ConfigError
-from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.adapters import (
+    AdapterSettings,
+    BottleneckSettings,
+    LoraSettings,
+    QuantisedBaseSettings,
+    adapted,
+)
 from lpkit.techniques.blocks import Operations
-from lpkit.techniques.operation import Hold, MicroBatch, Op, fused, linear
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, fused, linear
+from lpkit.techniques.optimizers import BLOCK
 
 
 def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iterable[Op]]
@@ -37,6 +45,28 @@ def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
         yield replace(op.frozen, shares="output")
 
     return _beside(ops, settings, new)
+
+
+def in_codes(ops: Operations, s: MicroBatch, settings: QuantisedBaseSettings) -> Operations:
+    """A byte of codes becomes an index of int32, then float32, then the compute dtype."""
+    bits = FORMATS[settings.format].bits if settings.format in FORMATS else 4
+    names, index = {op.name for op in ops.block}, FP32 * bits / 8
+    wide = FP32 + FP32 / settings.block + max(index, s.compute_bytes % FP32)
+
+    def stored(op: Op) -> Op:
+        blocks = -(-op.weights // settings.block)       # the last is filled up
+        scales = blocks + FP32 * (-(-blocks // BLOCK) + 1) if settings.double else FP32 * blocks
+        # several Bs have their results side by side in a view, whose gradient autograd copies
+        again = s.tokens * op.matmul[1] * s.compute_bytes * (f"{op.name}.B.1" in names)
+        return replace(op, stored_bytes=blocks * settings.block * bits // 8 + scales,
+                       made_bytes=op.weights * wide + again,
+                       moved_bytes=op.weights * (2 * index + 2 * FP32 + s.compute_bytes))
+
+    block = tuple(stored(op) if op.matmul and not op.trained else op for op in ops.block)
+    if block == ops.block:
+        raise ConfigError(f"model.changes={settings.name} is of what adapters leave frozen, and none "
+                          f"comes before it; name one: model.changes=lora,{settings.name}")
+    return replace(ops, block=block)
 
 
 def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> Operations:

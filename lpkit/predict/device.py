@@ -95,7 +95,7 @@ class Device:
         self.embeds, self.heads = embeds, heads
         self.layers = -(-m.L // layout.pipeline)
         if step.stack.stages_by_work and layout.pipeline > 1:
-            share = (m.L + ops.head.weights / ops.linear_weights) / layout.pipeline
+            share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
         # The first stage begins that many micro-batches before the first comes back (one forward,

@@ -32,7 +32,7 @@ from lpkit.predict.recipes import PRECISIONS, Precision
 from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import ADAPTERS, QUANTISED
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
@@ -221,7 +221,7 @@ def _doubt(step: Step) -> str:
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
                 f"bytes, FLOPs and seconds are those of the model without; "
                 f"lpkit.measure.memory(config) counts an update here")
-    if changed := [row.name for row in config.model.changes if row.name not in ADAPTERS]:
+    if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:
         return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
@@ -270,6 +270,13 @@ def _held(d: Walk, doubt: str) -> Memory:
         work=optimizer_work(config, step.optimizer))
     rows = [row for row in outlive
             if row.at[UPDATE] and not (d.resting and row.name == "optimizer state")]
+    if coded := [op for op in d.ops.linears if op.stored_bytes]:
+        part, in_codes = d.layers / d.tensor, sum(op.weights for op in coded)
+        nbytes = sum(op.stored_bytes for op in coded)
+        others = 1 - part * in_codes / (d.inside + d.tables)
+        rows[0] = rows[0]._replace(
+            at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
+            formula=f"{rows[0].formula}; frozen ones {8 * nbytes / in_codes:.3f} bits each")
     at = d.at
     _live(at, _gradients(d, gradients.bytes))
     _live(at, _batches(d))

@@ -78,7 +78,7 @@ class Walk(Device):
         if first.low:
             less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
         else:
-            less.copied_bytes -= self.copies(sum(op.weights for op in below) / self.tensor)
+            less.copied_bytes -= self.copies(sum(op.weights for op in below if not op.stored_bytes) / self.tensor)
         if 0 in self.again:             # whose input is there already
             less.saved[below[0].name] = self.stream
             return 0.0
@@ -393,7 +393,9 @@ class Walk(Device):
         else:
             # in float32 the gradient of the output is there once more
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
-            copied, copies = COPIES, self.copies(weight) if s.mixed else 0.0
+            if op.stored_bytes:
+                work = whole + max(op.made_bytes / self.tensor, weight * s.compute_bytes + dx)
+            copied, copies = COPIES, self.copies(weight) if s.mixed and not op.stored_bytes else 0.0
             if s.mixed:
                 after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 from lpkit.errors import ConfigError, nearest, shown
 from lpkit.techniques.operation import Kind
@@ -94,3 +94,26 @@ ADAPTERS: dict[str, Kind] = {
         source="Kalajdzievski 2023, arXiv:2312.03732", settings=StableLoraSettings(),
         implementation=OF + "add_lora"),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedBaseSettings(Settings):
+    where = "model.changes."
+
+    format: Literal["nf4", "e4m3fn", "int8", "int4"] = "nf4"
+    block: Literal[32, 64, 128, 256, 512, 1024] = 64    # numbers that share a scale
+    double: bool = True     # scales in 8 bits, less their mean, with a float32 for 256 of them
+
+
+def _beside_casts(config: Any, recipe: Any) -> str:
+    if not (recipe.products or recipe.loss_scaling or config.parallel.stage > 1):
+        return ""
+    return ("is multiplied in bf16 or float32, and each rank has all of it; set "
+            "precision.recipe=bf16, and parallel.zero=0 or 1")
+
+
+CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")      # endings of its buffers
+QUANTISED = {"quantised-base": Kind(     # what adapters that come before it leave frozen
+    operations=TERMS + "in_codes", why="frozen matrices of blocks as codes and scales, made anew for each "
+    "product", source="Dettmers et al. 2023, arXiv:2305.14314", settings=QuantisedBaseSettings(),
+    problem=_beside_casts, implementation="lpkit.memory.quantised_base:quantise_base")}

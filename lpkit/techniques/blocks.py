@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import ADAPTERS, QUANTISED
 from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.operation import (
     FP32,
@@ -122,7 +122,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +143,8 @@ class Operations:
 
     @functools.cached_property
     def linear_weights(self) -> int:
-        """Numbers of one block's matrices."""
-        return sum(op.weights for op in self.linears)
+        """Numbers of one block's matrices, but for those that codes stand for."""
+        return sum(op.weights for op in self.linears if not op.stored_bytes)
 
     @functools.cached_property
     def trained_weights(self) -> int:

@@ -72,6 +72,8 @@ class Op:
     density: float = 1.0                    # of its matrix, what is not zero
     if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
     shares: Literal["", "input", "output"] = ""     # the side whose gradient another Linear has, too
+    stored_bytes: float = 0.0               # of a matrix that codes stand for; 0: it is there
+    made_bytes: float = 0.0                 # the most at once in backward while it is made of them
 
     @functools.cached_property
     def weights(self) -> int:
@@ -174,6 +176,8 @@ class Kind(Row):
 
     operations: Callable[..., Any] | str
     turns: bool = False     # of positions: q and k are turned in each block
+    # of changes: why they cannot be beside the rest of a Config and this recipe, and the way out
+    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
 
     @property
     def formula(self) -> Callable[..., Any]:

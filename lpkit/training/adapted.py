@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lpkit import records
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, shown
-from lpkit.nn.adapters import Adapter, Lora, side_by_side
+from lpkit.nn.adapters import Lora, side_by_side
+from lpkit.techniques.adapters import CODED
 from lpkit.training import build, families, start
 from lpkit.training.families import Family
 from lpkit.training.imported import parameters, written
@@ -33,7 +34,7 @@ def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
     began = start.read(run.config)
     began.refuse_other(run)
     model = build.made(run.config, "plain", began)
-    own = dict(model.named_parameters())
+    own = model.state_dict()
     with torch.no_grad():
         for name, t in tensors.items():
             own[name].copy_(t)
@@ -44,10 +45,10 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
     """Returns the model without changes that computes the same, and weights as the run keeps them.
     Raises ConfigError for changes that no Linear is."""
     model = rebuilt(run, tensors)
-    for name, one in list(model.named_modules()):
-        if isinstance(one, Adapter) and (whole := one.merged()):
+    for name, one in reversed(list(model.named_modules())):     # what is inside comes first
+        if whole := getattr(one, "merged", lambda: None)():
             weight, bias = whole
-            linear = nn.Linear(one.in_features, one.out_features, bias=bias is not None)
+            linear = nn.Linear(*weight.shape[::-1], bias=bias is not None)
             linear.weight = nn.Parameter(weight)
             linear.bias = None if bias is None else nn.Parameter(bias)
             parent, _, leaf = name.rpartition(".")
@@ -57,7 +58,7 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
     if not parameters(plain).keys() <= found.keys() or any(".base." in name for name in found):
         raise ConfigError(f"no matrix of a model is the same as one with model.changes={changes}; "
                           f"lora, rslora, pissa and ia3 can be merged")
-    dtype = next(iter(tensors.values())).dtype
+    dtype = next(t.dtype for name, t in tensors.items() if not name.endswith(CODED))
     return plain, {name: t.to(dtype) for name, t in found.items()}
 
 

@@ -35,11 +35,12 @@ from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.techniques import layouts
-from lpkit.techniques.blocks import MODEL_CHANGES
+from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
@@ -151,6 +152,10 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     name = precision.used
     recipe = resolve(asked if asked.name == name else name)
     layouts.refuse_ungatherable(config, recipe)
+    operations(MicroBatch(model=m))     # which refuses what changes cannot fold
+    for change in m.changes:
+        if why := MODEL_CHANGES[change.name].problem(config, recipe):
+            raise ConfigError(f"model.changes={change.name} {why}")
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.files import own_folder, whole_folder
+from lpkit.techniques.adapters import CODED
 from lpkit.training import adapted, checkpoint, families
 from lpkit.training.runs import Run
 from lpkit.values import Folder, Place, checked
@@ -43,7 +44,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
-    ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias", ".scale"))}
+    ends = (".weight", ".bias", ".scale", *CODED)
+    ours = {name: t for name, t in names.items() if name.endswith(ends)}
     own_folder(out.parent)
     if run.config.model.changes and not adapter:
         m, ours = adapted.merged(run, ours)

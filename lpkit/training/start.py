@@ -54,6 +54,8 @@ class Start:
         ours = set(filled)
         self.frozen = {f"model/{name}" for name, p in model.named_parameters()
                        if p in ours and not p.requires_grad}
+        self.frozen |= {f"model/{name}.{part}" for name, module in model.named_modules() if ours
+                        for part in getattr(module, "from_base", ())}
         self.tensors = {}
 
     def _there(self, name: str) -> str:

@@ -1,0 +1,100 @@
+"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each block.
+
+A matrix is made of them for its product in forward and once more in backward; between them nothing
+of it is kept. NF4 has 16 quantiles of a normal distribution, zero among them, so that each is used
+about as often. `double` stores scales, less their mean, as moments are: in 8 bits. Source: Dettmers
+et al. 2023, section 3 and appendix E, https://arxiv.org/abs/2305.14314
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.kernels.scales import cast, packed
+from lpkit.optim.moments import from_blocks, to_blocks
+from lpkit.precision.formats import values
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.adapters import QuantisedBaseSettings
+
+NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+       0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+       0.7229568362236023, 1.0)
+
+
+def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """(blocks, numbers) float32 -> codes, uint8, and the scale of each block, float32."""
+    if fmt := FORMATS.get(format):
+        found = cast(blocks, fmt, (1, 0), "float32")
+        return found.data.view(torch.uint8), found.scale.flatten()
+    amax, book = blocks.abs().amax(1), torch.tensor(NF4, device=blocks.device)
+    ratio = blocks / amax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return torch.bucketize(ratio, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8), amax
+
+
+class Product(torch.autograd.Function):
+    """y = x @ w.T + bias, x (..., in) in the compute dtype; w has no gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor | None, base: "QuantisedLinear") -> Tensor:
+        ctx.base = base
+        return F.linear(x, base.made(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
+        return g @ ctx.base.made(g.dtype), None, None
+
+
+class QuantisedLinear(nn.Module):
+    """Stands for a Linear. `codes` (bytes): of 4 bits two to a byte, the first in the low half; a
+    last block is filled up with zeros. `table` (256, codes in a byte): their values."""
+
+    def __init__(self, linear: nn.Linear, settings: QuantisedBaseSettings, table: Tensor):
+        super().__init__()
+        self.bias, self.shape, self.block = linear.bias, linear.weight.shape, settings.block
+        flat = linear.weight.float().flatten()
+        blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
+        codes, scales = encode(blocks, settings.format)
+        codes = packed(codes) if table.shape[1] == 2 else codes
+        stored = {"codes": codes.flatten(), "scales": scales}
+        if settings.double:     # the mean has the same bits on any number of threads
+            stored["scales_mean"] = mean = scales.mean(dtype=torch.float64).float()
+            stored["scales"], stored["scales_scale"] = to_blocks(scales - mean, signed=True)
+        self.from_base = tuple(stored)      # in no checkpoint of a run that began from another
+        for name, t in stored.items():
+            self.register_buffer(name, t)
+        self.register_buffer("table", table, persistent=False)
+
+    def made(self, dtype: torch.dtype) -> Tensor:
+        """The matrix, (out, in), rounded once from float32."""
+        scales = self.scales
+        if scales.dtype == torch.uint8:
+            scales = from_blocks(scales, self.scales_scale, signed=True).add_(self.scales_mean)
+        made = self.table.index_select(0, self.codes.int()).view(-1, self.block)
+        made.mul_(scales[:, None])
+        return made.flatten()[:self.shape.numel()].view(self.shape).to(dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.made(torch.float32)
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight, self.bias
+
+    def forward(self, x: Tensor) -> Tensor:     # (..., in) -> (..., out)
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return Product.apply(x.to(dtype), self.bias, self)
+
+
+@torch.no_grad()
+def quantise_base(model: nn.Module, settings: QuantisedBaseSettings) -> None:
+    fmt = FORMATS.get(settings.format)
+    table = values(fmt) if fmt else torch.tensor(NF4)
+    if len(table) == 16:
+        table = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
+    for name, one in list(model.blocks.named_modules()):
+        if isinstance(one, nn.Linear) and not one.weight.requires_grad:
+            parent, _, leaf = name.rpartition(".")
+            new = QuantisedLinear(one, settings, table.view(256, -1).to(one.weight.device))
+            setattr(model.blocks.get_submodule(parent), leaf, new)
