@@ -21,7 +21,7 @@ from tests.test_promise import _cpu
 SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.kv_heads": 2, "model.mlp": "swiglu",
                           "model.context": 32, "global_batch": 2, "steps": 30, "schedule.warmup_steps": 3, "precision.recipe": "fp32", "system.device": "cpu",
                           "system.threads": 1, "eval_batches": 1, "optimizer.lr": 0.01})
-OPTIONS = {"lora": {"rank": 4}, "rslora": {"rank": 4}, "pissa": {"rank": 4}, "bottleneck": {"width": 8}, "ia3": {}}
+OPTIONS = {"lora": {"rank": 4}, "dora": {"rank": 4}, "rslora": {"rank": 4}, "pissa": {"rank": 4}, "bottleneck": {"width": 8}, "ia3": {}}
 
 
 def of(name, base=SMALL, **more):

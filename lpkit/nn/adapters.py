@@ -4,6 +4,7 @@ A parameter of a fused matrix lies by group of heads, as the matrix does: `side_
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,40 @@ class Lora(Adapter):
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
         return self.base.weight.float() + self.delta(), self.base.bias
+
+
+class Dora(Lora):
+    """y = m (W + scale B A) x / |W + scale B A|, row by row; the norm is a number, not a function of
+    A and B (Liu et al. 2024, section 4.3)."""
+
+    def __init__(self, base: nn.Linear, *sizes: Any):
+        super().__init__(base, *sizes)
+        self.magnitude = nn.Parameter(self.norm().type_as(base.weight))
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """(out,), in float32 at least. No matrix of W's size is made for it:
+        |w + s A^T b|^2 = |w|^2 + b (2 s A w + s^2 A A^T b)."""
+        w, s, found = self.base.weight, self.scale, []
+        wide = torch.promote_types(w.dtype, torch.float32)
+        rows = [B.out_features // self.groups for B in self.B]
+        parts = w.unflatten(0, (self.groups, -1)).split(rows, dim=1)
+        with torch.autocast(w.device.type, enabled=False):
+            for part, A, B in zip(parts, self.A.weight.chunk(len(rows)), self.B):
+                b = B.weight.unflatten(0, (self.groups, -1))
+                cross = 2 * s * torch.bmm(part, A.mT.expand(self.groups, -1, -1))
+                found.append((b * (cross + s**2 * (b @ (A @ A.mT)))).sum(-1, dtype=wide))
+        square = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
+        return (square + torch.cat(found, dim=1).flatten()).clamp_min(1e-24).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        z, share, bias = super().forward(x), self.magnitude / self.norm(), self.base.bias
+        y = z * share.to(z.dtype)
+        return y if bias is None else y.add_((bias * (1 - share)).to(z.dtype))  # it has no length
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = super().merged()
+        return (self.magnitude / self.norm())[:, None] * weight, bias
 
 
 class Bottleneck(Adapter):
@@ -115,11 +150,15 @@ def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     return torch.cat(each, dim=dim + 1).flatten(dim, dim + 1)
 
 
-def add_lora(model: nn.Module, settings: LoraSettings) -> None:
+def add_lora(model: nn.Module, settings: LoraSettings, kind: type[Lora] = Lora) -> None:
     def lora(base: nn.Linear, rows: Sequence[int]) -> Lora:
-        return Lora(base, settings.rank, settings.scale, () if settings.shared else rows)
+        return kind(base, settings.rank, settings.scale, () if settings.shared else rows)
 
     _around(model, settings, lora)
+
+
+def add_dora(model: nn.Module, settings: LoraSettings) -> None:
+    add_lora(model, settings, Dora)
 
 
 @torch.no_grad()

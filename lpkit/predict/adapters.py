@@ -7,7 +7,7 @@ from dataclasses import replace
 from lpkit.errors import ConfigError
 from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
 from lpkit.techniques.blocks import Operations
-from lpkit.techniques.operation import Hold, MicroBatch, Op, fused, linear
+from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, fused, linear
 
 
 def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iterable[Op]]
@@ -22,6 +22,30 @@ def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iter
 
 def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
     """y = W x + scale B A x. The input, which the frozen Linear need not save, is saved for A."""
+    return _beside(ops, settings, _low_rank(s, settings))
+
+
+def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
+    """The same times a number for each row, which is made of W, A and B: reads W once more."""
+    low_rank = _low_rank(s, settings)
+
+    def new(op: Op) -> Iterator[Op]:
+        (K, out), r = op.matmul, settings.rank
+        wide, residual = s.tokens * out * s.compute_bytes, op.writes_residual
+        yield from low_rank(replace(op, writes_residual=residual and s.mixed))
+        parts = 1 if settings.shared else len(fused(s.model, f"{op.name}.weight")) or 1
+        # backward: gradients of both factors; that of the residual stream is needed still
+        hold = Hold(nbytes=2 * wide, frees=1.0, grows=wide * (residual and not s.mixed))
+        yield Op(name=f"{op.name}.magnitude", part=op.part, params=out,
+                 saved_bytes=wide + out * (FP32 + s.compute_bytes),     # z, the norm, and its share
+                 saved_itemsize=s.compute_bytes, backward=(hold,),
+                 moved_bytes=2 * wide + op.weights * s.residual_bytes,
+                 weight_flops=2 * r * (out * K + parts * r * K + out * r))
+
+    return _beside(ops, settings, new)
+
+
+def _low_rank(s: MicroBatch, settings: LoraSettings) -> Callable[[Op], Iterator[Op]]:
     def new(op: Op) -> Iterator[Op]:
         K, out = op.matmul
         if (most := min(K, out)) < settings.rank:
@@ -36,7 +60,7 @@ def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
             yield replace(one, reads_residual=False, writes_residual=op.writes_residual)
         yield replace(op.frozen, shares="output")
 
-    return _beside(ops, settings, new)
+    return new
 
 
 def bottleneck(ops: Operations, s: MicroBatch, settings: BottleneckSettings) -> Operations:

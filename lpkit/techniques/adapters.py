@@ -29,6 +29,7 @@ class LoraSettings(AdapterSettings):
     """`shared`: q, k and v, or gate and up, have one A, as in GPT-2's c_attn; else each its own."""
 
     keeps_base: ClassVar[bool] = True       # frozen is what the run began from
+    reads_base: ClassVar[bool] = False      # what is trained begins as something made of W
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -47,8 +48,13 @@ class StableLoraSettings(LoraSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoraSettings(LoraSettings):
+    reads_base = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PissaSettings(LoraSettings):
-    keeps_base = False
+    keeps_base, reads_base = False, True
 
     @property
     def scale(self) -> float:
@@ -77,6 +83,10 @@ ADAPTERS: dict[str, Kind] = {
         operations=TERMS + "bottleneck", why="two small layers behind each part of a block, the rest frozen",
         source="Houlsby et al. 2019, arXiv:1902.00751", settings=BottleneckSettings(),
         implementation=OF + "add_bottlenecks"),
+    "dora": Kind(
+        operations=TERMS + "dora", why="LoRA in the direction of each row, whose length is learned apart",
+        source="Liu et al. 2024, arXiv:2402.09353", settings=DoraSettings(),
+        implementation=OF + "add_dora"),
     "ia3": Kind(
         operations=TERMS + "vectors", why="keys, values and the MLP's inner numbers times learned vectors, the "
         "rest frozen", source="Liu et al. 2022, arXiv:2205.05638", implementation=OF + "add_scales",

@@ -62,6 +62,7 @@ class Op:
     saves_result: bool = False              # so that the Linear after it need not save its input
     result_bytes: int = 0                   # selective recomputation keeps these
     moved_bytes: int = 0                    # in forward, unfused; of products nothing
+    weight_flops: int = 0                   # of products of parameters alone, in a forward pass
     pairs_share: float = 1.0                # of `pairs`, what is computed: a mask may leave less
     backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
     score_passes: tuple[int, int] = (0, 0)  # scores written or read again, forward and backward

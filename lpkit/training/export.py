@@ -43,7 +43,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
-    ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias", ".scale"))}
+    ours = {name: t for name, t in names.items() if name.endswith(
+        (".weight", ".bias", ".scale", ".magnitude"))}
     own_folder(out.parent)
     if run.config.model.changes and not adapter:
         m, ours = adapted.merged(run, ours)
