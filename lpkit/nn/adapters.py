@@ -4,14 +4,27 @@ A parameter of a fused matrix lies by group of heads, as the matrix does: `side_
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lpkit.config import ModelConfig
+from lpkit.contracts import Attend
 from lpkit.kernels.rows import gelu
-from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.adapters import (
+    AdapterSettings,
+    BottleneckSettings,
+    LoraSettings,
+    PromptSettings,
+    VirtualSettings,
+    adapted,
+)
 from lpkit.techniques.operation import fused
+
+STD = 0.02      # of a prompt and a prefix that begin, as of embeddings in GPT-2
 
 
 class Adapter(nn.Module):
@@ -141,6 +154,29 @@ class ScaledInput(Adapter):
         return self.base.weight.float() * self.scale.float(), self.base.bias
 
 
+class Prefix(nn.Module):
+    """Keys and values of a layer, learned as they are, before those of the text. Any causal backend
+    takes them: their queries are zeros, whose results are left out."""
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device):
+        super().__init__()
+        self.shape = length, 2, config.G, config.E
+        self.weight = nn.Parameter(torch.empty(length, 2 * config.G * config.E, device=device))
+        nn.init.normal_(self.weight, std=STD)
+
+    # (B, H, T, E), twice (B, G, T, E) -> (B, H, T, E)
+    def forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+                ) -> Tensor:
+        P, (k, v) = self.shape[0], self.before(k, v)
+        return attend(F.pad(q, (0, 0, P, 0)), k, v, *others)[:, :, P:]
+
+    def before(self, *pair: Tensor) -> list[Tensor]:
+        """Keys and values (B, G, S, E) behind what was learned, (B, G, P + S, E)."""
+        own = self.weight.view(self.shape).permute(1, 2, 0, 3)
+        return [torch.cat((one.type_as(t).expand(len(t), -1, -1, -1), t), dim=2)
+                for one, t in zip(own, pair)]
+
+
 def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     """One tensor in which the groups of `parts` along `dim` take turns."""
     if len(parts) == 1:
@@ -186,6 +222,23 @@ def add_bottlenecks(model: nn.Module, settings: BottleneckSettings) -> None:
 def add_scales(model: nn.Module, settings: AdapterSettings) -> None:
     _around(model, settings, lambda base, rows: ScaledKeysValues(base, rows) if rows else
             ScaledInput(base))
+
+
+def add_prefix(model: nn.Module, settings: VirtualSettings) -> None:
+    model.requires_grad_(False)
+    model.positions.first = settings.length
+    for block in model.blocks:
+        attention = block.attention
+        where = attention.qkv.weight.device
+        attention.prefix = Prefix(model.config, settings.length, where)
+        attention.attend = partial(attention.prefix, attention.attend)
+
+
+def add_prompt(model: nn.Module, settings: PromptSettings) -> None:
+    model.requires_grad_(False)
+    where = model.embed.weight.device
+    model.prompt = nn.Embedding(settings.length, model.config.D, device=where)
+    nn.init.normal_(model.prompt.weight, std=STD)
 
 
 def _around(model: nn.Module, settings: AdapterSettings,

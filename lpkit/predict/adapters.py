@@ -5,8 +5,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lpkit.errors import ConfigError
-from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
-from lpkit.techniques.blocks import Operations
+from lpkit.techniques.adapters import (
+    AdapterSettings,
+    BottleneckSettings,
+    LoraSettings,
+    VirtualSettings,
+    adapted,
+    attended,
+)
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, fused, linear
 
 
@@ -16,6 +23,10 @@ def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iter
     targets, block = adapted((op.name for op in ops.block if op.matmul), settings), []
     for op in ops.block:
         block += new(op) if op.matmul and op.name in targets else [op.frozen]
+    return _frozen(ops, block)
+
+
+def _frozen(ops: Operations, block: Iterable[Op]) -> Operations:
     return replace(ops, block=tuple(block), embed=ops.embed.frozen, head=ops.head.frozen,
                    positions=ops.positions.frozen, norm=ops.norm.frozen)
 
@@ -93,3 +104,41 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
         yield from (op.frozen, scale) if queries else (scale, op.frozen)
 
     return _beside(ops, settings, new)
+
+
+def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
+    """Blocks see more tokens; the last norm, the head and the loss see those of the text."""
+    m, share = s.model, 1 + settings.length / s.model.T
+    longer = operations(replace(s, model=attended(m)))
+    more = s.stream_bytes * (share - 1)
+    norm = ops.norm.frozen
+    cut = Hold(nbytes=s.stream_bytes + more, grows=more)      # its gradient is padded with zeros
+    norm = replace(norm, backward=(*norm.backward, cut))
+    own = Op(name="prompt", part="prompt", params=settings.length * m.D,
+             shape=(settings.length, m.D))
+    block = (replace(op.frozen, tokens_share=share) for op in longer.block)
+    return replace(_frozen(ops, block), prompt=own, positions=longer.positions.frozen, norm=norm)
+
+
+def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
+    """Attention is that of a longer text, whose q, k and v are made anew: no view keeps their
+    product."""
+    m, P = s.model, settings.length
+    longer = replace(s, model=attended(m), made_anew=True)
+    [here, there] = (next(op for op in one.block if op.name == "attention")
+                     for one in (ops, operations(longer)))
+    # backward: zeros for the results that were left out; at the end what is of the prefix has gone
+    more = s.batch * P * m.H * m.E * s.compute_bytes
+    work, turn = there.backward
+    grows = sum(hold.grows for hold in here.backward) - more - work.grows
+    cut = Hold(nbytes=s.tokens * m.H * m.E * s.compute_bytes + more, grows=more)
+    there = replace(there, backward=(cut, work, replace(turn, nbytes=here.backward[1].nbytes,
+                                                        grows=grows)),
+                    saved_bytes=(here if s.attends_again else there).saved_bytes)
+    own = Op(name="attention.prefix", part="attention", params=P * 2 * m.G * m.E,
+             shape=(P, 2 * m.G * m.E),
+             moved_bytes=2 * longer.tokens * (m.H + 2 * m.G) * m.E * s.compute_bytes)
+    block = []
+    for op in ops.block:
+        block += [own, there.frozen] if op is here else [op.frozen]
+    return _frozen(ops, block)

@@ -64,7 +64,7 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
-        part = op.tokens_share < 1      # else numbers stay whole, and letters are letters
+        part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
             found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,

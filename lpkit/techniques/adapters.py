@@ -7,12 +7,13 @@ they adapt the weights of a run, and without it an initialisation.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lpkit.errors import ConfigError, nearest, shown
-from lpkit.techniques.operation import Kind
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.operation import POSITIONS, Kind
 from lpkit.techniques.row import Settings
 from lpkit.values import Count, Positive
 
@@ -67,6 +68,42 @@ class BottleneckSettings(AdapterSettings):
     width: Count = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class VirtualSettings(Settings):
+    """`length` learned places before a text, which has model.context tokens all the same."""
+
+    where = "model.changes."
+
+    length: Count = 20
+
+    def problem(self, m: Any) -> str:
+        """Why the model `m` cannot have it, and the way out; empty: it can."""
+        if len(m.changes) > 1:
+            return f"model.changes={self.name} stands alone; leave out the others"
+        if not POSITIONS[m.position].turns:
+            return (f"model.changes={self.name} stands before {m.T} tokens, and "
+                    f"model.position={m.position} has no place for more; set model.position=rope")
+        if m.attention.rule(m.T) != Rule():
+            return (f"model.changes={self.name} is seen by every token, and "
+                    f"model.attention={m.attention.name} may hide it; set model.attention=full")
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSettings(VirtualSettings):
+    pass
+
+
+def virtual(m: Any, kind: type = VirtualSettings) -> int:
+    """The places before a text."""
+    return sum(one.length for one in m.changes if isinstance(one, kind))
+
+
+def attended(m: Any) -> Any:
+    """The model without changes whose context is what attention meets."""
+    return replace(m, context=m.T + virtual(m), changes=()) if virtual(m) else m
+
+
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
     """`names` that `settings` adapts, in order. Raises ConfigError for a pattern without any."""
     names = list(names)
@@ -99,6 +136,14 @@ ADAPTERS: dict[str, Kind] = {
         operations=TERMS + "lora", why="LoRA that begins as the largest singular directions of the matrix",
         source="Meng et al. 2024, arXiv:2404.02948", settings=PissaSettings(),
         implementation=OF + "add_pissa"),
+    "prefix": Kind(
+        operations=TERMS + "prefix", why="learned keys and values before those of each layer, the model frozen",
+        source="Li and Liang 2021, arXiv:2101.00190, without the MLP that makes them in training",
+        settings=VirtualSettings(), implementation=OF + "add_prefix"),
+    "prompt": Kind(
+        operations=TERMS + "prompt", why="learned vectors before the embeddings of the text, the model frozen",
+        source="Lester et al. 2021, arXiv:2104.08691", settings=PromptSettings(),
+        implementation=OF + "add_prompt"),
     "rslora": Kind(
         operations=TERMS + "lora", why="LoRA whose product counts alpha over the root of its rank",
         source="Kalajdzievski 2023, arXiv:2312.03732", settings=StableLoraSettings(),

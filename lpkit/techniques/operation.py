@@ -127,6 +127,7 @@ class MicroBatch:
     operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
     attends_again: bool = False             # in backward; of attention q, k and v alone are kept
     head_bytes: float | None = None         # of the head's
+    made_anew: bool = False                 # q, k and v, copied from the product that gave them
     norms_written_out: bool = False         # a GPU's RMSNorm is several operations in float32
 
     @functools.cached_property
