@@ -21,10 +21,15 @@ from tests.test_promise import _cpu
 SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.kv_heads": 2, "model.mlp": "swiglu",
                           "model.context": 32, "global_batch": 2, "steps": 30, "schedule.warmup_steps": 3, "precision.recipe": "fp32", "system.device": "cpu",
                           "system.threads": 1, "eval_batches": 1, "optimizer.lr": 0.01})
-OPTIONS = {"lora": {"rank": 4}, "dora": {"rank": 4}, "rslora": {"rank": 4}, "pissa": {"rank": 4}, "bottleneck": {"width": 8}, "ia3": {}}
+OPTIONS = {"lora": {"rank": 4}, "dora": {"rank": 4}, "rslora": {"rank": 4}, "pissa": {"rank": 4}, "bottleneck": {"width": 8}, "ia3": {},
+           "prompt": {"length": 8}, "prefix": {"length": 8}}
+VIRTUAL = ("prompt", "prefix")
+LINEAR = [name for name in ADAPTERS if name not in ("bottleneck", *VIRTUAL)]       # each is one Linear
 
 
 def of(name, base=SMALL, **more):
+    if name in VIRTUAL:
+        base = base.replace({"model.position": "rope"})
     return base.replace({"model.changes": [{"name": name, **OPTIONS[name], **more}]})
 
 
@@ -46,7 +51,7 @@ def test_trained_weights_are_those_of_the_description(name, shared):
     assert all(p.grad is None for n, p in training.model.named_parameters() if n not in trained)
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", [name for name in ADAPTERS if name not in VIRTUAL])
 def test_it_begins_as_the_model_that_it_adapts(name):
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -54,7 +59,7 @@ def test_it_begins_as_the_model_that_it_adapts(name):
     torch.testing.assert_close(found, due, rtol=0, atol=2e-6 if name == "pissa" else 0)
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "bottleneck"])
+@pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("shared", [False, True])
 def test_merged_it_is_one_linear(name, shared):
     """In float64, with weights of every adapter drawn anew: to 1e-12."""
@@ -124,8 +129,10 @@ def drawn(seed):
         "optimizer": rng.choice(["adamw", "lion", "momentum"])})
     if base.precision.recipe.name != "fp32":
         base = base.replace({"memory.param_dtype": rng.choice(["fp32", "bf16"])})
-    own = {key: value for key, value in {"rank": 16, "width": 32}.items() if key in OPTIONS[name]}
+    own = {key: value for key, value in {"rank": 16, "width": 32, "length": 20}.items() if key in OPTIONS[name]}
     shared = {"shared": rng.choice([True, False])} if "rank" in own else {}
+    if name in VIRTUAL:
+        base = base.replace({"model.position": "rope"})
     return base.replace({"model.changes": [{"name": name, **own, **shared}]})
 
 
@@ -141,7 +148,7 @@ def test_peaks_of_drawn_configs(seed):
     assert least < formula.peak_bytes / trace.peak_bytes - 1 < most, str(config.to_dict()["model"])
 
 
-@pytest.mark.parametrize("name", [name for name in ADAPTERS if name != "bottleneck"])
+@pytest.mark.parametrize("name", [*LINEAR, *VIRTUAL])
 def test_flops_are_those_that_torch_counts(name):
     """But for what the first block need not hand down: its input has no gradient."""
     config = of(name, SMALL.replace({"system.attention": "plain"}))
@@ -150,6 +157,9 @@ def test_flops_are_those_that_torch_counts(name):
         training.forward_backward(training.batch(0))
     tokens, D, qkv = 2 * 32, 48, 48 + 2 * 2 * 8
     unused = 2 * tokens * D * (qkv + 3 * OPTIONS[name].get("rank", 0))
+    if name == "prefix":        # nor have its queries
+        unused += 2 * 2 * D * (32 + 8)**2
+    unused *= name != "prompt"
     assert training_flops(config.model, batch=2) - unused == counter.get_total_flops()
 
 

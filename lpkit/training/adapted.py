@@ -86,7 +86,8 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
         about = {"peft_type": next(key for key, name in VIRTUAL.items() if name == row.name),
                  "num_virtual_tokens": row.length, "token_dim": width, "num_layers": plain.L,
                  "num_attention_heads": width // plain.E, "num_transformer_submodules": 1}
-        _write(folder, about, {LEARNED: torch.cat([*tensors.values()], dim=1)})
+        own = [p.detach() for p in rebuilt(run, tensors).parameters() if p.requires_grad]
+        _write(folder, about, {LEARNED: torch.cat(own, dim=1)})
         return
     if [isinstance(row, LoraSettings) for row in settings] != [True]:
         raise ConfigError(f"peft's files hold one of lora, rslora, dora, pissa, prompt and prefix, and "
