@@ -9,12 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpkit
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.nn.adapters import Adapter
+from lpkit.nn.adapters import Adapter, Dora
+from lpkit.nn.kv_cache import new_cache
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
 from lpkit.techniques.adapters import ADAPTERS, adapted
 from lpkit.training.checkpoint import load_latest
+from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
 from tests.test_promise import _cpu
 
@@ -181,3 +183,86 @@ def test_rates_of_a_and_b_are_groups_of_the_optimizer():
     rates = {names[p]: group["initial_lr"] for group in training.optimizer.param_groups for p in group["params"]}
     assert {name: rate / config.optimizer.lr for name, rate in rates.items()} == {name: 16 if ".B." in name else 1 for name in rates}
     assert len({*rates.values()}) == 2
+
+
+NEW = ("dora", *VIRTUAL)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*NEW, "pissa"])
+def test_ranks_have_the_numbers_of_one_process_or_are_refused(name, parent, tmp_path):
+    config = of(name).replace({"steps": 3})
+    due = [line["loss"] for line in lpkit.train(config, out=tmp_path / "one").metrics]
+    for zero in range(4):
+        layout = config.replace({"parallel.shard": 2, "parallel.zero": zero} if zero else {"parallel.data": 2})
+        if zero > 1 and name in ("dora", "pissa"):
+            with pytest.raises(ConfigError, match=rf"model\.changes={name} begins as something made of whole weights, and ZeRO {zero} gives each rank rows"):
+                Training.build(layout)
+            continue
+        run = lpkit.launch(layout, processes=2, out=tmp_path / f"zero{zero}", parent=parent).result()
+        assert [line["loss"] for line in run.metrics] == pytest.approx(due, rel=1e-5), zero
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_recomputed_blocks_have_the_same_numbers(name, tmp_path):
+    losses = {}
+    for how in ("none", "block", "core-attention", "selective"):
+        config = of(name).replace({"steps": 3, "memory.recompute": how})
+        losses[how] = [line["loss"] for line in lpkit.train(config, out=tmp_path / how).metrics]
+    assert len({tuple(one) for one in losses.values()}) == 1, losses
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", NEW)
+def test_what_is_sampled_with_a_cache_is_what_the_model_says(name, changes, tmp_path):
+    """Greedy, of prompts of several lengths at once; the first of one token. Past the context it goes on, and what was
+    learned stays in sight."""
+    run = lpkit.train(of(name).replace({"model.position": "rope", "steps": 12, **changes}), out=tmp_path / "run")
+    prompts, training = ["a", "import ", "def f(self, x):"], trained(run)
+    texts = lpkit.sample(run, prompt=prompts, tokens=12, temperature=0)
+    for prompt, text in zip(prompts, texts):
+        ids = torch.tensor([list(text.encode())])[:, :len(prompt) + 12]
+        with torch.no_grad():
+            logits = training.logits(ids[:, :-1])[0, len(prompt) - 1:].float()
+        best, said = logits.max(-1).values, logits.gather(1, ids[0, len(prompt):, None])[:, 0]
+        assert (best - said).max() < (1e-5 if not changes else 0.1)
+    assert len(lpkit.sample(run, prompt="a", tokens=50, temperature=0)) > 40
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_a_full_cache_drops_text_and_no_place_before_it(name, tmp_path):
+    """The newest logits of a cache that has lost its oldest tokens: those of its tokens alone, turned as they stand."""
+    training = built(of(name, length=5))
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = new_cache(training.config.model, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        training.model.hidden(tokens[:, :20], cache)
+        for i in range(20, 40):
+            found = training.logits(tokens[:, i:i + 1], cache)
+    slots = cache.slots
+    assert (slots.count, slots.first) == ((37, 5) if name == "prompt" else (32, 0))
+    places = cache.places[0].tolist()
+    assert places[:slots.first] == [*range(slots.first)] and sorted(places)[slots.first:] == [*range(8 + slots.first, 40 + slots.first)]
+    assert found.isfinite().all()
+
+
+def test_an_adapter_in_16_bits_beside_a_base_in_8():
+    """The recipe names what stays: its norm is of the weights as they are kept."""
+    config = of("dora").replace({"model.width": 64, "model.heads": 4, "model.context": 32, "precision.recipe": {"name": "fp8-tensorwise", "high_precision_layers": ["*.A", "*.B.*", "head"]}})
+    training = built(config)
+    kinds = {name: type(one).__name__ for name, one in training.model.named_modules() if isinstance(one, torch.nn.Linear)}
+    assert {kind for name, kind in kinds.items() if name.endswith(".base")} == {"ScaledLinear"}
+    assert {kind for name, kind in kinds.items() if ".A" in name or ".B." in name} == {"Linear"}
+    before = training.update(0).loss
+    assert training.update(1).loss.isfinite() and before.isfinite()
+    one = next(one for one in training.model.modules() if isinstance(one, Dora))
+    torch.testing.assert_close(one.norm(), (one.base.weight + one.delta()).norm(dim=1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("changes, sentence", [
+    ({"model.changes": "prompt,lora"}, "model.changes=prompt stands alone; leave out the others"),
+    ({"model.changes": "prefix", "model.position": "learned"}, "model.changes=prefix stands before 32 tokens, and model.position=learned has no place for more; set model.position=rope"),
+    ({"model.changes": "prefix", "model.attention": "window"}, "model.changes=prefix is seen by every token, and model.attention=window may hide it; set model.attention=full")])
+def test_what_cannot_stand_before_a_text(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        SMALL.replace({"model.position": "rope", **changes})

@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.kernels.rows import gelu
-from lpkit.techniques.adapters import (
-    AdapterSettings,
-    BottleneckSettings,
-    LoraSettings,
-    PromptSettings,
-    VirtualSettings,
-    adapted,
-)
+from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.adapters import VirtualSettings as Virtual
 from lpkit.techniques.operation import fused
 
 STD = 0.02      # of a prompt and a prefix that begin, as of embeddings in GPT-2
@@ -224,7 +218,7 @@ def add_scales(model: nn.Module, settings: AdapterSettings) -> None:
             ScaledInput(base))
 
 
-def add_prefix(model: nn.Module, settings: VirtualSettings) -> None:
+def add_prefix(model: nn.Module, settings: Virtual) -> None:
     model.requires_grad_(False)
     model.positions.first = settings.length
     for block in model.blocks:
@@ -234,7 +228,7 @@ def add_prefix(model: nn.Module, settings: VirtualSettings) -> None:
         attention.attend = partial(attention.prefix, attention.attend)
 
 
-def add_prompt(model: nn.Module, settings: PromptSettings) -> None:
+def add_prompt(model: nn.Module, settings: Virtual) -> None:
     model.requires_grad_(False)
     where = model.embed.weight.device
     model.prompt = nn.Embedding(settings.length, model.config.D, device=where)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
-from lpkit.techniques.adapters import PromptSettings, virtual
+from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.formats import FORMATS
@@ -102,7 +102,7 @@ class KeysValues(Cache):
                  dtype: torch.dtype, device: torch.device | str):
         super().__init__(config, batch, device)
         self.rule = config.attention.rule(config.T)
-        self.slots = slots(self.rule, tokens, first=virtual(config, PromptSettings))
+        self.slots = slots(self.rule, tokens, first=virtual(config, "prompt"))
         shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
         self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
                        for _ in range(config.L)]

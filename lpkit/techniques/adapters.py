@@ -89,14 +89,10 @@ class VirtualSettings(Settings):
         return ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PromptSettings(VirtualSettings):
-    pass
-
-
-def virtual(m: Any, kind: type = VirtualSettings) -> int:
-    """The places before a text."""
-    return sum(one.length for one in m.changes if isinstance(one, kind))
+def virtual(m: Any, name: str = "") -> int:
+    """The places before a text, of the row `name` alone where one is given."""
+    return sum(one.length for one in m.changes if isinstance(one, VirtualSettings)
+               and name in ("", one.name))
 
 
 def attended(m: Any) -> Any:
@@ -142,7 +138,7 @@ ADAPTERS: dict[str, Kind] = {
         settings=VirtualSettings(), implementation=OF + "add_prefix"),
     "prompt": Kind(
         operations=TERMS + "prompt", why="learned vectors before the embeddings of the text, the model frozen",
-        source="Lester et al. 2021, arXiv:2104.08691", settings=PromptSettings(),
+        source="Lester et al. 2021, arXiv:2104.08691", settings=VirtualSettings(),
         implementation=OF + "add_prompt"),
     "rslora": Kind(
         operations=TERMS + "lora", why="LoRA whose product counts alpha over the root of its rank",
