@@ -191,5 +191,5 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
         optimizer.zero_grad()
         found.append((ours.update(step).loss.item(), loss.item()))
     assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
-    assert found[-1][0] < found[0][0] - 0.001
-    assert all(p.abs().max() > 0.01 for name, p in ours.model.named_parameters() if ".B." in name)     # 50 steps of 0.002
+    began = dict(trained(start).model.named_parameters())
+    assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters() if p.requires_grad)     # 50 steps of 0.002

@@ -146,7 +146,7 @@ def test_peaks_of_drawn_configs(seed):
     formula, trace = memory(config, _cpu()), lpkit.predict_trace(config)
     low = config.precision.recipe.name == "fp8-tensorwise"
     assert ("an adapter's forward pass in low precision" in formula.doubt) == low
-    least, most = (-0.15, 0.04) if low else (-0.02, 0.02)
+    least, most = (-0.15, 0.05) if low else (-0.02, 0.02)
     assert least < formula.peak_bytes / trace.peak_bytes - 1 < most, str(config.to_dict()["model"])
 
 
@@ -203,7 +203,7 @@ def test_ranks_have_the_numbers_of_one_process_or_are_refused(name, parent, tmp_
         assert [line["loss"] for line in run.metrics] == pytest.approx(due, rel=1e-5), zero
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", [*NEW, "lora"])
 def test_recomputed_blocks_have_the_same_numbers(name, tmp_path):
     losses = {}
     for how in ("none", "block", "core-attention", "selective"):

@@ -51,6 +51,8 @@ class Lora(Adapter):
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         parts = (self.A(x) * self.scale).chunk(len(self.B), dim=-1)     # scaled where it is thin
         delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
+        if len(self.B) == 1:        # a product's own result, which selective recomputation keeps
+            delta = delta.clone()
         return delta.add_(self.base(x))     # in place: a third tensor of this size is not needed
 
     def delta(self) -> Tensor:
