@@ -1,20 +1,26 @@
 """Adapters: what is trained, to the byte; the model that they begin as; the Linear that they equal."""
 
 import random
+import re
+from collections import Counter
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.saved import saved_bytes
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.nn.adapters import Adapter, Dora
 from lpkit.nn.kv_cache import new_cache
+from lpkit.nn.transformer import cross_entropy
+from lpkit.predict.activations import kept
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
 from lpkit.techniques.adapters import ADAPTERS, adapted
+from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
@@ -106,8 +112,8 @@ def test_it_begins_from_a_run_and_resumes_bit_for_bit(name, tmp_path):
     handle.result()
     parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
-    kept = {name for name in load_latest(whole.checkpoints)[0].tensors if name.startswith("model/")}
-    assert kept and not any(".base." in name or "norm" in name for name in kept)
+    held = {name for name in load_latest(whole.checkpoints)[0].tensors if name.startswith("model/")}
+    assert held and not any(".base." in name or "norm" in name for name in held)
 
 
 def test_targets_are_in_the_order_of_the_model():
@@ -186,6 +192,28 @@ def test_rates_of_a_and_b_are_groups_of_the_optimizer():
 
 
 NEW = ("dora", *VIRTUAL)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+@pytest.mark.parametrize("name", NEW)
+def test_activations_are_what_autograd_keeps_to_the_byte(name, backend, norm):
+    """By the operation; but for what the first block need not keep, since nothing before it is trained."""
+    config = of(name).replace({"model.position": "rope", "model.norm": norm})
+    model, x = build.made(config, backend), torch.zeros(3, 32, dtype=torch.long)
+    found = saved_bytes(model, lambda: cross_entropy(model(x), x)).operations
+    formula = kept(config.model, batch=3, attention=backend).operations
+    short = lambda name: re.sub(r"\.(magnitude|prefix|B\.\d+|B)$", "", name)
+    due, has = Counter(), Counter()
+    for counter, one in ((due, formula), (has, found)):
+        for operation, nbytes in one.items():
+            counter[short(operation)] += nbytes
+    due["embed"] -= 8 * 3 * 32                  # its tokens are for a gradient
+    if name != "prompt":
+        due["norm1"] -= formula["norm1"] // 2
+    if name == "prefix" and backend == "plain":     # keys, for the gradient of its queries
+        due["attention"] -= 4 * 3 * 48 * (32 + 8)
+    assert {one: nbytes for one, nbytes in due.items() if nbytes} == has
 
 
 @pytest.mark.dist

@@ -113,7 +113,8 @@ def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
     more = s.stream_bytes * (share - 1)
     norm = ops.norm.frozen
     cut = Hold(nbytes=s.stream_bytes + more, grows=more)      # its gradient is padded with zeros
-    norm = replace(norm, backward=(*norm.backward, cut))
+    # what it saves of the text is a view of all
+    norm = replace(norm, backward=(*norm.backward, cut), saved_bytes=norm.saved_bytes + more)
     own = Op(name="prompt", part="prompt", params=settings.length * m.D,
              shape=(settings.length, m.D))
     block = (replace(op.frozen, tokens_share=share) for op in longer.block)
