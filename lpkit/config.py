@@ -112,6 +112,9 @@ class ModelConfig(Group):
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
             _pick(table, getattr(self, key), f"model.{key}")
+        for change in self.changes:
+            if problem := getattr(change, "problem", lambda m: "")(self):
+                raise ConfigError(problem)
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
             above = below + self.heads

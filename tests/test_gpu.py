@@ -81,7 +81,8 @@ def test_an_update_never_waits_for_the_gpu(corpus, monkeypatch, changes):
 
 
 ROWS = {**{f"optimizer={name}": {"optimizer": name} for name in OPTIMIZERS},
-        **{f"model.changes={name}": {"model.changes": [{"name": name}]} for name in ADAPTERS}}
+        **{f"model.changes={name}": {"model.changes": [{"name": name}], "model.position": "rope" if name in ("prompt", "prefix") else "learned"}
+           for name in ADAPTERS}}
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -49,13 +49,16 @@ def _adapter(args: Namespace) -> dict:
 
     [row] = bring_adapter(args.folder, base, args.out).config.model.changes
     return {"folder": str(args.folder), "run_dir": str(args.out), "base": str(args.base),
-            "rank": row.rank, "alpha": row.alpha, "targets": list(row.targets)}
+            "adapter": row.name, **{key: list(value) if isinstance(value, tuple) else value
+                                    for key, value in vars(row).items() if key != "name"}}
 
 
 def text(result: dict) -> str:
     if "base" in result:
-        return (f"{named(result['run_dir'])}: LoRA of rank {result['rank']} on "
-                f"{', '.join(result['targets'])} of {named(result['base'])}")
+        what = f"{result['length']} places before the text" if "length" in result else (
+            f"rank {result['rank']} on {', '.join(result['targets'])}")
+        return (f"{named(result['run_dir'])}: {result['adapter']}, {what} of "
+                f"{named(result['base'])}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")

@@ -4,13 +4,21 @@ A parameter of a fused matrix lies by group of heads, as the matrix does: `side_
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lpkit.config import ModelConfig
+from lpkit.contracts import Attend
 from lpkit.kernels.rows import gelu
 from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.adapters import VirtualSettings as Virtual
 from lpkit.techniques.operation import fused
+
+STD = 0.02      # of a prompt and a prefix that begin, as of embeddings in GPT-2
 
 
 class Adapter(nn.Module):
@@ -43,6 +51,8 @@ class Lora(Adapter):
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
         parts = (self.A(x) * self.scale).chunk(len(self.B), dim=-1)     # scaled where it is thin
         delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
+        if len(self.B) == 1:        # a product's own result, which selective recomputation keeps
+            delta = delta.clone()
         return delta.add_(self.base(x))     # in place: a third tensor of this size is not needed
 
     def delta(self) -> Tensor:
@@ -52,6 +62,40 @@ class Lora(Adapter):
 
     def merged(self) -> tuple[Tensor, Tensor | None]:
         return self.base.weight.float() + self.delta(), self.base.bias
+
+
+class Dora(Lora):
+    """y = m (W + scale B A) x / |W + scale B A|, row by row; the norm is a number, not a function of
+    A and B (Liu et al. 2024, section 4.3)."""
+
+    def __init__(self, base: nn.Linear, *sizes: Any):
+        super().__init__(base, *sizes)
+        self.magnitude = nn.Parameter(self.norm().type_as(base.weight))
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """(out,), in float32 at least. No matrix of W's size is made for it:
+        |w + s A^T b|^2 = |w|^2 + b (2 s A w + s^2 A A^T b)."""
+        w, s, found = self.base.weight, self.scale, []
+        wide = torch.promote_types(w.dtype, torch.float32)
+        rows = [B.out_features // self.groups for B in self.B]
+        parts = w.unflatten(0, (self.groups, -1)).split(rows, dim=1)
+        with torch.autocast(w.device.type, enabled=False):
+            for part, A, B in zip(parts, self.A.weight.chunk(len(rows)), self.B):
+                b = B.weight.unflatten(0, (self.groups, -1))
+                cross = 2 * s * torch.bmm(part, A.mT.expand(self.groups, -1, -1))
+                found.append((b * (cross + s**2 * (b @ (A @ A.mT)))).sum(-1, dtype=wide))
+        square = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
+        return (square + torch.cat(found, dim=1).flatten()).clamp_min(1e-24).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
+        z, share, bias = super().forward(x), self.magnitude / self.norm(), self.base.bias
+        y = z * share.to(z.dtype)
+        return y if bias is None else y.add_((bias * (1 - share)).to(z.dtype))  # it has no length
+
+    def merged(self) -> tuple[Tensor, Tensor | None]:
+        weight, bias = super().merged()
+        return (self.magnitude / self.norm())[:, None] * weight, bias
 
 
 class Bottleneck(Adapter):
@@ -106,6 +150,29 @@ class ScaledInput(Adapter):
         return self.base.weight.float() * self.scale.float(), self.base.bias
 
 
+class Prefix(nn.Module):
+    """Keys and values of a layer, learned as they are, before those of the text. Any causal backend
+    takes them: their queries are zeros, whose results are left out."""
+
+    def __init__(self, config: ModelConfig, length: int, device: torch.device):
+        super().__init__()
+        self.shape = length, 2, config.G, config.E
+        self.weight = nn.Parameter(torch.empty(length, 2 * config.G * config.E, device=device))
+        nn.init.normal_(self.weight, std=STD)
+
+    # (B, H, T, E), twice (B, G, T, E) -> (B, H, T, E)
+    def forward(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+                ) -> Tensor:
+        P, (k, v) = self.shape[0], self.before(k, v)
+        return attend(F.pad(q, (0, 0, P, 0)), k, v, *others)[:, :, P:]
+
+    def before(self, *pair: Tensor) -> list[Tensor]:
+        """Keys and values (B, G, S, E) behind what was learned, (B, G, P + S, E)."""
+        own = self.weight.view(self.shape).permute(1, 2, 0, 3)
+        return [torch.cat((one.type_as(t).expand(len(t), -1, -1, -1), t), dim=2)
+                for one, t in zip(own, pair)]
+
+
 def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     """One tensor in which the groups of `parts` along `dim` take turns."""
     if len(parts) == 1:
@@ -115,11 +182,15 @@ def side_by_side(parts: Sequence[Tensor], groups: int, dim: int) -> Tensor:
     return torch.cat(each, dim=dim + 1).flatten(dim, dim + 1)
 
 
-def add_lora(model: nn.Module, settings: LoraSettings) -> None:
+def add_lora(model: nn.Module, settings: LoraSettings, kind: type[Lora] = Lora) -> None:
     def lora(base: nn.Linear, rows: Sequence[int]) -> Lora:
-        return Lora(base, settings.rank, settings.scale, () if settings.shared else rows)
+        return kind(base, settings.rank, settings.scale, () if settings.shared else rows)
 
     _around(model, settings, lora)
+
+
+def add_dora(model: nn.Module, settings: LoraSettings) -> None:
+    add_lora(model, settings, Dora)
 
 
 @torch.no_grad()
@@ -147,6 +218,23 @@ def add_bottlenecks(model: nn.Module, settings: BottleneckSettings) -> None:
 def add_scales(model: nn.Module, settings: AdapterSettings) -> None:
     _around(model, settings, lambda base, rows: ScaledKeysValues(base, rows) if rows else
             ScaledInput(base))
+
+
+def add_prefix(model: nn.Module, settings: Virtual) -> None:
+    model.requires_grad_(False)
+    model.positions.first = settings.length
+    for block in model.blocks:
+        attention = block.attention
+        where = attention.qkv.weight.device
+        attention.prefix = Prefix(model.config, settings.length, where)
+        attention.attend = partial(attention.prefix, attention.attend)
+
+
+def add_prompt(model: nn.Module, settings: Virtual) -> None:
+    model.requires_grad_(False)
+    where = model.embed.weight.device
+    model.prompt = nn.Embedding(settings.length, model.config.D, device=where)
+    nn.init.normal_(model.prompt.weight, std=STD)
 
 
 def _around(model: nn.Module, settings: AdapterSettings,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
+from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.formats import FORMATS
@@ -101,7 +102,7 @@ class KeysValues(Cache):
                  dtype: torch.dtype, device: torch.device | str):
         super().__init__(config, batch, device)
         self.rule = config.attention.rule(config.T)
-        self.slots = slots(self.rule, tokens)
+        self.slots = slots(self.rule, tokens, first=virtual(config, "prompt"))
         shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
         self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
                        for _ in range(config.L)]
@@ -152,7 +153,12 @@ class KeysValues(Cache):
         for stored, t in zip(self.layers[layer], (k, v)):
             stored.put(self.at, t)
         keys, values = (stored.read(self.filled) for stored in self.layers[layer])
-        return last_token(q, keys, values, self.mask, own, self.rule.soft_cap)
+        mask, count = self.mask, keys.shape[2]
+        if attention.prefix is not None:        # in no slot: it is the same for all
+            keys, values = attention.prefix.before(keys, values)
+            if mask is not None:
+                mask = F.pad(mask, (keys.shape[2] - count, 0), value=True)
+        return last_token(q, keys, values, mask, own, self.rule.soft_cap)
 
     def row(self, b: int) -> Self:
         one = copy.copy(self)

@@ -122,7 +122,7 @@ class RotaryPositions(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.E, self.theta, self.T = config.E, config.rope_theta, config.T
-        self.factor = config.rope_factor
+        self.factor, self.first = config.rope_factor, 0     # where the first token stands
 
     def add(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x
@@ -132,8 +132,9 @@ class RotaryPositions(nn.Module):
         differ by sequence, (B, 1, T, E), which kernels do not take."""
         i = torch.arange(0, self.E, 2, dtype=torch.float32, device=like.device)
         if isinstance(start, Tensor):
-            places = (start if start.ndim == 1 else start[:, None]).float()
+            places = (start if start.ndim == 1 else start[:, None]).float() + self.first
         else:
+            start += self.first
             places = torch.arange(start, start + T, device=like.device).float()
         speeds = self.theta ** (-i / self.E)        # radians a token
         if self.factor != 1:

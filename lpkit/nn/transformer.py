@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
         self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
         self.kind = KINDS[config.attention.name].load()(config)
-        self.q_norm = self.k_norm = None
+        self.q_norm = self.k_norm = self.prefix = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
@@ -109,6 +109,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(block(config, attend) for _ in range(config.L))
         self.norm = NORMS[config.norm].load()(config)
         self.head = nn.Linear(config.D, config.V, bias=False)
+        self.prompt = None      # learned embeddings before those of the text
         if config.tied:
             self.head.weight = self.embed.weight
 
@@ -122,16 +123,19 @@ class Transformer(nn.Module):
         if documents is not None and documents.shape != tokens.shape:
             raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
                               f"{tuple(tokens.shape)}; give one id for each token")
-        start = 0 if places is None else places
+        x, start, P = self.embed(tokens), 0 if places is None else places, 0
+        if self.prompt is not None and not (cache is not None and cache.lengths.any()):
+            prompt = self.prompt.weight.type_as(x)
+            x, P = torch.cat((prompt.expand(len(x), -1, -1), x), dim=1), len(prompt)
         if cache is not None:
-            start = cache.begin(T)
+            start = cache.begin(P + T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
             documents = torch.zeros_like(tokens)        # one, as a prompt is
-        x = self.positions.add(self.embed(tokens), start)
-        rotation = self.positions.rotation(T, start, x)
+        x = self.positions.add(x, start)
+        rotation = self.positions.rotation(P + T, start, x)
         for layer, block in enumerate(self.blocks):
             x = block(x, rotation, cache, layer, documents)
-        return self.norm(x)
+        return self.norm(x[:, P:] if P else x)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
                 places: Tensor | None = None) -> Tensor:

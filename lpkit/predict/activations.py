@@ -78,7 +78,7 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
     if row.repeats_blocks:
         every = row.every(recompute)
         again = range(0, L, every)      # blocks that run again
-        again_bytes = row.again_bytes(s.tokens * s.model.D * s.residual_bytes, sum(block.values()),
+        again_bytes = row.again_bytes(s.stream_bytes * ops.stream_share, sum(block.values()),
                                       ops.result_bytes, recompute)
     held = {"embed": ops.embed.saved_bytes}
     whole = L - len(again)

@@ -10,9 +10,11 @@ from lpkit.techniques.adapters import (
     BottleneckSettings,
     LoraSettings,
     QuantisedBaseSettings,
+    VirtualSettings,
     adapted,
+    attended,
 )
-from lpkit.techniques.blocks import Operations
+from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, fused, linear
 from lpkit.techniques.optimizers import BLOCK
@@ -24,12 +26,40 @@ def _beside(ops: Operations, settings: AdapterSettings, new: Callable[[Op], Iter
     targets, block = adapted((op.name for op in ops.block if op.matmul), settings), []
     for op in ops.block:
         block += new(op) if op.matmul and op.name in targets else [op.frozen]
+    return _frozen(ops, block)
+
+
+def _frozen(ops: Operations, block: Iterable[Op]) -> Operations:
     return replace(ops, block=tuple(block), embed=ops.embed.frozen, head=ops.head.frozen,
                    positions=ops.positions.frozen, norm=ops.norm.frozen)
 
 
 def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
     """y = W x + scale B A x. The input, which the frozen Linear need not save, is saved for A."""
+    return _beside(ops, settings, _low_rank(s, settings))
+
+
+def dora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
+    """The same times a number for each row, which is made of W, A and B: reads W once more."""
+    low_rank = _low_rank(s, settings)
+
+    def new(op: Op) -> Iterator[Op]:
+        (K, out), r = op.matmul, settings.rank
+        wide, residual = s.tokens * out * s.compute_bytes, op.writes_residual
+        yield from low_rank(replace(op, writes_residual=residual and s.mixed))
+        parts = 1 if settings.shared else len(fused(s.model, f"{op.name}.weight")) or 1
+        # backward: gradients of both factors; that of the residual stream is needed still
+        hold = Hold(nbytes=2 * wide, frees=1.0, grows=wide * (residual and not s.mixed))
+        yield Op(name=f"{op.name}.magnitude", part=op.part, params=out,
+                 saved_bytes=wide + out * (FP32 + s.compute_bytes),     # z, the norm, and its share
+                 saved_itemsize=s.compute_bytes, backward=(hold,),
+                 moved_bytes=2 * wide + op.weights * s.residual_bytes,
+                 weight_flops=2 * r * (out * K + parts * r * K + out * r))
+
+    return _beside(ops, settings, new)
+
+
+def _low_rank(s: MicroBatch, settings: LoraSettings) -> Callable[[Op], Iterator[Op]]:
     def new(op: Op) -> Iterator[Op]:
         K, out = op.matmul
         if (most := min(K, out)) < settings.rank:
@@ -44,7 +74,7 @@ def lora(ops: Operations, s: MicroBatch, settings: LoraSettings) -> Operations:
             yield replace(one, reads_residual=False, writes_residual=op.writes_residual)
         yield replace(op.frozen, shares="output")
 
-    return _beside(ops, settings, new)
+    return new
 
 
 def in_codes(ops: Operations, s: MicroBatch, settings: QuantisedBaseSettings) -> Operations:
@@ -99,3 +129,42 @@ def vectors(ops: Operations, s: MicroBatch, settings: AdapterSettings) -> Operat
         yield from (op.frozen, scale) if queries else (scale, op.frozen)
 
     return _beside(ops, settings, new)
+
+
+def prompt(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
+    """Blocks see more tokens; the last norm, the head and the loss see those of the text."""
+    m, share = s.model, 1 + settings.length / s.model.T
+    longer = operations(replace(s, model=attended(m)))
+    more = s.stream_bytes * (share - 1)
+    norm = ops.norm.frozen
+    cut = Hold(nbytes=s.stream_bytes + more, grows=more)      # its gradient is padded with zeros
+    # what it saves of the text is a view of all
+    norm = replace(norm, backward=(*norm.backward, cut), saved_bytes=norm.saved_bytes + more)
+    own = Op(name="prompt", part="prompt", params=settings.length * m.D,
+             shape=(settings.length, m.D))
+    block = (replace(op.frozen, tokens_share=share) for op in longer.block)
+    return replace(_frozen(ops, block), prompt=own, positions=longer.positions.frozen, norm=norm)
+
+
+def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operations:
+    """Attention is that of a longer text, whose q, k and v are made anew: no view keeps their
+    product."""
+    m, P = s.model, settings.length
+    longer = replace(s, model=attended(m), made_anew=True)
+    [here, there] = (next(op for op in one.block if op.name == "attention")
+                     for one in (ops, operations(longer)))
+    # backward: zeros for the results that were left out; at the end what is of the prefix has gone
+    more = s.batch * P * m.H * m.E * s.compute_bytes
+    work, turn = there.backward
+    grows = sum(hold.grows for hold in here.backward) - more - work.grows
+    cut = Hold(nbytes=s.tokens * m.H * m.E * s.compute_bytes + more, grows=more)
+    there = replace(there, backward=(cut, work, replace(turn, nbytes=here.backward[1].nbytes,
+                                                        grows=grows)),
+                    saved_bytes=(here if s.attends_again else there).saved_bytes)
+    own = Op(name="attention.prefix", part="attention", params=P * 2 * m.G * m.E,
+             shape=(P, 2 * m.G * m.E),
+             moved_bytes=2 * longer.tokens * (m.H + 2 * m.G) * m.E * s.compute_bytes)
+    block = []
+    for op in ops.block:
+        block += [own, there.frozen] if op is here else [op.frozen]
+    return _frozen(ops, block)

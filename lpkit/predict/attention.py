@@ -242,6 +242,8 @@ def _qkv(m: Any) -> int:
 
 def _kept_qkv(s: MicroBatch) -> int:
     """Numbers of a token's q, k and v that attention is the first to save."""
+    if s.made_anew:     # v; q and k are turned
+        return s.model.G * s.model.E
     return 0 if s.norms_save_qkv else _qkv(s.model)
 
 

@@ -16,6 +16,7 @@ from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import Efficiency
 from lpkit.techniques import machines
+from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.caches import CACHES, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
@@ -31,7 +32,8 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
     if (state := KINDS[settings.name].state_bytes) is not None:
         return batch * model.L * state(model)
     refuse_keys_to_come(model)
-    held = slots(settings.rule(model.T), min(tokens, model.T)).count
+    prompt = virtual(model, "prompt")
+    held = slots(settings.rule(model.T), min(tokens, model.T), first=prompt).count
     return batch * model.L * 2 * model.G * held * row.vector_bytes(model.E, itemsize)
 
 

@@ -20,6 +20,7 @@ from lpkit.predict.params import parameters, recompute_of
 from lpkit.predict.recipes import Precision, precision_of, row_of, stored
 from lpkit.predict.updates import update_bytes
 from lpkit.techniques import layouts, optimizers
+from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.layouts import GATHERED, Layout
@@ -113,7 +114,8 @@ class Device:
         # tensor ranks of whose logits each has all, and how many these are
         self.logit_ranks = self.tensor if step.stack.keeps_gathered else 1
         self.logits = self.tokens * m.V * self.logit_ranks
-        self.stream = self.stream_tokens * m.D * s.residual_bytes       # and its gradient
+        # and its gradient
+        self.stream = self.stream_tokens * m.D * s.residual_bytes * ops.stream_share
         self.chunk = step.techniques["cross_entropy"].chunk_tokens(step.config.memory.cross_entropy)
         self._parameters()
         self._casts()
@@ -129,10 +131,11 @@ class Device:
     def _parameters(self) -> None:
         """Numbers of its blocks, of its tables and of one block's parts."""
         m, ops, parts = self.s.model, self.ops, parameters(self.s.model)
-        outside = parts["embedding"] + parts["positions"] + parts["head"]
+        prompt = parts.get("prompt", 0)
+        outside = parts["embedding"] + prompt + parts["positions"] + parts["head"]
         self.inside = (sum(parts.values()) - outside) * self.layers / m.L / self.tensor
         self.block_parameters = self.inside / self.layers
-        tables = (self.embeds * (parts["embedding"] + parts["positions"])
+        tables = (self.embeds * (parts["embedding"] + prompt + parts["positions"])
                   + self.heads * parts["head"])
         if m.tied and not self.embeds:
             tables += parts["embedding"]
@@ -244,7 +247,8 @@ def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
     a MicroBatch. Raises ConfigError for an unknown attention."""
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
-                                 low_precision=p.compute_bytes < FP32, model=config.model,
+                                 low_precision=p.compute_bytes < FP32,
+                                 model=attended(config.model),
                                  tiles=on.multiplies_tiles)
     sequences, pieces = layouts.micro_batch(config.global_batch, config.grad_accum_steps,
                                              layout.batch_ranks)

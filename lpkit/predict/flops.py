@@ -64,7 +64,7 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
-        part = op.tokens_share < 1      # else numbers stay whole, and letters are letters
+        part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
             found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,
@@ -92,7 +92,12 @@ def forward_flops(model: ModelConfig, *, batch: int = 1, attention: Attention = 
     """Counts one forward pass. `full` counts the whole (T, T) square, as PaLM and PyTorch do;
     `causal` the pairs that the rule of the model's attention lets through, T(T+1)/2 where it is
     full, which is what a kernel has to do. Documents, whose pairs depend on data, count as one."""
-    return batch * _sequence_flops(model, attention)
+    return batch * _sequence_flops(model, attention) + _weight_flops(model)
+
+
+def _weight_flops(model: ModelConfig) -> int:
+    """Counts products of parameters alone, which have no gradient, whatever the batch."""
+    return model.L * sum(op.weight_flops for op in of(model).block) if model.changes else 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,7 +119,7 @@ def training_flops(model: ModelConfig, *, batch: int = 1, attention: Attention =
     counted. The first product has an input gradient too, because the embedding below it is learned.
     """
     frozen = sum(p.flops for p in products(model, batch=1) if not p.trained) if model.changes else 0
-    return 3 * forward_flops(model, batch=batch, attention=attention) - batch * frozen
+    return batch * (3 * _sequence_flops(model, attention) - frozen) + _weight_flops(model)
 
 
 def training_flops_per_token(model: ModelConfig, *, attention: Attention = "full") -> float:
@@ -126,4 +131,4 @@ def recomputed_flops(model: ModelConfig, *, batch: int = 1) -> int:
     """Counts the FLOPs of blocks that are done a second time, which MFU does not count and the clock
     does."""
     *inside, _head = products(model, batch=batch)
-    return sum(p.flops for p in inside)
+    return sum(p.flops for p in inside) + _weight_flops(model)

@@ -209,7 +209,7 @@ class Doubt(NamedTuple):
 
 OFFLOADED = Doubt("what comes back, and what goes, is taken to be one tensor of the MLP", -29, 7)
 PADDED = Doubt("whether a view keeps the padding of a result alive is taken by a rule", -7, 1)
-ADAPTED = Doubt("what an adapter's forward pass in low precision holds for a moment is left out", -15, 4)
+ADAPTED = Doubt("what an adapter's forward pass in low precision holds for a moment is left out", -15, 5)
 LOW_HEAD = Doubt("a head in low precision is taken for one in 16 bits, a chunk at a time", -25, 0)
 
 

@@ -87,7 +87,7 @@ def padded(shape: tuple[int, ...], ranks: int) -> int:
 
 # In this order attention has its modules, whatever the order in which they are called.
 OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.beta",
-                "attention.q_norm", "attention.k_norm")
+                "attention.q_norm", "attention.k_norm", "attention.prefix")
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,7 +105,7 @@ def parameter_shapes(m: ModelConfig,
     order = [name for name in named if name not in attention]
     start = next((i for i, name in enumerate(named) if name in attention), 0)
     order[start:start] = attention
-    return ((*shapes(ops.embed), *shapes(ops.positions)),
+    return ((*shapes(ops.embed), *shapes(ops.prompt), *shapes(ops.positions)),
             tuple(shape for name in order for shape in named[name]),
             (*shapes(ops.norm), *shapes(ops.head)))
 

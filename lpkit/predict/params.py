@@ -26,8 +26,7 @@ def parameters(model: ModelConfig) -> dict[str, int]:
 def _parts(model: ModelConfig) -> dict[str, int]:
     ops = of(model)
     counts = dict.fromkeys(("embedding", "positions", "attention", "mlp", "norms", "head"), 0)
-    outside = (ops.embed, ops.positions, ops.norm, ops.head)
-    for times, group in ((1, outside), (model.L, ops.block)):
+    for times, group in ((1, ops.outside), (model.L, ops.block)):
         for op in group:
             if op.params:
                 counts[op.part] = counts.get(op.part, 0) + times * op.params
@@ -38,8 +37,7 @@ def _parts(model: ModelConfig) -> dict[str, int]:
 def trained_count(model: ModelConfig) -> int:
     """Numbers that have gradients and optimizer states."""
     ops = of(model)
-    outside = (ops.embed, ops.positions, ops.norm, ops.head)
-    return sum(times * op.params for times, group in ((1, outside), (model.L, ops.block))
+    return sum(times * op.params for times, group in ((1, ops.outside), (model.L, ops.block))
                for op in group if op.trained)
 
 
@@ -48,7 +46,7 @@ def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the trained parameters, by the names that they have in lpkit.nn."""
     ops, found = of(model), {}
     blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
-    for where, group in (("", (ops.embed, ops.positions, ops.norm, ops.head)), *blocks):
+    for where, group in (("", ops.outside), *blocks):
         for op in group:
             suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
             for suffix, shape in zip(suffixes, op.shapes if op.trained else ()):

@@ -270,7 +270,8 @@ class Walk(Device):
     def embeddings(self) -> None:
         """Dense gradients; a tied one meets that of the head, and a third holds their sum."""
         table = self.table * self.gradient_bytes * self.ops.embed.trained
-        positions = self.ops.positions.params * self.gradient_bytes * self.ops.positions.trained
+        positions = self.gradient_bytes * sum(
+            op.params * op.trained for op in (self.ops.positions, self.ops.prompt))
         tied = self.s.model.tied and self.heads
         self.begin(EMBED)
         self.add(MESSAGES, -self.now[MESSAGES])

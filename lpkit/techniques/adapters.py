@@ -7,12 +7,13 @@ they adapt the weights of a run, and without it an initialisation.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 from lpkit.errors import ConfigError, nearest, shown
-from lpkit.techniques.operation import Kind
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.operation import POSITIONS, Kind
 from lpkit.techniques.row import Settings
 from lpkit.values import Count, Positive
 
@@ -29,6 +30,7 @@ class LoraSettings(AdapterSettings):
     """`shared`: q, k and v, or gate and up, have one A, as in GPT-2's c_attn; else each its own."""
 
     keeps_base: ClassVar[bool] = True       # frozen is what the run began from
+    reads_base: ClassVar[bool] = False      # what is trained begins as something made of W
 
     rank: Count = 8
     alpha: Positive = 16.0
@@ -47,8 +49,13 @@ class StableLoraSettings(LoraSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoraSettings(LoraSettings):
+    reads_base = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class PissaSettings(LoraSettings):
-    keeps_base = False
+    keeps_base, reads_base = False, True
 
     @property
     def scale(self) -> float:
@@ -59,6 +66,38 @@ class PissaSettings(LoraSettings):
 class BottleneckSettings(AdapterSettings):
     targets: tuple[str, ...] = ("attention.out", "mlp.down")
     width: Count = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualSettings(Settings):
+    """`length` learned places before a text, which has model.context tokens all the same."""
+
+    where = "model.changes."
+
+    length: Count = 20
+
+    def problem(self, m: Any) -> str:
+        """Why the model `m` cannot have it, and the way out; empty: it can."""
+        if len(m.changes) > 1:
+            return f"model.changes={self.name} stands alone; leave out the others"
+        if not POSITIONS[m.position].turns:
+            return (f"model.changes={self.name} stands before {m.T} tokens, and "
+                    f"model.position={m.position} has no place for more; set model.position=rope")
+        if m.attention.rule(m.T) != Rule():
+            return (f"model.changes={self.name} is seen by every token, and "
+                    f"model.attention={m.attention.name} may hide it; set model.attention=full")
+        return ""
+
+
+def virtual(m: Any, name: str = "") -> int:
+    """The places before a text, of the row `name` alone where one is given."""
+    return sum(one.length for one in m.changes if isinstance(one, VirtualSettings)
+               and name in ("", one.name))
+
+
+def attended(m: Any) -> Any:
+    """The model without changes whose context is what attention meets."""
+    return replace(m, context=m.T + virtual(m), changes=()) if virtual(m) else m
 
 
 def adapted(names: Iterable[str], settings: AdapterSettings) -> list[str]:
@@ -77,6 +116,10 @@ ADAPTERS: dict[str, Kind] = {
         operations=TERMS + "bottleneck", why="two small layers behind each part of a block, the rest frozen",
         source="Houlsby et al. 2019, arXiv:1902.00751", settings=BottleneckSettings(),
         implementation=OF + "add_bottlenecks"),
+    "dora": Kind(
+        operations=TERMS + "dora", why="LoRA in the direction of each row, whose length is learned apart",
+        source="Liu et al. 2024, arXiv:2402.09353", settings=DoraSettings(),
+        implementation=OF + "add_dora"),
     "ia3": Kind(
         operations=TERMS + "vectors", why="keys, values and the MLP's inner numbers times learned vectors, the "
         "rest frozen", source="Liu et al. 2022, arXiv:2205.05638", implementation=OF + "add_scales",
@@ -89,6 +132,14 @@ ADAPTERS: dict[str, Kind] = {
         operations=TERMS + "lora", why="LoRA that begins as the largest singular directions of the matrix",
         source="Meng et al. 2024, arXiv:2404.02948", settings=PissaSettings(),
         implementation=OF + "add_pissa"),
+    "prefix": Kind(
+        operations=TERMS + "prefix", why="learned keys and values before those of each layer, the model frozen",
+        source="Li and Liang 2021, arXiv:2101.00190, without the MLP that makes them in training",
+        settings=VirtualSettings(), implementation=OF + "add_prefix"),
+    "prompt": Kind(
+        operations=TERMS + "prompt", why="learned vectors before the embeddings of the text, the model frozen",
+        source="Lester et al. 2021, arXiv:2104.08691", settings=VirtualSettings(),
+        implementation=OF + "add_prompt"),
     "rslora": Kind(
         operations=TERMS + "lora", why="LoRA whose product counts alpha over the root of its rank",
         source="Kalajdzievski 2023, arXiv:2312.03732", settings=StableLoraSettings(),

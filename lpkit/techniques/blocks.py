@@ -135,6 +135,17 @@ class Operations:
     norm: Op
     head: Op
     loss: Op
+    prompt: Op = Op(name="prompt", part="prompt")
+
+    @property
+    def outside(self) -> tuple[Op, ...]:
+        """Those outside of blocks that have parameters."""
+        return self.embed, self.prompt, self.positions, self.norm, self.head
+
+    @functools.cached_property
+    def stream_share(self) -> float:
+        """The residual stream's length in blocks, over that of the text."""
+        return max(1.0, self.block[0].tokens_share)
 
     @functools.cached_property
     def linears(self) -> tuple[Op, ...]:

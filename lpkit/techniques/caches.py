@@ -75,13 +75,14 @@ def refuse_keys_to_come(model: Any) -> None:
                           f"ask Training.logits about whole texts, or train a causal kind")
 
 
-def slots(rule: Rule, tokens: int) -> Slots:
-    """Makes slots for up to `tokens` tokens at once; of more, the oldest are dropped. Only where
+def slots(rule: Rule, tokens: int, first: int = 0) -> Slots:
+    """Makes slots for `first` tokens that stay, a prompt's, and up to `tokens` others at once; of
+    more, the oldest are dropped. Only where
     the rule has blocks, their table ends with the context, and so do the slots."""
     if rule.blocks is not None:
         return _of_blocks(rule, tokens)
     if rule.window is None:
-        return Slots(count=tokens)
+        return Slots(count=first + tokens, first=first)
     first = min(rule.global_tokens, tokens - 1)
     return Slots(count=min(tokens, first + rule.window), first=first)
 

@@ -62,6 +62,7 @@ class Op:
     saves_result: bool = False              # so that the Linear after it need not save its input
     result_bytes: int = 0                   # selective recomputation keeps these
     moved_bytes: int = 0                    # in forward, unfused; of products nothing
+    weight_flops: int = 0                   # of products of parameters alone, in a forward pass
     pairs_share: float = 1.0                # of `pairs`, what is computed: a mask may leave less
     backward_pairs: float = 2.0             # products over pairs in backward, over those of forward
     score_passes: tuple[int, int] = (0, 0)  # scores written or read again, forward and backward
@@ -128,6 +129,7 @@ class MicroBatch:
     operand_bytes: float | None = None      # of a number of a Linear's saved input; None: as it is
     attends_again: bool = False             # in backward; of attention q, k and v alone are kept
     head_bytes: float | None = None         # of the head's
+    made_anew: bool = False                 # q, k and v, copied from the product that gave them
     norms_written_out: bool = False         # a GPU's RMSNorm is several operations in float32
 
     @functools.cached_property

@@ -2,30 +2,34 @@
 
 peft's layout: `adapter_config.json`, and in `adapter_model.safetensors` an A (rank, in) and a B
 (out, rank) for each of its modules, whose names are those of transformers. A is the same for q, k
-and v where ours is `shared`.
+and v where ours is `shared`. DoRA has a magnitude (out,) besides. A prompt, (tokens, width), and a
+prefix, each layer's keys and then its values, are one tensor.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lpkit import records
-from lpkit.config import ModelConfig
+from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, shown
-from lpkit.nn.adapters import Lora, side_by_side
-from lpkit.techniques.adapters import CODED
+from lpkit.nn.adapters import Dora, Lora, side_by_side
+from lpkit.techniques.adapters import CODED, LoraSettings, virtual
 from lpkit.training import build, families, start
 from lpkit.training.families import Family
 from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "modules_to_save": None,
-         "rank_pattern": {}, "alpha_pattern": {}}
+PLAIN = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
+         "alpha_pattern": {}}
+LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
+MAGNITUDE = "lora_magnitude_vector"
 
 
 def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -55,9 +59,10 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
             setattr(model.get_submodule(parent), leaf, linear)
     plain = run.config.replace({"model.changes": []}).model
     found, changes = model.state_dict(), ", ".join(map(str, run.config.model.changes))
-    if not parameters(plain).keys() <= found.keys() or any(".base." in name for name in found):
+    if (virtual(run.config.model) or not parameters(plain).keys() <= found.keys()
+            or any(".base." in name for name in found)):
         raise ConfigError(f"no matrix of a model is the same as one with model.changes={changes}; "
-                          f"lora, rslora, pissa and ia3 can be merged")
+                          f"lora, rslora, dora, pissa and ia3 can be merged")
     dtype = next(t.dtype for name, t in tensors.items() if not name.endswith(CODED))
     return plain, {name: t.to(dtype) for name, t in found.items()}
 
@@ -72,29 +77,53 @@ def _lies_transposed(family: Family, m: ModelConfig) -> bool:
 
 
 def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes the files of peft. Raises ConfigError for what it does not have."""
+    """Writes the files of peft: PiSSA as a LoRA of twice its rank, W - B A of its start + B A as
+    they are now. Raises ConfigError for what it does not have."""
     plain, settings = run.config.replace({"model.changes": []}).model, run.config.model.changes
-    if [getattr(row, "keeps_base", False) for row in settings] != [True]:
-        raise ConfigError(f"peft's files hold lora or rslora beside a base as it was, and this run has "
-                          f"model.changes={', '.join(map(str, settings)) or 'none'}; without "
-                          f"--adapter it is merged")
+    if virtual(run.config.model):
+        [row] = settings
+        width = plain.D if row.name == VIRTUAL["PROMPT_TUNING"] else plain.G * plain.E
+        about = {"peft_type": next(key for key, name in VIRTUAL.items() if name == row.name),
+                 "num_virtual_tokens": row.length, "token_dim": width, "num_layers": plain.L,
+                 "num_attention_heads": width // plain.E, "num_transformer_submodules": 1}
+        own = [p.detach() for p in rebuilt(run, tensors).parameters() if p.requires_grad]
+        _write(folder, about, {LEARNED: torch.cat(own, dim=1)})
+        return
+    if [isinstance(row, LoraSettings) for row in settings] != [True]:
+        raise ConfigError(f"peft's files hold one of lora, rslora, dora, pissa, prompt and prefix, and "
+                          f"this run has model.changes={', '.join(map(str, settings)) or 'none'}; "
+                          f"without --adapter it is merged")
     [lora], found, family = settings, {}, families.of_model(plain)
-    transposed = _lies_transposed(family, plain)
+    transposed, rank = _lies_transposed(family, plain), lora.rank * (1 if lora.keeps_base else 2)
+    began = {} if lora.keeps_base else dict(_loras(rebuilt(run, {})))
     for name, one in _loras(rebuilt(run, tensors)):
-        B = side_by_side([B.weight for B in one.B], one.groups, 0)
+        As, Bs = one.A.weight.chunk(len(one.B)), [B.weight for B in one.B]
+        if began:
+            first = began[name]
+            As = [torch.cat(pair) for pair in zip(As, first.A.weight.chunk(len(Bs)))]
+            Bs = [torch.cat((B, -old.weight), dim=1) for B, old in zip(Bs, first.B)]
+        B = side_by_side(Bs, one.groups, 0)
         parts = {family.named(key).removesuffix(".weight"): part.mT if transposed else part
                  for key, part in family.parts(f"{name}.weight", B, plain).items()}
-        As = one.A.weight.chunk(len(one.B))
         if len(As) not in (1, len(parts)):
             raise ConfigError(f"{family.architecture} has one A for {', '.join(parts)}, and this run "
                               f"one for each of q, k and v; train with shared=true")
         for A, (key, part) in zip(As * (len(parts) // len(As)), parts.items()):
             found[f"{PREFIX}{key}.lora_A.weight"] = A.detach().clone()
             found[f"{PREFIX}{key}.lora_B.weight"] = part.detach().clone()
-    targets = {name.split(".")[-3] for name in found}
-    about = PLAIN | {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "r": lora.rank,
-                     "lora_alpha": lora.scale * lora.rank, "target_modules": sorted(targets),
-                     "fan_in_fan_out": transposed, "inference_mode": True}
+        if isinstance(one, Dora):
+            lengths = family.parts(f"{name}.bias", one.magnitude.detach(), plain)
+            found |= {f"{PREFIX}{key}.{MAGNITUDE}": part.clone()
+                      for key, part in zip(parts, lengths.values())}
+    targets = {name.split(".lora_")[0].split(".")[-1] for name in found}
+    _write(folder, PLAIN | {
+        "r": rank, "lora_alpha": lora.scale * rank, "target_modules": sorted(targets),
+        "use_dora": lora.name == "dora", "fan_in_fan_out": transposed}, found)
+
+
+def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) -> None:
+    about = {"task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
+             **about}
     save_file({name: t.contiguous() for name, t in found.items()}, folder / WEIGHTS,
               metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
@@ -104,6 +133,8 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
     """Makes a run of LoRA that begins from `base`, of peft's files. What they do not adapt of q, k
     and v, or of gate and up, has an A and a B of zeros. Raises ConfigError."""
     said, m = records.of_others(folder / CONFIG), base.config.model
+    if said.get("peft_type") in VIRTUAL:
+        return _bring_virtual(folder, said, base, out)
     for key, due in PLAIN.items():
         if (has := said.get(key, due)) != due and has:
             raise ConfigError(f"{str(folder)!r} has {key}={shown(has)}, and this kit reads adapters "
@@ -117,7 +148,7 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
             if any(f"{key}.lora_A.weight" in theirs for key in keys)}
     scale = said["lora_alpha"] / (r**0.5 if said.get("use_rslora") else r)
     config = base.config.replace({"start.run": str(base.path), "model.changes": [{
-        "name": "lora", "rank": r, "alpha": scale * r, "shared": transposed,
+        "name": "dora" if said.get("use_dora") else "lora", "rank": r, "alpha": scale * r, "shared": transposed,
         "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
@@ -135,8 +166,36 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
             one.A.weight.copy_(torch.cat([A for A, _ in pairs]))
             for B, (_, t) in zip(one.B, pairs):
                 B.weight.copy_(t)
+            if isinstance(one, Dora):       # those that are not adapted keep theirs
+                lengths = family.parts(f"{name}.bias", one.magnitude, m).values()
+                names = [f"{key}.{MAGNITUDE}" for key in ours[name]]
+                used |= {*names}
+                one.magnitude.copy_(family.whole(
+                    f"{name}.bias", [theirs.get(n, t) for n, t in zip(names, lengths)], m))
     if left := theirs.keys() - used:
         raise ConfigError(f"{str(folder)!r} adapts {shown(min(left))}, which is no Linear of a block "
                           f"of {str(base.path)!r}")
+    return _trained_elsewhere(config, model, base, out, began)
+
+
+def _bring_virtual(folder: Path, said: Mapping[str, Any], base: Run, out: Path) -> Run:
+    """A prefix that an MLP made is in the file as it made it."""
+    learned, name = load_file(folder / WEIGHTS)[LEARNED], VIRTUAL[said["peft_type"]]
+    config = base.config.replace({"start.run": str(base.path), "model.changes": [
+        {"name": name, "length": len(learned)}]})
+    began = start.read(config)
+    model = build.made(config, "plain", began)
+    own = [p for p in model.parameters() if p.requires_grad]
+    if learned.shape[1] != sum(p.shape[1] for p in own):
+        raise ConfigError(f"{str(folder)!r} has vectors of {learned.shape[1]} numbers, and a {name} of "
+                          f"{str(base.path)!r} has {sum(p.shape[1] for p in own)}")
+    with torch.no_grad():
+        for p, t in zip(own, learned.split([p.shape[1] for p in own], dim=1)):
+            p.copy_(t)
+    return _trained_elsewhere(config, model, base, out, began)
+
+
+def _trained_elsewhere(config: Config, model: nn.Module, base: Run, out: Path,
+                       began: start.Start) -> Run:
     tensors = {f"model/{name}": p for name, p in model.named_parameters() if p.requires_grad}
     return written(config, base.tokenizer, out, start=began.sha256, tensors=tensors)

@@ -27,6 +27,7 @@ from lpkit.hardware import multiplies_tiles
 from lpkit.kernels.choose import choose as raced
 from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
+from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention import EVERY_KEY, Rule
 from lpkit.techniques.attention_backends import (
     ATTENTION,
@@ -51,7 +52,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
            before: str | None = None) -> Choice:
     """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
     ConfigError for what cannot be."""
-    model, on_gpu = config.model, device.type != "cpu"
+    model, on_gpu = attended(config.model), device.type != "cpu"
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
                                  model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,

@@ -35,6 +35,7 @@ from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends, weight_cache
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.techniques import layouts
+from lpkit.techniques.adapters import virtual
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.data import SIZES
@@ -204,7 +205,8 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
     precision = LowPrecision(recipe=recipe, backend=backend,
                              seed=config.seed + (sharding.ranks.rank << 24),
-                             tokens=config.micro_batch * config.model.context)
+                             tokens=config.micro_batch * config.model.T
+                             + config.micro_batch * virtual(config.model, "prompt"))
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)

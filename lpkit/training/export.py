@@ -44,7 +44,7 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
-    ends = (".weight", ".bias", ".scale", *CODED)
+    ends = (".weight", ".bias", ".scale", ".magnitude", *CODED)
     ours = {name: t for name, t in names.items() if name.endswith(ends)}
     own_folder(out.parent)
     if run.config.model.changes and not adapter:

@@ -138,9 +138,10 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
     cache.clear()
     T = training.config.model.T
     given = ids[-(T if cache.goes_on else max(1, T // 2)):] if len(ids) >= T else ids
-    if len(given) > 1:
+    if len(given) > 1 or training.model.prompt is not None:
+        read = torch.tensor([given[:-1]], dtype=torch.int64, device=training.device)
         with training.decisions.autocast:
-            training.model.hidden(torch.tensor([given[:-1]], device=training.device), cache)
+            training.model.hidden(read, cache)
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:

@@ -29,6 +29,10 @@ PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "atte
 
 def refuse(config: Config) -> None:
     """Raises ConfigError for what would silently train other numbers than it says."""
+    reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
+    if reads and config.parallel.stage > 1:
+        raise ConfigError(f"model.changes={reads[0]} begins as something made of whole weights, and "
+                          f"ZeRO {config.parallel.stage} gives each rank rows; set parallel.zero=1")
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
         refuse_overwritten(config)
         if config.parallel.stage:
