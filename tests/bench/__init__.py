@@ -10,6 +10,7 @@ Nothing but the command line imports this room.
 """
 
 BENCHES = {     # module of this folder and function, and what is beside what
+    "adapter-peaks": ("adapter_peaks:run", "predicted peaks of LoRA and QLoRA beside published ones"),
     "adapter-step": ("adapters:run", "a step with adapters beside one of the whole model"),
     "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
     "batch-steps": ("batch_steps:run", "updates to a loss by batch size, beside their prediction"),
