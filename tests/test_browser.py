@@ -33,7 +33,8 @@ DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON
 
 EXPLORER = ["""
 from lpkit.errors import ConfigError
-from lpkit.ui import Explorer, Figure, Guess, html_table
+from lessons.questions import Guess
+from lpkit.ui import Explorer, Figure, html_table
 
 def show(devices, optimizer):
     if devices == 4:
@@ -210,7 +211,7 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
 GUESSED = ["""
 from lpkit.course.learner import keep
 from lpkit.predict.compare import Comparison, Row
-from lpkit.ui import Guess
+from lessons.questions import Guess
 
 guess = keep("01.browser", Guess("How many bytes?", unit="MB", low=1, high=1000))
 guess
@@ -296,7 +297,8 @@ from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.plan import plan
 from lessons.l09_predict_before_you_rent import layouts_view
-from lpkit.ui import Explorer, Guess
+from lpkit.ui import Explorer
+from lessons.questions import Guess
 from IPython.display import HTML
 
 EXERCISES = exercises()
@@ -333,6 +335,7 @@ from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
 from lessons.l03_number_formats import landings, listed
 from lpkit.ui import *
+from lessons.comparison import comparison_figure
 from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
@@ -415,7 +418,7 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
 
 def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure, Guess, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lpkit.ui import Figure, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
                                        "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
                                        "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()

@@ -19,10 +19,12 @@ import pytest
 
 from lessons import waiting
 from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
+from lessons.comparison import comparison_figure
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
+from lessons.questions import Guess
 from lessons.roofs import intensity_of
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
@@ -32,9 +34,7 @@ from lpkit.predict.flops import Product
 from lpkit.ui import (
     Explorer,
     Figure,
-    Guess,
     LiveRun,
-    comparison_figure,
     html_table,
     style,
     training_figure,

@@ -16,12 +16,11 @@ from traitlets import TraitError
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
-from lpkit.ui.questions import Question
 from lpkit.values import Checked, Count, Positive, Text
 
 FORMAT, VERSION = "lpkit-learner", 1
 MOST_BYTES = 1 << 24
-Asked = TypeVar("Asked", bound=Question)
+Question = TypeVar("Question")     # of lessons.questions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +126,7 @@ def update(change: Callable[[Learner], Learner]) -> str:
     return said
 
 
-def keep(name: str, question: Asked) -> Asked:
+def keep(name: str, question: Question) -> Question:
     """The question, locked as it was when the learner's file has its answer. Otherwise the file
     gets the answer when it is locked, and its score when there is one."""
     try:

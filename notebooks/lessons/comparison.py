@@ -1,6 +1,4 @@
-"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`.
-And a roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured
-products lie."""
+"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`."""
 
 import math
 from collections.abc import Iterable
