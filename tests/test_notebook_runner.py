@@ -1,4 +1,4 @@
-"""The typed front door to papermill, tried on throwaway notebooks that import nothing heavy."""
+"""The typed front door to nbclient, tried on throwaway notebooks that import nothing heavy."""
 
 import json
 import os
@@ -407,12 +407,12 @@ def test_what_is_killed_before_it_began_leaves_no_earlier_output(tmp_path, monke
 
 
 def test_a_full_disk_while_it_runs_is_no_interrupt(tmp_path, monkeypatch):
-    import papermill
+    import nbclient
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(papermill, "execute_notebook", full)
+    monkeypatch.setattr(nbclient.NotebookClient, "execute", full)
     with pytest.raises(OSError, match="No space"):
         go(write(tmp_path / "a.ipynb"), out=tmp_path / "out")
     record = json.loads((tmp_path / "out" / "a.json").read_text())
@@ -516,11 +516,11 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_papermill_it_is_one_sentence(tmp_path, capsys, monkeypatch):
+def test_without_nbclient_it_is_one_sentence(tmp_path, capsys, monkeypatch):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")
-    monkeypatch.setitem(sys.modules, "papermill", None)
+    monkeypatch.setitem(sys.modules, "nbclient", None)
     code, out, err = run_here(capsys, monkeypatch, tmp_path, "00")
-    assert code == 2 and "pip install papermill" in err and not out and err.count("\n") == 1
+    assert code == 2 and "pip install nbclient" in err and not out and err.count("\n") == 1
     assert run_here(capsys, monkeypatch, tmp_path, "--list")[0] == 0
 
 
