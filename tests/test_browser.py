@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lpkit.course import learner
+from lessons import learner
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
@@ -209,7 +209,7 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
 
 
 GUESSED = ["""
-from lpkit.course.learner import keep
+from lessons.learner import keep
 from lpkit.predict.compare import Comparison, Row
 from lessons.questions import Guess
 
@@ -290,7 +290,7 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 THEMED = ["""
 import lpkit
 from lpkit.course.claims import claim
-from lpkit.course.learner import check
+from lessons.learner import check
 from lpkit.course.lessons import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison

@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from lessons import learner
 from lessons.l07_when_fp8_fails import (
     FAULTS,
     Accusation,
@@ -27,10 +28,9 @@ from lessons.l07_when_fp8_fails import (
     telemetry_explorer,
     train,
 )
+from lessons.learner import keep
 from lessons.questions import TIED
 from lpkit.config import Config
-from lpkit.course import learner
-from lpkit.course.learner import keep
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.precision.linear import scaled_linears

@@ -14,11 +14,12 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from lessons import learner
 from lpkit import processes
 from lpkit.commands import notebook as command
-from lpkit.course import learner, notebooks
+from lpkit.course import notebooks
 from lpkit.errors import ConfigError
-from tests import smoke_copies
+from tests import NOTEBOOKS, smoke_copies
 from tests.attack import patience
 
 PARAMETERS = '''\
@@ -204,9 +205,10 @@ def test_a_claim_that_fails(tmp_path):
 
 def test_what_a_person_guessed_is_neither_seen_nor_changed_by_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([NOTEBOOKS, *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert learner.update(lambda mine: mine.with_attempt("00.uniform_loss", right=False)) == ""
     before = learner.file().read_bytes()
-    path = write(tmp_path / "a.ipynb", "from lpkit.course import learner\nprint(len(learner.read().exercises))",
+    path = write(tmp_path / "a.ipynb", "from lessons import learner\nprint(len(learner.read().exercises))",
                  "print(learner.update(lambda mine: mine.with_attempt('00.clip', right=True)), len(learner.read().exercises))")
     assert printed(Path(go(path, out=tmp_path / "out")["output"])) == "0\n 1\n" and learner.file().read_bytes() == before
 

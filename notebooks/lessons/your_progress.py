@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lpkit.course.learner import Learner, read
+from lessons.learner import Learner, read
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
 from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from traitlets import TraitError
 
+from lessons.questions import Question
 from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
@@ -20,7 +21,7 @@ from lpkit.values import Checked, Count, Positive, Text
 
 FORMAT, VERSION = "lpkit-learner", 1
 MOST_BYTES = 1 << 24
-Question = TypeVar("Question")     # of lessons.questions
+Asked = TypeVar("Asked", bound=Question)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def update(change: Callable[[Learner], Learner]) -> str:
     return said
 
 
-def keep(name: str, question: Question) -> Question:
+def keep(name: str, question: Asked) -> Asked:
     """The question, locked as it was when the learner's file has its answer. Otherwise the file
     gets the answer when it is locked, and its score when there is one."""
     try:
