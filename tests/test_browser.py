@@ -34,7 +34,8 @@ DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON
 EXPLORER = ["""
 from lpkit.errors import ConfigError
 from lessons.questions import Guess
-from lpkit.ui import Explorer, Figure, html_table
+from lessons.explorer import Explorer
+from lpkit.ui import Figure, html_table
 
 def show(devices, optimizer):
     if devices == 4:
@@ -297,7 +298,7 @@ from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.plan import plan
 from lessons.l09_predict_before_you_rent import layouts_view
-from lpkit.ui import Explorer
+from lessons.explorer import Explorer
 from lessons.questions import Guess
 from IPython.display import HTML
 

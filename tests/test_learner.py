@@ -14,6 +14,7 @@ import traitlets
 from ipywidgets import HTML, Widget
 
 from lessons import learner
+from lessons.explorer import Explorer
 from lessons.learner import check
 from lessons.questions import TIED, Guess, Pick
 from lessons.your_progress import progress, progress_figure
@@ -21,7 +22,6 @@ from lpkit.course import copies
 from lpkit.course.judge import Exercise
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
-from lpkit.ui import Explorer
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from tests import NOTEBOOKS
 from tests.course import EXERCISES

@@ -20,6 +20,7 @@ import pytest
 from lessons import waiting
 from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
 from lessons.comparison import comparison_figure
+from lessons.explorer import Explorer
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
@@ -32,7 +33,6 @@ from lpkit.predict import CATALOGUE, Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.flops import Product
 from lpkit.ui import (
-    Explorer,
     Figure,
     LiveRun,
     html_table,
@@ -42,6 +42,7 @@ from lpkit.ui import (
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
 from lpkit.ui.style import ANSWER_COLOURS, COLOURS, TEMPLATE
+from tests import NOTEBOOKS
 
 
 def spec(y=(1, 2, 3), title="a line"):
@@ -136,10 +137,10 @@ def test_long_lines_keep_their_ends_and_their_extremes():
     assert thin(short) is short
 
 
-def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(tmp_path):
+def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state():
     from nbclient import NotebookClient
 
-    cells = ["from lpkit.ui import Explorer, Figure\n"
+    cells = ["from lessons.explorer import Explorer\nfrom lpkit.ui import Figure\n"
              "figure = Figure({'data': [{'y': [1]}]})\nfigure",
              "def show(n): return {'data': [{'y': [n]}]}\n"
              "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
@@ -148,7 +149,7 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(t
              "work.start(); work.join(); figure.refresh_output()\n"
              "explorer.controls['n'].value = 3; explorer.refresh_output()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}},
+    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": NOTEBOOKS}},
                    store_widget_state=False).execute()
     for cell, y in ((0, [49]), (1, [3])):
         [output] = notebook.cells[cell].outputs

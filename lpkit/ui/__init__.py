@@ -1,11 +1,9 @@
-"""Widgets and figures: show a pure function, follow a run. The notebook hands this room its
-numbers."""
+"""Live figures: of a plotly spec, of a run. The notebook hands this room its numbers."""
 
 from importlib import import_module
 
 _NAMES = {
     "lpkit.tables": "html_table",
-    "lpkit.ui.controls": "Explorer",
     "lpkit.ui.figure": "Figure without_widgets",
     "lpkit.ui.runs": "LiveRun training_figure",
 }

@@ -8,9 +8,9 @@ from html import escape
 from typing import Any
 
 from lessons.colours import DECIBELS
+from lessons.explorer import Explorer
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, box, columns, figure, heat, note, rule
 from lpkit.ui.style import COLOURS, WARNING
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from lessons.colours import ROLE_COLOURS, lines_of
 from lessons.draws import FP8, UNCLAMPED, normal
+from lessons.explorer import Explorer
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
 from lessons.race import race_figure
@@ -54,7 +55,6 @@ from lpkit.techniques.recipes import (
     Recipe,
 )
 from lpkit.training.runs import Run
-from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
 from lpkit.ui.runs import LiveRun
 from lpkit.ui.style import COLOURS

@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lessons.draws import normal
+from lessons.explorer import Explorer
 from lessons.heat import Samples, cell_and_table, explorer
 from lessons.questions import Question
 from lpkit.config import Config
@@ -66,7 +67,6 @@ from lpkit.predict.compare import TIED
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
 from lpkit.training.training import Training
-from lpkit.ui.controls import Explorer
 from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
 from lpkit.ui.figure import Stored
 from lpkit.ui.style import COLOURS, WARNING
