@@ -1,8 +1,7 @@
 """The parts of a plotly spec that the kit's figures are made of, as plain dicts.
 
-`figure` puts traces into a layout; `scatter`, `bars`, `columns` and `heat` are traces; `rule`,
-`box` and `note` are drawn over them. What has no argument here goes to plotly under its own name:
-https://plotly.com/javascript/reference/
+`figure` puts traces into a layout; `scatter` is a trace; `rule` and `note` are drawn over it. What
+has no argument here goes to plotly under its own name: https://plotly.com/javascript/reference/
 """
 
 from collections.abc import Iterable
@@ -11,12 +10,6 @@ from typing import Any
 
 from lpkit.predict.compare import disturbance
 from lpkit.tables import FAINT
-
-# an axis of names, the first on top
-NAMES = {"autorange": "reversed", "ticks": "", "showgrid": False}
-POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axis of powers of ten
-BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
-
 
 SECONDS = {"meta": "seconds"}       # of a trace whose values are measured seconds
 PALE = 0.35
@@ -45,34 +38,10 @@ def scatter(x: Iterable, y: Iterable, name: str = "", colour: str | None = None,
     paint = {"color": colour} if colour else {}
     return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name,
             "line": paint | (line or {}), "marker": paint | (marker or {}),
-            **_hover(hover, name), **more}
+            **hovering(hover, name), **more}
 
 
-def bars(names: Iterable[str], sizes: Iterable[float | None], name: str = "", colour: Any = None, *,
-         hover: str, **more: Any) -> dict:
-    """Horizontal bars, one a name, each with its `text` at its end."""
-    return {"type": "bar", "orientation": "h", "y": list(names), "x": list(sizes), "name": name,
-            "marker": {"color": colour}, "textposition": "outside", "cliponaxis": False,
-            **_hover(hover, name), **more}
-
-
-def columns(x: Iterable, y: Iterable, name: str, colour: str, *, hover: str = "",
-            **more: Any) -> dict:
-    """Upright bars over numbers."""
-    return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour},
-            **_hover(hover, name), **more}
-
-
-def heat(x: list, y: list, z: list, *, ends: tuple[float, float], bar: dict, **more: Any) -> dict:
-    """Cells in colour, light: high; None is a gap. `ends` of the colours: fixed, so that a colour
-    means one value in every map, and a small difference looks small. `bar`: of the colours."""
-    return {"type": "heatmap", "x": x, "y": y, "z": z, "zmin": ends[0], "zmax": ends[1],
-            "colorscale": "Cividis", "xgap": 1, "ygap": 1, "hoverongaps": False,
-            "colorbar": {"thickness": 10, "len": 1, "ypad": 0, "tickfont": {"size": 11}, **bar},
-            **more}
-
-
-def _hover(words: str | None, name: str) -> dict:
+def hovering(words: str | None, name: str) -> dict:
     if words is None:
         return {"hoverinfo": "skip"}
     extra = "" if "<extra>" in words else f"<extra>{name}</extra>"
@@ -86,12 +55,6 @@ def rule(*, x: float | None = None, y: float | None = None, colour: str = FAINT,
     if y is not None:
         ends = {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
     return {"type": "line", **ends, "line": {"color": colour, "width": width, "dash": dash}, **more}
-
-
-def box(x0: float, x1: float, y0: float, y1: float, *, fill: str | None = None,
-        edge: str | None = None, width: float = 0, **more: Any) -> dict:
-    return {"type": "rect", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "fillcolor": fill,
-            "line": {"color": edge, "width": width}, **more}
 
 
 def note(text: str, x: float, y: float, at: str = "left bottom", **more: Any) -> dict:

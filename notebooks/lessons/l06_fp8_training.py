@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from lessons.colours import ROLE_COLOURS, lines_of
+from lessons.drawing import NAMES, bars, box
 from lessons.draws import FP8, UNCLAMPED, normal
 from lessons.explorer import Explorer
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
@@ -55,7 +56,7 @@ from lpkit.techniques.recipes import (
     Recipe,
 )
 from lpkit.training.runs import Run
-from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
+from lpkit.ui.draw import axis, figure, note, scatter
 from lpkit.ui.runs import LiveRun
 from lpkit.ui.style import COLOURS
 
