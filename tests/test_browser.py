@@ -54,7 +54,7 @@ guess
 LIVE = ["""
 import asyncio, threading, time
 from lpkit.contracts import StepRecord
-from lpkit.ui import LiveRun
+from lessons.live import LiveRun
 
 class Run:
     title, planned_steps, error = "a run", 100_000, None

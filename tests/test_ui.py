@@ -25,6 +25,7 @@ from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
+from lessons.live import LiveRun, training_figure
 from lessons.questions import Guess
 from lessons.roofs import intensity_of
 from lpkit.contracts import StepRecord
@@ -34,10 +35,8 @@ from lpkit.predict.compare import Row
 from lpkit.predict.flops import Product
 from lpkit.ui import (
     Figure,
-    LiveRun,
     html_table,
     style,
-    training_figure,
     without_widgets,
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin

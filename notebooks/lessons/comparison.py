@@ -6,10 +6,10 @@ from html import escape
 from textwrap import wrap
 
 from lessons.colours import ANSWER_COLOURS
+from lessons.drawing import PALE, axis, figure, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import DIFFERENCES, Row, disturbance
 from lpkit.predict.units import quantity
-from lpkit.ui.draw import PALE, axis, figure, rule, scatter
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}

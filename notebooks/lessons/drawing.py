@@ -1,15 +1,49 @@
-"""Parts of a plotly spec that only lessons draw, beside those of `lpkit.ui.draw`: `bars`, `columns`
-and `heat` are traces, `box` is drawn over them."""
+"""The parts of a plotly spec that the figures of lessons are made of, as plain dicts.
+
+`figure` puts traces into a layout; `scatter`, `bars`, `columns` and `heat` are traces; `rule`,
+`box` and `note` are drawn over them. What has no argument here goes to plotly under its own name:
+https://plotly.com/javascript/reference/
+"""
 
 from collections.abc import Iterable
+from html import escape
 from typing import Any
 
-from lpkit.ui.draw import hovering
+from lpkit.predict.compare import disturbance
+from lpkit.tables import FAINT
 
 # an axis of names, the first on top
 NAMES = {"autorange": "reversed", "ticks": "", "showgrid": False}
 POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axis of powers of ten
 BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
+SECONDS = {"meta": "seconds"}       # of a trace whose values are measured seconds
+PALE = 0.35
+
+
+def figure(data: Iterable[dict], title: str, *, others: float = 0.0, **layout: Any) -> dict:
+    """`others`: the share of the cores that other processes took while seconds were measured. If
+    that disturbs them, the traces with SECONDS are pale, and the line below the title says why."""
+    said, data = {"text": escape(title, quote=False)}, list(data)
+    if doubt := disturbance(others):
+        said["subtitle"] = {"text": f"pale: {doubt}", "font": {"size": 12, "color": FAINT}}
+        data = [{**trace, "opacity": PALE} if trace.get("meta") == SECONDS["meta"] else trace
+                for trace in data]
+    return {"data": data, "layout": {"title": said, **layout}}
+
+
+def axis(title: str, **more: Any) -> dict:
+    return {"title": {"text": title}, **more}
+
+
+def scatter(x: Iterable, y: Iterable, name: str = "", colour: str | None = None, *,
+            mode: str = "lines", hover: str | None = "", line: dict | None = None,
+            marker: dict | None = None, **more: Any) -> dict:
+    """Lines, markers or both. `hover`: plotly's template of the words at a point; None: no words at
+    all."""
+    paint = {"color": colour} if colour else {}
+    return {"type": "scatter", "mode": mode, "x": list(x), "y": list(y), "name": name,
+            "line": paint | (line or {}), "marker": paint | (marker or {}),
+            **_hover(hover, name), **more}
 
 
 def bars(names: Iterable[str], sizes: Iterable[float | None], name: str = "", colour: Any = None, *,
@@ -17,14 +51,14 @@ def bars(names: Iterable[str], sizes: Iterable[float | None], name: str = "", co
     """Horizontal bars, one a name, each with its `text` at its end."""
     return {"type": "bar", "orientation": "h", "y": list(names), "x": list(sizes), "name": name,
             "marker": {"color": colour}, "textposition": "outside", "cliponaxis": False,
-            **hovering(hover, name), **more}
+            **_hover(hover, name), **more}
 
 
 def columns(x: Iterable, y: Iterable, name: str, colour: str, *, hover: str = "",
             **more: Any) -> dict:
     """Upright bars over numbers."""
     return {"type": "bar", "x": list(x), "y": list(y), "name": name, "marker": {"color": colour},
-            **hovering(hover, name), **more}
+            **_hover(hover, name), **more}
 
 
 def heat(x: list, y: list, z: list, *, ends: tuple[float, float], bar: dict, **more: Any) -> dict:
@@ -36,7 +70,30 @@ def heat(x: list, y: list, z: list, *, ends: tuple[float, float], bar: dict, **m
             **more}
 
 
+def _hover(words: str | None, name: str) -> dict:
+    if words is None:
+        return {"hoverinfo": "skip"}
+    extra = "" if "<extra>" in words else f"<extra>{name}</extra>"
+    return {"hovertemplate": words + extra} if words else {}
+
+
+def rule(*, x: float | None = None, y: float | None = None, colour: str = FAINT, width: float = 1,
+         dash: str = "dot", **more: Any) -> dict:
+    """A straight line across the whole plot, at `x` or at `y`."""
+    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    if y is not None:
+        ends = {"y0": y, "y1": y, "xref": "paper", "x0": 0, "x1": 1}
+    return {"type": "line", **ends, "line": {"color": colour, "width": width, "dash": dash}, **more}
+
+
 def box(x0: float, x1: float, y0: float, y1: float, *, fill: str | None = None,
         edge: str | None = None, width: float = 0, **more: Any) -> dict:
     return {"type": "rect", "x0": x0, "x1": x1, "y0": y0, "y1": y1, "fillcolor": fill,
             "line": {"color": edge, "width": width}, **more}
+
+
+def note(text: str, x: float, y: float, at: str = "left bottom", **more: Any) -> dict:
+    """Words whose corner `at` lies on (x, y)."""
+    across, down = at.split()
+    return {"text": text, "x": x, "y": y, "xanchor": across, "yanchor": down, "showarrow": False,
+            **more}

@@ -8,11 +8,10 @@ from html import escape
 from typing import Any
 
 from lessons.colours import DECIBELS, WARNING
-from lessons.drawing import NAMES, box, columns, heat
+from lessons.drawing import NAMES, axis, box, columns, figure, heat, note, rule
 from lessons.explorer import Explorer
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.ui.draw import axis, figure, note, rule
 from lpkit.ui.style import COLOURS
 
 AS_RUN = "as it ran"

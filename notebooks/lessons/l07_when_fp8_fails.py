@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lessons.colours import WARNING
-from lessons.drawing import NAMES, heat
+from lessons.drawing import NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.explorer import Explorer
 from lessons.heat import Samples, cell_and_table, explorer
@@ -69,7 +69,6 @@ from lpkit.predict.compare import TIED
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
 from lpkit.training.training import Training
-from lpkit.ui.draw import axis, figure, note, scatter
 from lpkit.ui.figure import Stored
 from lpkit.ui.style import COLOURS
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import BYTES, bars
+from lessons.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
 from lessons.step_bytes import Points, _total, timeline_figure
 from lpkit import measure
@@ -39,7 +39,6 @@ from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
-from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

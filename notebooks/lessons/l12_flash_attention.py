@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.colours import ANSWER_COLOURS, WARNING
-from lessons.drawing import BYTES, box, columns, heat
+from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
 from lessons.saved import kept
 from lpkit.config import ModelConfig
@@ -41,7 +41,6 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.training.training import Training
-from lpkit.ui.draw import axis, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons.drawing import NAMES, bars
+from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
 from lessons.timing import by_phase
 from lpkit import hardware, measure, preset
@@ -46,7 +46,6 @@ from lpkit.techniques.optimizers import (
 )
 from lpkit.timing import Watch
 from lpkit.training.training import Training
-from lpkit.ui.draw import axis, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study
