@@ -519,10 +519,13 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
     is the only channel, so a process that is killed costs its own job and no other. No process,
     kernel or private file outlives this process, also when it is killed; another thread may end
     them all through `children`. Raises ConfigError when the output cannot be written."""
-    children = children or processes.Children()
+    children, share = children or processes.Children(), {}
+    if at_once > 1:     # of the processor
+        threads = str(max(1, cores() // at_once))
+        share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
     def supervise(job: Job) -> dict[str, Any]:
-        return _supervise(job, children, _share(at_once), say)
+        return _supervise(job, children, share, say)
 
     try:
         with ThreadPoolExecutor(at_once) as pool:
@@ -534,14 +537,6 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
     except OSError as error:
         raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some "
                           f"space, or choose another --out") from None
-
-
-def _share(at_once: int) -> dict[str, str]:
-    """The variables that give a process its share of the processor, when it is shared."""
-    if at_once == 1:
-        return {}
-    threads = str(max(1, cores() // at_once))
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
 
 def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
