@@ -7,7 +7,6 @@ try, none makes one faster.
 
 import contextlib
 import functools
-import operator
 import os
 import sys
 import time
@@ -288,26 +287,22 @@ def squares(dtype: str, device: torch.device, *,
     """Products of two square matrices, by size. A CPU with AVX2 alone multiplies bf16 a number at a
     time, a hundredth of float32's speed: there the kit widens (`kernels.wide_product`), and so does
     this. No size is tried that would take seconds."""
-    def of(way: Callable, n: int) -> Callable[[], object]:
-        return way((n, n), (n, n), dtype, device)
-
     if device.type == "cuda":
-        return {n: of(functools.partial(product, fast=fast), n) for n in (4096, 8192)}
-    ways = ways_of(dtype, device)
-    tried = interleaved_seconds([of(way, PROBE) for way in ways], rounds=9, within_seconds=0.1)
-    seconds, way = min(zip(map(min, tried), ways), key=operator.itemgetter(0))
+        return {n: product((n, n), (n, n), dtype, device, fast=fast) for n in (4096, 8192)}
+    tried = interleaved_seconds(ways((PROBE, PROBE), (PROBE, PROBE), dtype, device), rounds=9,
+                                within_seconds=0.1)
+    seconds, way = min((min(each), way) for way, each in enumerate(tried))
     sizes = [n for n in (1024, 2048) if seconds * (n / PROBE)**3 < SLOW_SECONDS] or [PROBE]
-    return {n: of(way, n) for n in sizes}
+    return {n: ways((n, n), (n, n), dtype, device)[way] for n in sizes}
 
 
-def ways_of(dtype: str, device: torch.device) -> list[Callable]:
-    return [product, widened] if dtype == "bf16" and device.type != "cuda" else [product]
-
-
-def widened(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
-            device: torch.device) -> Callable[[], object]:
-    x, y = _drawn(left, device).to(DTYPES[dtype]), _drawn(right, device).to(DTYPES[dtype])
-    return lambda: (x.float() @ y.float()).to(x.dtype)
+def ways(left: tuple[int, ...], right: tuple[int, ...], dtype: str,
+         device: torch.device) -> list[Callable[[], object]]:
+    """The product; of bf16 on a CPU the widened one, too."""
+    if dtype != "bf16" or device.type == "cuda":
+        return [product(left, right, dtype, device)]
+    x, y = _drawn(left, device).bfloat16(), _drawn(right, device).bfloat16()
+    return [product(left, right, dtype, device), lambda: (x.float() @ y.float()).bfloat16()]
 
 
 def product(left: tuple[int, ...], right: tuple[int, ...], dtype: str, device: torch.device, *,

@@ -39,7 +39,7 @@ REST_SECONDS = 0.3          # and for what it left
 SWEEP_SECONDS = 5.0         # for the system to bury what was killed
 TAIL_BYTES = 1500           # of a log that goes with its folder
 HELD = f".held-on-{platform.node()}"    # a folder for several machines may have locks for each
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
 
 def new_folder() -> Path:
@@ -217,18 +217,18 @@ def _end_at_eof(pid: int, ended: threading.Event) -> None:
 
 def adopt_orphans() -> None:
     """Processes that descend from this one, and whose parent ends, become its children."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int | None = None) -> None:
     """This process gets SIGKILL when its parent ends; at once where that was `parent`, and ended
     before this was called."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent not in (None, os.getppid()):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):      # Linux
         libc.prctl(option, value, 0, 0, 0)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
     "course": BASE | {"kernels", "measure", "parallel", "predict", "techniques", "training", "ui"},
-    "ui": BASE | {"predict", "techniques"},
+    "ui": BASE,
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
 }

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from lessons import puzzles
+from lessons.learner import check
 from lpkit.course import attempts, judge
 from lpkit.course.attempts import Parcel, Unknown, asked, pack, unpack
 from lpkit.course.judge import Verdict
-from lpkit.course.learner import check
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 3.0

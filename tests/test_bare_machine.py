@@ -40,8 +40,8 @@ def command(words: list[str], absent: set[str]) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("words, absent, said", [
-    (["notebook", "00"], {"papermill"}, "lpkit: lpkit notebook needs papermill, which this Python does not have; "),
-    (["notebook", "--all"], {"papermill", "nbformat", "plotly"}, "lpkit: lpkit notebook needs papermill, nbformat, plotly, which "),
+    (["notebook", "00"], {"nbclient"}, "lpkit: lpkit notebook needs nbclient, which this Python does not have; "),
+    (["notebook", "--all"], {"nbclient", "nbformat", "plotly"}, "lpkit: lpkit notebook needs nbclient, nbformat, plotly, which "),
     (["lab", "--no-browser"], {"jupyterlab", "jupyter_server"}, "lpkit: lpkit lab needs jupyterlab, jupyter-server, which ")])
 def test_what_needs_the_absent_is_one_sentence(words, absent, said):
     done = command(words, absent)

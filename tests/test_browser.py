@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lpkit.course import learner
+from lessons import learner
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
@@ -33,7 +33,9 @@ DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON
 
 EXPLORER = ["""
 from lpkit.errors import ConfigError
-from lpkit.ui import Explorer, Figure, Guess, html_table
+from lessons.questions import Guess
+from lessons.explorer import Explorer
+from lpkit.ui import Figure, html_table
 
 def show(devices, optimizer):
     if devices == 4:
@@ -52,7 +54,7 @@ guess
 LIVE = ["""
 import asyncio, threading, time
 from lpkit.contracts import StepRecord
-from lpkit.ui import LiveRun
+from lessons.live import LiveRun
 
 class Run:
     title, planned_steps, error = "a run", 100_000, None
@@ -208,9 +210,9 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
 
 
 GUESSED = ["""
-from lpkit.course.learner import keep
+from lessons.learner import keep
 from lpkit.predict.compare import Comparison, Row
-from lpkit.ui import Guess
+from lessons.questions import Guess
 
 guess = keep("01.browser", Guess("How many bytes?", unit="MB", low=1, high=1000))
 guess
@@ -289,14 +291,15 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 THEMED = ["""
 import lpkit
 from lpkit.course.claims import claim
-from lpkit.course.learner import check
+from lessons.learner import check
 from lpkit.course.lessons import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.plan import plan
 from lessons.l09_predict_before_you_rent import layouts_view
-from lpkit.ui import Explorer, Guess
+from lessons.explorer import Explorer
+from lessons.questions import Guess
 from IPython.display import HTML
 
 EXERCISES = exercises()
@@ -333,6 +336,7 @@ from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
 from lessons.l03_number_formats import landings, listed
 from lpkit.ui import *
+from lessons.comparison import comparison_figure
 from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
@@ -415,7 +419,7 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
 
 def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lpkit.ui import Figure, Guess, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lpkit.ui import Figure, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
                                        "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
                                        "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()

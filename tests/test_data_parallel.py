@@ -23,10 +23,10 @@ from lessons.l14_data_parallel_and_zero import (
     stages_view,
 )
 from lessons.l15_multi_gpu_fp8 import gathers_view
+from lessons.learner import check
 from lessons.messages import messages
 from lessons.step_bytes import stacked_figure
 from lpkit import cli
-from lpkit.course.learner import check
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import predict_trace

@@ -13,13 +13,14 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lpkit.errors import ConfigError
+from tests import NOTEBOOKS
 from tests.pages import recipes
 
 DOCS = Path(__file__).parents[1] / "docs"
 CELLS = {
     "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large\nsteps: int = 3  # updates',
     "imports": "import ipywidgets\nimport plotly.graph_objects as go\nfrom IPython.display import HTML\n\nfrom lpkit.tables import html_table\n"
-               "from lpkit.ui import Explorer, Figure",
+               "from lessons.explorer import Explorer\nfrom lpkit.ui import Figure",
     "kit": "Figure({'data': [{'y': [1, 3, 2], 'name': '</script><b>'}], 'layout': {'title': {'text': 'the kit draws'}}})",
     "plotly": "Figure(go.Figure(go.Scatter(y=list(range(steps)))))",
     "explorer": "Explorer(lambda width: {'data': [{'y': [width, 2], 'name': f'line {n}'} for n in range(8)],\n"
@@ -71,6 +72,7 @@ class Loads(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("docs")
+    (root / "lessons").symlink_to(Path(NOTEBOOKS, "lessons"))
     build.execute([write(root / "05_small.ipynb")], root / "executed")
     build.assemble(DOCS, [root / "executed" / "05_small.ipynb"], root / "source")
     why = build.planner(root / "source")

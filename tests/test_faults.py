@@ -7,6 +7,7 @@ import statistics
 import pytest
 import torch
 
+from lessons import learner
 from lessons.l07_when_fp8_fails import (
     FAULTS,
     Accusation,
@@ -18,22 +19,23 @@ from lessons.l07_when_fp8_fails import (
     cure,
     inject,
     low_precision_products,
+    nonfinite_report,
     run_in_high_precision,
     search,
     search_figure,
+    source_of_nonfinite,
+    standing_out,
     telemetry_explorer,
     train,
 )
+from lessons.learner import keep
+from lessons.questions import TIED
 from lpkit.config import Config
-from lpkit.course import learner
-from lpkit.course.learner import keep
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
-from lpkit.measure.telemetry import nonfinite_report, source_of_nonfinite, standing_out
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
-from lpkit.ui import TIED
 
 TINY = Config().replace({
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,

@@ -32,9 +32,9 @@ from lessons.l10_custom_kernels import (
     cast_both_layouts,
     moved_figure,
 )
+from lessons.learner import check
 from lessons.puzzles import run
 from lpkit.course.judge import source_of
-from lpkit.course.learner import check
 from lpkit.kernels import cast, defects, jit
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE

@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 import lpkit
+from lessons.live import LiveRun
 from lpkit import cli, preset
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import ASKS, Place, Processes
 from lpkit.training.runs import METRICS, RunFailedError
-from lpkit.ui.runs import LiveRun
 from tests.attack import patience, until
 from tests.attack import processes as attack
 from tests.bench.launch import STEP

@@ -13,15 +13,17 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
+from lessons import learner
+from lessons.explorer import Explorer
+from lessons.learner import check
+from lessons.questions import TIED, Guess, Pick
 from lessons.your_progress import progress, progress_figure
-from lpkit.course import copies, learner
+from lpkit.course import copies
 from lpkit.course.judge import Exercise
-from lpkit.course.learner import check
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by, rivals
-from lpkit.ui import Explorer, Guess, Pick
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
-from lpkit.ui.questions import TIED
+from tests import NOTEBOOKS
 from tests.course import EXERCISES
 
 
@@ -249,8 +251,8 @@ def test_exercises_are_kept_unless_they_are_still_to_do(mine):
 
 
 def test_several_kernels_write_at_once():
-    code = ("import sys; from lpkit.course import learner\n"
-            "print([learner.update(lambda mine: mine.with_attempt(f'{sys.argv[1]}.{i}', right=True)) for i in range(20)])")
+    code = (f"import sys; sys.path.append({NOTEBOOKS!r}); from lessons import learner\n"
+            f"print([learner.update(lambda mine: mine.with_attempt(f'{{sys.argv[1]}}.{{i}}', right=True)) for i in range(20)])")
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE, text=True) for n in range(3)]
     assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 3
     assert len(learner.read().exercises) == 60

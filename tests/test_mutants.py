@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lessons import puzzles
-from lpkit.course.learner import check
+from lessons.learner import check
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
 

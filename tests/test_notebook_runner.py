@@ -1,4 +1,4 @@
-"""The typed front door to papermill, tried on throwaway notebooks that import nothing heavy."""
+"""The typed front door to nbclient, tried on throwaway notebooks that import nothing heavy."""
 
 import json
 import os
@@ -14,11 +14,12 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from lessons import learner
 from lpkit import processes
 from lpkit.commands import notebook as command
-from lpkit.course import learner, notebooks
+from lpkit.course import notebooks
 from lpkit.errors import ConfigError
-from tests import smoke_copies
+from tests import NOTEBOOKS, smoke_copies
 from tests.attack import patience
 
 PARAMETERS = '''\
@@ -204,9 +205,10 @@ def test_a_claim_that_fails(tmp_path):
 
 def test_what_a_person_guessed_is_neither_seen_nor_changed_by_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([NOTEBOOKS, *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert learner.update(lambda mine: mine.with_attempt("00.uniform_loss", right=False)) == ""
     before = learner.file().read_bytes()
-    path = write(tmp_path / "a.ipynb", "from lpkit.course import learner\nprint(len(learner.read().exercises))",
+    path = write(tmp_path / "a.ipynb", "from lessons import learner\nprint(len(learner.read().exercises))",
                  "print(learner.update(lambda mine: mine.with_attempt('00.clip', right=True)), len(learner.read().exercises))")
     assert printed(Path(go(path, out=tmp_path / "out")["output"])) == "0\n 1\n" and learner.file().read_bytes() == before
 
@@ -407,12 +409,12 @@ def test_what_is_killed_before_it_began_leaves_no_earlier_output(tmp_path, monke
 
 
 def test_a_full_disk_while_it_runs_is_no_interrupt(tmp_path, monkeypatch):
-    import papermill
+    import nbclient
 
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(papermill, "execute_notebook", full)
+    monkeypatch.setattr(nbclient.NotebookClient, "execute", full)
     with pytest.raises(OSError, match="No space"):
         go(write(tmp_path / "a.ipynb"), out=tmp_path / "out")
     record = json.loads((tmp_path / "out" / "a.json").read_text())
@@ -516,11 +518,11 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_papermill_it_is_one_sentence(tmp_path, capsys, monkeypatch):
+def test_without_nbclient_it_is_one_sentence(tmp_path, capsys, monkeypatch):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")
-    monkeypatch.setitem(sys.modules, "papermill", None)
+    monkeypatch.setitem(sys.modules, "nbclient", None)
     code, out, err = run_here(capsys, monkeypatch, tmp_path, "00")
-    assert code == 2 and "pip install papermill" in err and not out and err.count("\n") == 1
+    assert code == 2 and "pip install nbclient" in err and not out and err.count("\n") == 1
     assert run_here(capsys, monkeypatch, tmp_path, "--list")[0] == 0
 
 

@@ -16,7 +16,7 @@ import torch
 
 import lpkit
 from lessons.heat import METRICS, heat_map, quality_table
-from lessons.l07_when_fp8_fails import telemetry_explorer
+from lessons.l07_when_fp8_fails import nonfinite_report, telemetry_explorer
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import status_bytes
@@ -264,8 +264,8 @@ def test_not_a_number_is_counted_and_named(tmp_path):
     samples = read(tmp_path)
     bad = next(s for s in samples if s.layer == "blocks.1.mlp.up" and s.role == "w")
     assert bad.nonfinite == 2 and bad.amax is None and bad.own is None and bad.others == {}
-    assert "2 in w of blocks.1.mlp.up" in telemetry.nonfinite_report(samples)
-    assert telemetry.nonfinite_report([s for s in samples if not s.nonfinite]) == ""
+    assert "2 in w of blocks.1.mlp.up" in nonfinite_report(samples)
+    assert nonfinite_report([s for s in samples if not s.nonfinite]) == ""
     assert all("NaN" not in line for line in (tmp_path / telemetry.FILE).read_text().splitlines())
 
 

@@ -18,11 +18,15 @@ import plotly.graph_objects as go
 import pytest
 
 from lessons import waiting
-from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
+from lessons.colours import ANSWER_COLOURS, FORMAT_COLOURS, ROLE_COLOURS, WARNING, lines_of
+from lessons.comparison import comparison_figure
+from lessons.explorer import Explorer
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
+from lessons.live import LiveRun, training_figure
+from lessons.questions import Guess
 from lessons.roofs import intensity_of
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError
@@ -30,18 +34,14 @@ from lpkit.predict import CATALOGUE, Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.flops import Product
 from lpkit.ui import (
-    Explorer,
     Figure,
-    Guess,
-    LiveRun,
-    comparison_figure,
     html_table,
     style,
-    training_figure,
     without_widgets,
 )
 from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS, TEMPLATE
+from lpkit.ui.style import COLOURS, TEMPLATE
+from tests import NOTEBOOKS
 
 
 def spec(y=(1, 2, 3), title="a line"):
@@ -136,10 +136,10 @@ def test_long_lines_keep_their_ends_and_their_extremes():
     assert thin(short) is short
 
 
-def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(tmp_path):
+def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state():
     from nbclient import NotebookClient
 
-    cells = ["from lpkit.ui import Explorer, Figure\n"
+    cells = ["from lessons.explorer import Explorer\nfrom lpkit.ui import Figure\n"
              "figure = Figure({'data': [{'y': [1]}]})\nfigure",
              "def show(n): return {'data': [{'y': [n]}]}\n"
              "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
@@ -148,7 +148,7 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state(t
              "work.start(); work.join(); figure.refresh_output()\n"
              "explorer.controls['n'].value = 3; explorer.refresh_output()"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}},
+    NotebookClient(notebook, timeout=60, kernel_name="python3", resources={"metadata": {"path": NOTEBOOKS}},
                    store_widget_state=False).execute()
     for cell, y in ((0, [49]), (1, [3])):
         [output] = notebook.cells[cell].outputs
@@ -483,7 +483,7 @@ def in_a_dark_theme(colour):
 def test_every_line_can_be_seen_in_either_theme():
     """WCAG 2 asks 3 to 1 of what is drawn. (The fourth line of 12 had 2.1 in the dark and 1.5 in the light.)"""
     assert "invert(0.95) hue-rotate(180deg) brightness(1.2)" in (Path(style.__file__).parent / "figure.css").read_text()
-    colours = {*style.COLOURS, style.WARNING, *style.ANSWER_COLOURS.values(), *ROLE_COLOURS.values(), *FORMAT_COLOURS.values()}
+    colours = {*style.COLOURS, WARNING, *ANSWER_COLOURS.values(), *ROLE_COLOURS.values(), *FORMAT_COLOURS.values()}
     for colour in colours:
         line = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
         for theme in (list, in_a_dark_theme):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from lessons.explorer import Explorer
 from lessons.l09_predict_before_you_rent import (
     budget_view,
     frontier,
@@ -27,7 +28,6 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, plan
 from lpkit.predict.scaling import LAWS
 from lpkit.presets import preset
-from lpkit.ui import Explorer
 
 FREE = {"budget": math.inf, "deadline": math.inf}
 H200, LLAMA = CATALOGUE["h200"], preset("llama-70b")

@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     casting = {name: row for name, row in RECIPES.items() if row.products}
     for name in args.recipe or ():
         pick(casting, name, "recipe that casts")
-    from lpkit.measure.advice import advise, claims  # imports torch
+    from lpkit.measure.advice import advise  # imports torch
 
     advice = advise(config, on or _here(), recipes=args.recipe)
-    return {"target": args.target, **advice.to_dict(), "claims": claims().to_dict()}
+    return {"target": args.target, **advice.to_dict()}
 
 
 def _here():

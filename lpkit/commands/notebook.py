@@ -39,7 +39,7 @@ def arguments(parser):
 
 
 def run(args) -> dict[str, Any]:
-    all_of_them = ("papermill", "nbformat", "ipykernel", "ipywidgets", "plotly")
+    all_of_them = ("nbclient", "nbformat", "ipykernel", "ipywidgets", "plotly")
     needs("lpkit notebook", *(["nbformat"] if args.list else all_of_them))
     from lpkit import processes
     from lpkit.course import notebooks

@@ -111,7 +111,8 @@ def merged(course: "NotebookNode", mine: "NotebookNode",
         else:
             both, said = _both(here, new)
             cells += both
-            notes.append(f"you and the course both changed {shown(_first_line(new))}: {said}")
+            first = next(iter(new.source.splitlines()), "")
+            notes.append(f"you and the course both changed {shown(first)}: {said}")
         cells += own[new.id]
     seen: set[str] = set()
     for cell in cells:
@@ -149,10 +150,6 @@ def _kept(here: "NotebookNode", new: "NotebookNode") -> "NotebookNode":
 
 def _content(cell: "NotebookNode") -> tuple[str, str]:
     return cell.cell_type, cell.source
-
-
-def _first_line(cell: "NotebookNode") -> str:
-    return next(iter(cell.source.splitlines()), "")
 
 
 def _course() -> list[Path]:

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -18,9 +17,7 @@ import torch
 from lpkit.course import lessons
 from lpkit.course.attempts import NO_ANSWERS, Frames
 from lpkit.errors import ConfigError
-from lpkit.processes import adopt_orphans, end_with_parent, sweep
-
-PR_SET_DUMPABLE = 4
+from lpkit.processes import PR_SET_DUMPABLE, adopt_orphans, end_with_parent, prctl, sweep
 
 
 def judge(line: socket.socket) -> None:
@@ -51,9 +48,8 @@ def main(folder: str, calls: str) -> int:
     """Fork a judge for each socket that comes."""
     end_with_parent()
     os.environ["TMPDIR"] = folder   # which the keeper removes
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):      # Linux: the same user's processes cannot look into this one,
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)     # nor into its forks
+    # on Linux the same user's processes cannot look into this one, nor into its forks
+    prctl(PR_SET_DUMPABLE, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     # by Python 3.12: the threads are a library's that wait, and a fork begins none of their work
     warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)

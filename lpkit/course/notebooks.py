@@ -1,12 +1,12 @@
 """Run notebooks without a browser: declared parameters only, and a record of what happened that
 survives a crash.
 
-papermill runs the cells. It would execute the *names* of parameters as code, take "false" for a
-true value, write `completed` over every cell of a kernel that was killed, and take a notebook that
-leaves half-way with `sys.exit(0)` for one that succeeded. So this module reads what the cell tagged
-`parameters` declares from its syntax tree, converts what was asked by annotation, counts the cells
-that ran, and keeps its own record: NAME.json beside NAME.ipynb, replaced whole at the start, as
-each cell begins and at the end. Seconds and bytes throughout.
+nbclient runs the cells. papermill, which does, too, would execute the *names* of parameters as
+code, take "false" for a true value, write `completed` over every cell of a kernel that was killed,
+and take a notebook that leaves half-way with `sys.exit(0)` for one that succeeded. So this module
+reads what the cell tagged `parameters` declares from its syntax tree, converts what was asked by
+annotation, counts the cells that ran, and keeps its own record: NAME.json beside NAME.ipynb,
+replaced whole at the start, as each cell begins and at the end. Seconds and bytes throughout.
 
 A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
 and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
@@ -21,7 +21,6 @@ import dataclasses
 import io
 import itertools
 import json
-import logging
 import os
 import platform
 import re
@@ -377,19 +376,20 @@ def _refuse_strangers(job: Job) -> None:
 class Attempt:
     """A run of one notebook in a fresh kernel of this process. A failing cell and a killed kernel
     are results, not exceptions: status `failed`, and `error` says which cell; an interrupt is
-    recorded as `killed` and goes on upwards. The record lies in `job.out` all the while, and says `done` only when
-    every code cell ran to its end; its first ending is the one that counts, so that also another
-    thread may end it. `folder` is private: for the notebook on its way, and the kernel's keys."""
+    recorded as `killed` and goes on upwards. The record lies in `job.out` all the while, and says
+    `done` only when every code cell ran to its end; its first ending is the one that counts, so
+    that also another thread may end it. `folder` is private: for the kernel's keys and data."""
 
     def __init__(self, job: Job, folder: Path, say: Callable[[str], None]):
-        self.job, self.say, self.unfinished = job, say, folder / "unfinished.ipynb"
+        self.job, self.folder, self.say = job, folder, say
         self.book, self.started = read(job.path), time.perf_counter()
+        self.executed: NotebookNode | None = None       # a copy of `book`, with outputs
         self.code = [cell.id for cell in self.book.cells
                      if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", [])]
         self.ran: set[str] = set()
         self.failure: dict[str, Any] = {}       # the first: cells may run after it
         self.claims: list[dict[str, str]] = []  # as their cards say
-        self.kernel, self.lock = _Kernel(folder / "kernel.json"), threading.RLock()
+        self.kernel, self.lock = _Kernel(), threading.RLock()
         self.record = _asked(job) | {"claim": claim(self.book), "cells": len(self.code)}
 
     def update(self, **changes: Any) -> None:
@@ -401,12 +401,18 @@ class Attempt:
 
     def end(self, **ending: Any) -> None:
         with self.lock:
-            if self.record["end"] is None and self.unfinished.exists():
-                # without the kernel a widget's view is an error message; the figures lie beside it
-                still = self.without_widgets(_whole(self.unfinished))
-                write_atomically(self.job.output, json.dumps(still, indent=1))
+            if self.record["end"] is None and self.executed is not None:
+                write_atomically(self.job.output, self.written())
             state, why = verdict(self.claims, len(tagged(self.book, "claim")))
             self.update(**ending, result=state, why=why, claims=self.claims, end=_now())
+
+    def written(self) -> str:
+        """The notebook as it is now. Without the kernel a widget's view is an error message; the
+        figures lie beside it."""
+        for _ in range(50):
+            with contextlib.suppress(RuntimeError):     # its thread has changed a dict meanwhile
+                return self.writes(self.without_widgets(self.executed))
+        raise OSError(f"{self.job.output.name} is never whole")
 
     def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
         if cell.get("id") in self.code:
@@ -426,31 +432,37 @@ class Attempt:
                                    content.get("evalue", ""))
 
     def run(self) -> dict[str, Any]:
-        import papermill
-        from nbclient.exceptions import DeadKernelError
-        from papermill.exceptions import PapermillExecutionError
+        import nbformat
+        from jupyter_client import AsyncKernelManager
+        from nbclient import NotebookClient
+        from nbclient.exceptions import CellExecutionError, DeadKernelError
 
         from lpkit.ui import without_widgets
 
-        self.without_widgets = without_widgets      # now: an end that is asked for must be quick
-        # everything that it would say is in the record
-        logging.getLogger("papermill").setLevel(logging.CRITICAL)
+        # now: an end that is asked for must be quick
+        self.writes, self.without_widgets = nbformat.writes, without_widgets
+        manager = AsyncKernelManager(kernel_name="python3",
+                                     connection_file=str(self.folder / "kernel.json"))
+        if manager.has_trait("transport_encryption"):       # ipykernel warns where it has none
+            manager.transport_encryption = "auto"
+        env = os.environ | {
+            "PYTHONOPTIMIZE": "",       # with it Python drops every assert, and with them every claim
+            # what a person guessed and solved is neither shown here nor written
+            "XDG_DATA_HOME": str(self.folder / "data")}
         self.job.out.mkdir(parents=True, exist_ok=True)
         self.update(status="running")
         self.job.output.unlink(missing_ok=True)     # of an earlier run
+        self.executed = with_parameters(self.book, self.job.values)
+        client = NotebookClient(
+            self.executed, manager, store_widget_state=False, raise_on_iopub_timeout=True,
+            resources={"metadata": {"path": str(self.job.path.parent)}},
+            on_notebook_start=lambda notebook: self.kernel.started(manager.provisioner.process),
+            on_cell_start=self.cell_starts, on_cell_executed=self.cell_ended)
         ending: dict[str, Any] = {"status": "killed"}
         try:
-            with self.kernel.measured():
-                papermill.execute_notebook(
-                    with_parameters(self.book, self.job.values),
-                    str(self.unfinished).replace("{", "{{").replace("}", "}}"),
-                    kernel_name="python3", progress_bar=False, store_widget_state=False,
-                    kernel_manager_class=self.kernel.manager(),
-                    resources={"metadata": {"path": str(self.job.path.parent)}},
-                    on_cell_start=self.cell_starts, on_cell_executed=self.cell_ended)
-            ending = self.verdict()
-        except PapermillExecutionError as error:
-            ending = self.failure or _failed(self.record, error.ename, error.evalue)
+            with self.kernel.measured(), contextlib.suppress(CellExecutionError):
+                client.execute(env=env, cleanup_kc=True)
+            ending = self.failure or self.verdict()
         except DeadKernelError:
             ending = _failed(self.record, "DeadKernelError", f"the kernel died while cell "
                              f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
@@ -476,18 +488,9 @@ class Attempt:
                        f"their end: {left}")
 
 
-def _whole(path: Path) -> dict[str, Any]:
-    """The notebook in a file that papermill may be writing again at this moment."""
-    for _ in range(50):
-        with contextlib.suppress(ValueError):
-            return json.loads(path.read_text())
-        time.sleep(0.01)
-    raise OSError(f"{path} is never whole")
-
-
 def _asked(job: Job) -> dict[str, Any]:
     """The record of a run that has not begun."""
-    packages = versions(("lpkit", "torch", "ipykernel", "papermill"))
+    packages = versions(("lpkit", "torch", "ipykernel", "nbclient"))
     found = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
             "status": "asked", "claim": "", "claims": [], "result": "", "why": "",
@@ -516,10 +519,13 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
     is the only channel, so a process that is killed costs its own job and no other. No process,
     kernel or private file outlives this process, also when it is killed; another thread may end
     them all through `children`. Raises ConfigError when the output cannot be written."""
-    children = children or processes.Children()
+    children, share = children or processes.Children(), {}
+    if at_once > 1:     # of the processor
+        threads = str(max(1, cores() // at_once))
+        share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
     def supervise(job: Job) -> dict[str, Any]:
-        return _supervise(job, children, _share(at_once), say)
+        return _supervise(job, children, share, say)
 
     try:
         with ThreadPoolExecutor(at_once) as pool:
@@ -531,14 +537,6 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
     except OSError as error:
         raise ConfigError(f"cannot write to {jobs[0].out}: {error.strerror or error}; free some "
                           f"space, or choose another --out") from None
-
-
-def _share(at_once: int) -> dict[str, str]:
-    """The variables that give a process its share of the processor, when it is shared."""
-    if at_once == 1:
-        return {}
-    threads = str(max(1, cores() // at_once))
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
 
 def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
@@ -594,33 +592,13 @@ def _now() -> str:
 
 
 class _Kernel:
-    """The kernel beneath papermill, as the front door must know it: its process, its memory, how it
-    ended."""
+    """The kernel's process, as the record must know it: its memory, and how it ended."""
 
-    def __init__(self, connection_file: Path):
-        self.connection_file = connection_file
-        self.process: Any = None
-        self.peak_rss_bytes = 0
+    process: Any = None
+    peak_rss_bytes = 0
 
-    def manager(self) -> type:
-        """A kernel manager for this run: encrypted where it can be (ipykernel warns otherwise)."""
-        from jupyter_client import AsyncKernelManager
-
-        kernel = self
-
-        class Manager(AsyncKernelManager):
-            async def start_kernel(self, **options):
-                if self.has_trait("transport_encryption"):
-                    self.transport_encryption = "auto"
-                self.connection_file = str(kernel.connection_file)
-                # with it Python drops every assert, and with them every claim
-                env = options.pop("env", os.environ) | {"PYTHONOPTIMIZE": ""}
-                # what a person guessed and solved is neither shown here nor written
-                env["XDG_DATA_HOME"] = str(kernel.connection_file.with_name("data"))
-                await super().start_kernel(**options, env=env)
-                kernel.process = self.provisioner.process
-
-        return Manager
+    def started(self, process: Any) -> None:
+        self.process = process
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:

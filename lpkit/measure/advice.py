@@ -19,23 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lpkit.config import Config, ModelConfig
+from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import evidence
-from lpkit.predict.casts import FINE_SHARE, TENSORWISE, Recipe, as_run, linear_cost
-from lpkit.predict.compare import Comparison
-from lpkit.predict.compare import Row as Compared
+from lpkit.predict.casts import as_run
 from lpkit.predict.evidence import MEASURED
-from lpkit.predict.flops import Product
 from lpkit.predict.ledger import Memory, memory
-from lpkit.predict.precision import StepCost, compared, more_at_peak, step_cost
+from lpkit.predict.precision import StepCost, compared, more_at_peak
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
+from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Text, checked
 
 BASES = ("bf16", "fp16", "fp32")
@@ -215,43 +212,3 @@ def case_name(recipe: str, config: Config) -> str:
     """Returns the name of a case of `bench fp8-step`."""
     m, sequences = config.model, config.global_batch // config.grad_accum_steps
     return f"{recipe}, {m.L} x {m.D}, {sequences} x {m.T} tokens"
-
-
-# What others published, beside the formula. Theirs: conditions and versions are in the sources.
-# https://github.com/pytorch/ao/blob/main/torchao/float8/README.md
-
-META_H100 = replace(machines.CATALOGUE["h100"], bytes_per_second=2.4e12)    # of torchao's tables
-
-
-def claims() -> Comparison:
-    """Published speed-ups as `measured`, the formula's beside them. The second fixed the assumed
-    FP8 efficiency, both of rowwise together `casts.FINE_SHARE`."""
-    tensorwise = replace(TENSORWISE, kept={"head": 1})
-    row = Cast(format="e4m3fn", block=(1, ALL))
-    rowwise = replace(tensorwise, casts=dict.fromkeys(tensorwise.casts, (row, row)),
-                      product_share=FINE_SHARE["fp8"])
-    nanochat = Config(global_batch=16, model=ModelConfig(
-        layers=26, width=1664, heads=13, vocab=32_768, context=2048, tied=False))
-    llama = Config(global_batch=1, model=ModelConfig(
-        layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14_336, vocab=128_256, context=8192,
-        norm="rmsnorm", position="rope", mlp="swiglu", bias=False, tied=False))
-
-    def linear(M: int, K: int, N: int) -> float:
-        product = Product(name="Linear", M=M, N=N, K=K, calls=1)
-        return linear_cost(product, tensorwise, META_H100).speedup
-
-    def step(config: Config, recipe: Recipe) -> float:
-        on = machines.CATALOGUE["h100"]
-        return step_cost(config, recipe, on, evidence.efficiency(on)).speedup
-
-    readme = "torchao README, H100, tensorwise"
-    log = "nanochat dev/LOG.md 2026-02-02, 8 x H100, torch 2.9, torchao 0.15"
-    table = "torchao README, 8 x H100, FSDP2, torch 2.7, torchao 0.10"
-    rows = (("Linear 1024 x 2048 -> 1024", linear(1024, 2048, 1024), 0.80, readme),
-            ("Linear 4096 x 8192 -> 16384", linear(4096, 8192, 16_384), 1.39, readme),
-            ("26 x 1664, tensorwise", step(nanochat, tensorwise), 1.17, log),
-            ("26 x 1664, rowwise", step(nanochat, rowwise), 0.90, log),
-            ("Llama 3 8B, tensorwise", step(llama, tensorwise), 1.25, table),
-            ("Llama 3 8B, rowwise", step(llama, rowwise), 1.10, table))
-    return Comparison(tuple(Compared(name=name, formula=ours, measured=theirs, unit="times",
-                                     where=where) for name, ours, theirs, where in rows))

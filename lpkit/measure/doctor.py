@@ -33,7 +33,7 @@ from lpkit.techniques.row import Row
 
 LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
              "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
-             "ipywidgets", "plotly", "papermill", "nvidia-ml-py", "numpy")
+             "ipywidgets", "plotly", "nbclient", "nvidia-ml-py", "numpy")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
                 "amx_int8", "amx_fp16", "asimd", "bf16", "i8mm", "sve")
 PROCESS_SECONDS = 60.0

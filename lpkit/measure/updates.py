@@ -192,8 +192,7 @@ def _rates(config: Config, device: torch.device) -> dict[str, dict[tuple[int, ..
         for dtype in (*hardware.DTYPES, *hardware.low_formats(device)):
             if dtype in hardware.LOW and (M % 16 or N % 16 or K % 16):
                 continue        # no kernel takes it
-            tries = [way((M, K), (K, N), dtype, device)
-                     for way in hardware.ways_of(dtype, device)]
+            tries = hardware.ways((M, K), (K, N), dtype, device)
             least = min(map(min, interleaved_seconds(tries, rounds=9, within_seconds=0.1)))
             each = rates.setdefault(dtype, {})
             each[M, N, K] = max(each.get((M, N, K), 0.0), 2 * M * N * K / least)

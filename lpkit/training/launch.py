@@ -1,6 +1,6 @@
 """Train on several processes of this machine, from a notebook or a shell.
 
-    handle = lpkit.launch(config, processes=2)      as lpkit.start: LiveRun(handle), await handle
+    handle = lpkit.launch(config, processes=2)      as lpkit.start: await handle
     handle.ranks                                    what each rank said last
 
 The processes are those of `lpkit.parallel.processes`: a kernel that holds a GPU is none of them.

@@ -1,17 +1,9 @@
-"""Widgets and figures: show a pure function, hold a guess, follow a run. The notebook hands this
-room its numbers."""
+"""The live figure of a plotly spec, and how it looks. The notebook hands this room its numbers."""
 
 from importlib import import_module
 
-_NAMES = {
-    "lpkit.tables": "html_table",
-    "lpkit.ui.comparison": "comparison_figure",
-    "lpkit.ui.controls": "Explorer",
-    "lpkit.ui.figure": "Figure without_widgets",
-    "lpkit.ui.questions": "Guess Pick TIED",
-    "lpkit.ui.runs": "LiveRun training_figure",
-}
-_WHERE = {name: module for module, names in _NAMES.items() for name in names.split()}
+_WHERE = {"Figure": "lpkit.ui.figure", "html_table": "lpkit.tables",
+          "without_widgets": "lpkit.ui.figure"}
 __all__ = sorted(_WHERE)
 
 

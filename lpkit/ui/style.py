@@ -4,21 +4,17 @@ The colours differ in lightness as well as in hue (after Paul Tol's high-contras
 is a line that has a contrast of 3 to 1 or more in the light and in the dark theme. The sequential
 scale is cividis.
 
-One colour for each answer goes through the course (for each format and role: `lessons.colours`),
-and the ends of every map of colours are fixed, so that a small difference looks small. `figure.css`
-turns figures from white to dark in a dark theme, in the lab and on the site. Where there is less
-room than 520 pixels, as on a phone, a figure keeps its 760 and scrolls under a title that wraps.
-Figures of measured seconds are pale where other programs took more than a tenth of the cores, and
-say so below the title.
+One colour for each answer, format and role goes through the course (`lessons.colours`), and the
+ends of every map of colours are fixed, so that a small difference looks small. `figure.css` turns
+figures from white to dark in a dark theme, in the lab and on the site. Where there is less room
+than 520 pixels, as on a phone, a figure keeps its 760 and scrolls under a title that wraps. Figures
+of measured seconds are pale where other programs took more than a tenth of the cores, and say so
+below the title.
 """
 
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
-WARNING = "#a3293d"
-
-# The same through the course. A figure whose legend has one of these tables has no other.
-ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,
          "ticks": "outside", "ticklen": 4, "tickcolor": "#9ca3af", "ticklabelstandoff": 3,

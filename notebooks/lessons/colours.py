@@ -1,5 +1,5 @@
-"""One colour for each format, recipe and role goes through the course, and so do the ends of a map
-of colours. A figure whose legend has one of these tables has no other."""
+"""One colour for each answer, format, recipe and role goes through the course, and so do the ends of
+a map of colours. A figure whose legend has one of these tables has no other."""
 
 import collections
 import itertools
@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 from lpkit.ui.style import COLOURS
 
+WARNING = "#a3293d"
+ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}
 ROLE_COLOURS = {"x": "#bb5566", "w": "#004488", "dy": "#ad7a00"}     # input, weights, gradient of y
 FORMAT_COLOURS = {      # and of the recipes that cast to them
     "fp32": "#222222", "bf16": "#6b7280", "fp16": "#12a37f", "int8": "#b88a00",

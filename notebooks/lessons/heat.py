@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lessons.colours import DECIBELS
+from lessons.colours import DECIBELS, WARNING
+from lessons.drawing import NAMES, axis, box, columns, figure, heat, note, rule
+from lessons.explorer import Explorer
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.ui.controls import Explorer
-from lpkit.ui.draw import NAMES, axis, box, columns, figure, heat, note, rule
-from lpkit.ui.style import COLOURS, WARNING
+from lpkit.ui.style import COLOURS
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]

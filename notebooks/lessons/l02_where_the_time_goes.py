@@ -9,6 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
 from lessons.roofs import attainable_flops, gradients_of, intensity_of
 from lessons.timing import PHASES, by_phase
 from lpkit import hardware
@@ -23,7 +24,6 @@ from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
 from lpkit.timing import Watch
-from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

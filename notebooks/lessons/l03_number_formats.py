@@ -30,6 +30,7 @@ import traitlets
 from torch import Tensor, nn
 
 from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
+from lessons.drawing import NAMES, axis, box, columns, figure, note, scatter
 from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
@@ -40,7 +41,6 @@ from lpkit.precision.formats import encode, round_to, spacing, values
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.formats import FORMATS, Format
 from lpkit.training.training import Training
-from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

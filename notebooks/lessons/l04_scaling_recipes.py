@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lessons import l03_number_formats as linear_operands
 from lessons.colours import lines_of
+from lessons.drawing import POWERS, axis, box, figure, scatter
 from lessons.draws import LARGEST, normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.kernels.scales import MAKE_SCALES
@@ -35,7 +36,6 @@ from lpkit.precision.scaled import quantise
 from lpkit.tables import INK
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast
-from lpkit.ui.draw import POWERS, axis, box, figure, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

@@ -24,15 +24,15 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lessons.colours import lines_of
+from lessons.colours import ANSWER_COLOURS, lines_of
+from lessons.drawing import POWERS, axis, columns, figure, rule, scatter
 from lessons.draws import normal
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import pick
 from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS
 from lpkit.training.training import Training
-from lpkit.ui.draw import POWERS, axis, columns, figure, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

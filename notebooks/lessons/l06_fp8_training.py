@@ -30,9 +30,12 @@ import torch
 from torch import Tensor
 
 from lessons.colours import ROLE_COLOURS, lines_of
+from lessons.drawing import NAMES, axis, bars, box, figure, note, scatter
 from lessons.draws import FP8, UNCLAMPED, normal
+from lessons.explorer import Explorer
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.l04_scaling_recipes import expected_db
+from lessons.live import LiveRun
 from lessons.race import race_figure
 from lpkit.config import Config, ModelConfig
 from lpkit.course.judge import Exercise, adding_to
@@ -54,9 +57,6 @@ from lpkit.techniques.recipes import (
     Recipe,
 )
 from lpkit.training.runs import Run
-from lpkit.ui.controls import Explorer
-from lpkit.ui.draw import NAMES, axis, bars, box, figure, note, scatter
-from lpkit.ui.runs import LiveRun
 from lpkit.ui.style import COLOURS
 
 # ---- The study

@@ -37,6 +37,7 @@ import functools
 import math
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -51,8 +52,12 @@ import traitlets
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lessons.colours import WARNING
+from lessons.drawing import NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
+from lessons.explorer import Explorer
 from lessons.heat import Samples, cell_and_table, explorer
+from lessons.questions import Question
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, nearest, pick
@@ -64,11 +69,8 @@ from lpkit.predict.compare import TIED
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
 from lpkit.training.training import Training
-from lpkit.ui.controls import Explorer
-from lpkit.ui.draw import NAMES, axis, figure, heat, note, scatter
 from lpkit.ui.figure import Stored
-from lpkit.ui.questions import Question
-from lpkit.ui.style import COLOURS, WARNING
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 
@@ -599,6 +601,64 @@ class Case:
     def _mean(self, run: Run) -> float:
         """Nats per token. A run that breaks knows nothing."""
         return statistics.fmean(bounded(run.losses, self.starts.config.model.vocab))
+
+
+def standing_out(samples: Iterable[Sample]) -> list[tuple[str, float]]:
+    """(layer, by how much), the worst first: what the casts of a layer lost (to zero or by
+    saturation) beyond the median layer of the same role and step, in the role where that is most,
+    averaged over the steps. The layer that made the first NaN or Inf has lost all; what was handed
+    one says nothing."""
+    samples = list(samples)
+    alike: dict[tuple[int, str], dict[str, float]] = defaultdict(dict)
+    for sample in samples:
+        if sample.own is not None:
+            lost = sample.own.underflow + sample.own.saturated
+            alike[sample.step, sample.role][sample.layer] = lost
+    excess: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for (_, role), layers in alike.items():
+        usual = statistics.median(layers.values())
+        for layer, lost in layers.items():
+            excess[layer, role].append(lost - usual)
+    worst: dict[str, float] = {}
+    for (layer, _), values in excess.items():
+        mean = statistics.fmean(values)
+        worst[layer] = max(mean, worst.get(layer, mean))
+    if made := source_of_nonfinite(samples):
+        worst[made] = 1.0
+    return sorted(worst.items(), key=lambda item: -item[1])
+
+
+def source_of_nonfinite(samples: Iterable[Sample]) -> str:
+    """The layer that made the first NaN or Inf; empty: there was none, or it came between two
+    looks.
+
+    Samples are in the order of execution: x and w from the first layer to the last, dy from the
+    last to the first. A layer that is handed a NaN was handed it by the one before it in that
+    order; its weights are its own."""
+    before = None
+    for sample in samples:
+        if sample.nonfinite:
+            if before is None or before.step != sample.step:
+                return ""       # the step began with it
+            return sample.layer if sample.role.startswith("w") else before.layer
+        before = sample
+    return ""
+
+
+def nonfinite_report(samples: Iterable[Sample]) -> str:
+    """Says where NaN or Inf was met first, by layer, and which layer made it; empty when it never
+    was."""
+    samples = list(samples)
+    bad = [sample for sample in samples if sample.nonfinite]
+    if not bad:
+        return ""
+    first = [sample for sample in bad if sample.step == bad[0].step]
+    named = ", ".join(f"{sample.nonfinite} in {sample.role} of {sample.layer}"
+                      for sample in first[:3])
+    more = f" and in {len(first) - 3} more tensors" if len(first) > 3 else ""
+    source = source_of_nonfinite(samples)
+    who = f"; made by {source}" if source else "; already there when the step began"
+    return f"NaN or Inf at step {first[0].step}: {named}{more}{who}"
 
 
 # ---- Figures

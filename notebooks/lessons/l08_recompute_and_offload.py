@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.colours import ANSWER_COLOURS
+from lessons.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
 from lessons.step_bytes import Points, timeline_figure, total_bytes
 from lpkit import measure
@@ -37,8 +39,7 @@ from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
-from lpkit.ui.draw import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -11,6 +11,8 @@ from random import Random
 from textwrap import wrap
 from typing import Any
 
+from lessons.colours import ANSWER_COLOURS, WARNING
+from lessons.drawing import BYTES, NAMES, axis, bars, figure, note, rule, scatter
 from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
 from lessons.published import Run, optimism
 from lessons.step_bytes import ROW_COLOURS, limit_of
@@ -25,8 +27,7 @@ from lpkit.predict.time import StepTime, bill, step_time
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.machines import Machine, find
-from lpkit.ui.draw import BYTES, NAMES, axis, bars, figure, note, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

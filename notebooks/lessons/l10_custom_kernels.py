@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.draws import FP8, LARGEST, normal
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
@@ -22,7 +23,6 @@ from lessons.roofs import attainable_flops
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
-from lpkit.ui.draw import NAMES, POWERS, axis, bars, figure, scatter
 from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lessons.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.draws import LARGEST, normal
 from lessons.l10_custom_kernels import (
     HUGE,
@@ -50,7 +51,6 @@ from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe
-from lpkit.ui.draw import NAMES, axis, bars, figure, note, scatter
 from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons.colours import ANSWER_COLOURS, WARNING
+from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
 from lessons.saved import kept
 from lpkit.config import ModelConfig
@@ -39,8 +41,7 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.training.training import Training
-from lpkit.ui.draw import BYTES, axis, box, columns, figure, heat, note, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS, COLOURS, WARNING
+from lpkit.ui.style import COLOURS
 
 # ---- The study
 

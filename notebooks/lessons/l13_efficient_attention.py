@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lessons.colours import lines_of
+from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
 from lessons.saved import saved_bytes
 from lpkit.config import Config, ModelConfig
@@ -42,7 +43,6 @@ from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
-from lpkit.ui.draw import SECONDS, axis, figure, rule, scatter
 
 # ---- The study
 

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from lessons.drawing import SECONDS, axis, bars, figure
 from lessons.draws import normal
 from lessons.messages import messages
 from lessons.messages import sent_bytes as bytes_sent
@@ -51,7 +52,6 @@ from lpkit.techniques.blocks import FP32
 from lpkit.techniques.layouts import STAGES, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.training.training import Training
-from lpkit.ui.draw import SECONDS, axis, bars, figure
 
 # ---- The study
 

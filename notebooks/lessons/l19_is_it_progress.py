@@ -17,6 +17,7 @@ from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from lessons.drawing import NAMES, axis, box, columns, figure, note, rule, scatter
 from lpkit import records
 from lpkit.claims import referee
 from lpkit.course.judge import adding_to
@@ -24,7 +25,6 @@ from lpkit.errors import ConfigError, named
 from lpkit.predict.evidence import MEASURED
 from lpkit.tables import FAINT, html_table
 from lpkit.training.runs import Run
-from lpkit.ui.draw import NAMES, axis, box, columns, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

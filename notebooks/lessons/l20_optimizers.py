@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
 from lessons.timing import by_phase
 from lpkit import hardware, measure, preset
@@ -45,7 +46,6 @@ from lpkit.techniques.optimizers import (
 )
 from lpkit.timing import Watch
 from lpkit.training.training import Training
-from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- The study

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from lessons.drawing import axis, figure, note, scatter
 from lpkit import records
 from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
@@ -47,7 +48,6 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.background import Background
 from lpkit.training.training import Training
-from lpkit.ui.draw import axis, figure, note, scatter
 from lpkit.ui.figure import Figure
 from lpkit.ui.style import COLOURS
 from lpkit.values import Count, CountOrZero

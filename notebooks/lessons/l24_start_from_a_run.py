@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.drawing import axis, figure, scatter
 from lessons.draws import normal
 from lessons.timing import by_phase
 from lpkit.config import Config
@@ -34,7 +35,6 @@ from lpkit.tables import html_table
 from lpkit.timing import Watch
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
-from lpkit.ui.draw import axis, figure, scatter
 from lpkit.ui.style import COLOURS
 
 # ---- One step

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from lessons.colours import lines_of
-from lpkit.ui.draw import axis, figure, scatter
+from lessons.drawing import axis, figure, scatter
 
 
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lessons.colours import ROLE_COLOURS
+from lessons.colours import ROLE_COLOURS, WARNING
+from lessons.drawing import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.units import quantity
 from lpkit.tables import FAINT, INK
-from lpkit.ui.draw import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
-from lpkit.ui.style import WARNING
 
 ROW_COLOURS = {   # one family of rows, one hue
     "weights": ROLE_COLOURS["w"], "master weights": "#4d7eb3", "optimizer state": "#a5d8f0",

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lpkit.course.learner import Learner, read
+from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
+from lessons.learner import Learner, read
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
-from lpkit.ui.draw import NAMES, axis, bars, figure, note, rule, scatter
 from lpkit.ui.figure import Figure
 from lpkit.ui.style import COLOURS
 

@@ -20,7 +20,7 @@ from tests.bench.harness import ROUNDS, Result, paired
 from tests.course import EXERCISES, PUZZLES
 
 BUSY, TIMES, BUDGET_SECONDS, JUDGED_SECONDS = 4, 6.0, 60.0, 120.0
-PACKAGES = ("torch", "jupyterlab", "ipykernel", "papermill")
+PACKAGES = ("torch", "jupyterlab", "ipykernel", "nbclient")
 # ends with the bench, also when that is killed
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**6))"
 

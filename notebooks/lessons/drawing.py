@@ -1,4 +1,4 @@
-"""The parts of a plotly spec that the kit's figures are made of, as plain dicts.
+"""The parts of a plotly spec that the figures of lessons are made of, as plain dicts.
 
 `figure` puts traces into a layout; `scatter`, `bars`, `columns` and `heat` are traces; `rule`,
 `box` and `note` are drawn over them. What has no argument here goes to plotly under its own name:
@@ -16,8 +16,6 @@ from lpkit.tables import FAINT
 NAMES = {"autorange": "reversed", "ticks": "", "showgrid": False}
 POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axis of powers of ten
 BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
-
-
 SECONDS = {"meta": "seconds"}       # of a trace whose values are measured seconds
 PALE = 0.35
 

@@ -5,7 +5,7 @@ counts is `.answer`: it was locked in, by a click, before its result was there.
 
 `guess.reveal(...)` hides what follows until then, from a live front end alone: the stored output is
 the content. `guess.scored(row)` puts the guess into the row of a comparison, and `keep` (in
-`lpkit.course.learner`) ties it to the learner's file.
+`lessons.learner`) ties it to the learner's file.
 """
 
 import math

@@ -13,10 +13,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
-from lpkit.ui.draw import SECONDS, axis, figure, note, rule, scatter
 from lpkit.ui.figure import Figure, Stored
 from lpkit.ui.style import COLOURS
 

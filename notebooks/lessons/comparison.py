@@ -1,17 +1,15 @@
-"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`.
-And a roofline: what a machine's ceilings allow at each arithmetic intensity, and where measured
-products lie."""
+"""How far guess and formula are off from what was measured: the picture of every `## Reconcile`."""
 
 import math
 from collections.abc import Iterable
 from html import escape
 from textwrap import wrap
 
+from lessons.colours import ANSWER_COLOURS
+from lessons.drawing import PALE, axis, figure, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import DIFFERENCES, Row, disturbance
 from lpkit.predict.units import quantity
-from lpkit.ui.draw import PALE, axis, figure, rule, scatter
-from lpkit.ui.style import ANSWER_COLOURS
 
 ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
            "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}
