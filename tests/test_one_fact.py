@@ -54,7 +54,6 @@ FACTS = {
     "sizes of q, k and v": (r"H \+ 2 \* [a-z.]*G\b", "predict/attention.py"),
     "sizes of an MLP": (r"\b2 \* [a-z]+\.F\b", "techniques/blocks.py"),
     "passes over scores": (r"\bscore_passes=\(\d", "predict/attention.py"),
-    "memory of a machine": (r"\bmemory_bytes=\d", "techniques/machines.py"),
 }
 
 
