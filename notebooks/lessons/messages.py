@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lessons.tasks import Task
 from lpkit.config import Config
 from lpkit.predict.casts import on_hardware
 from lpkit.predict.messages import (
@@ -21,7 +22,7 @@ from lpkit.predict.messages import (
 from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
-from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.data import POLICIES
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import FP32
