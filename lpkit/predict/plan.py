@@ -33,7 +33,7 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
-from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
+from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import (
@@ -133,7 +133,7 @@ class Plan:
     first = "cheapest"      # or soonest
 
     def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
-                 efficiency: Efficiency | None, calibration: Calibration | None, *, budget: float,
+                 efficiency: Efficiency | None, calibration: float | None, *, budget: float,
                  deadline: float):
         self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
         self.given, self.calibration = efficiency, calibration
@@ -212,7 +212,7 @@ class Plan:
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * self.efficiency.factor
-        seconds *= self.calibration.factor if self.calibration else 1
+        seconds *= 1 if self.calibration is None else self.calibration
         splits = list(self.splits(count))
         if seconds > self.deadline:
             words = f"{count:,} devices take {duration(seconds)} for the products alone"
@@ -340,7 +340,7 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
          devices: Annotated[int, between(1, 10**6)] | None = None,
          precisions: Sequence[str] | None = None,
          optimizer: Text | None = None, price_per_hour: Positive | None = None,
-         efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
+         efficiency: Efficiency | None = None, calibration: float | None = None) -> Plan:
     """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
     not.
 

@@ -157,31 +157,14 @@ class StepTime:
         return next(row for row in self.rows if row.name == name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """One short measured run beside the prediction."""
-
-    predicted_seconds: float
-    measured_seconds: float
-
-    @property
-    def factor(self) -> float:
-        return self.measured_seconds / self.predicted_seconds
-
-    @property
-    def source(self) -> str:
-        return (f"one measured step of {self.measured_seconds:.4g} s where the formula says "
-                f"{self.predicted_seconds:.4g} s: all rows times {self.factor:.3f}")
-
-
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
-              layout: Layout | None = None, **how: Any) -> Calibration:
-    """Makes a factor from a measured step; give it to `step_time` for other layouts or sizes."""
+              layout: Layout | None = None, **how: Any) -> float:
+    """Returns the factor from the formula to a measured step; give it to `step_time` for other
+    layouts or sizes."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
-    return Calibration(measured_seconds=measured_step_seconds,
-                       predicted_seconds=step_time(config, machine, layout, **how).step_seconds)
+    return measured_step_seconds / step_time(config, machine, layout, **how).step_seconds
 
 
 def with_step(on: Machine) -> Machine:
@@ -189,7 +172,7 @@ def with_step(on: Machine) -> Machine:
     says of that today. Raises ConfigError."""
     if not (row := on.measured):
         return on
-    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor
+    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"])
     between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
     return replace(on, measured={**row, "factor": factor})
 
@@ -198,7 +181,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
               precision: str | None = None, optimizer: str | None = None,
               recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
-              calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
+              calibration: float | None = None, recipe: Recipe | None = None) -> StepTime:
     """Predicts one update of `config`. Raises ConfigError for an invalid combination.
 
     layout       None: the config's `parallel`
@@ -207,6 +190,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
     stack        a row of `evidence.STACKS`, for an efficiency by evidence; None: the config's
+    calibration  of one measured step (`calibrate`): all seconds times this
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
                  emulated where it does not multiply them itself
     """
@@ -240,7 +224,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
-    factor = efficiency.factor * (calibration.factor if calibration else 1.0)
+    factor = efficiency.factor * (1.0 if calibration is None else calibration)
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
