@@ -20,6 +20,7 @@ import functools
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -87,40 +88,8 @@ class Stack:
     stages_by_work: bool = False
 
 
-# a norm written out moves 128 bytes a number forward and backward, in one kernel 10 (both counted in
-# tests/test_time.py); backward is taken to move 1.5 times what forward does
-UNFUSED = (128 - 10) / 2.5
-STACKS = {
-    "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
-                   layer_seconds=None),
-    "eager-unfused": Stack(words="PyTorch without a compiler, norms written out",
-                                  attention=None, fused=None, overlap=None, layer_seconds=None,
-                                  norm_bytes=UNFUSED),
-    "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
-    # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
-    "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
-                      overlap=None, split_overlap=None, weight_copies=0.0, low_bits=None),
-    "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
-                           fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
-    # a node's ranks do not pull together
-    "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
-                            fused=None, overlap=None, layer_seconds=None, pooled=0.0),
-}
-# Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
-# tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
-# results until they are written again (parallel_module.py line 628, train.py line 117); norms
-# gather what the Linears after them save (rms_norm.py line 102). RMSNorm is as PyTorch defines it:
-# its code of 2023 is not published (data/README.md).
-_SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
-STACKS |= {
-    "scaling": replace(_SCALING, words="Aleph Alpha's scaling, norms written out",
-                       norm_bytes=UNFUSED),
-    "scaling-kernel": replace(_SCALING, words="Aleph Alpha's scaling, norms in one kernel"),
-    "scaling-sequence": replace(_SCALING, sequence_parallel=True,
-                                words="Aleph Alpha's scaling with sequence parallelism"),
-    # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
-    "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
-}
+STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row) for name, row in tomllib.loads(
+    (FIT.parent / "stacks.toml").read_text(encoding="utf-8")).items()}
 # facts of a stack that an efficiency has by the same name
 AS_THEY_ARE = ("fused", "overlap", "split_overlap", "layer_seconds", "pooled", "weight_copies",
                "norm_bytes", "sequence_parallel")

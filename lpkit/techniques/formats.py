@@ -71,18 +71,22 @@ class Format:
         return -self.largest if self.exponent_bits else -self.largest - 1
 
 
+def _ieee(name: str, exponent_bits: int, mantissa_bits: int, torch_dtype: str | None,
+          source: str) -> Format:
+    """All fields of ones are infinities and NaNs, of which the first quiet one is written."""
+    bias, infinity = 2**(exponent_bits - 1) - 1, (2**exponent_bits - 1) << mantissa_bits
+    return Format(name=name, exponent_bits=exponent_bits, mantissa_bits=mantissa_bits, bias=bias,
+                  largest=(2 - 2.0**-mantissa_bits) * 2.0**bias, has_infinities=True,
+                  first_nan=infinity + 1, nan=infinity + 2**(mantissa_bits - 1),
+                  torch_dtype=torch_dtype, source=source)
+
+
 FORMATS: dict[str, Format] = {f.name: f for f in (
-    Format(name="fp32", exponent_bits=8, mantissa_bits=23, bias=127,
-           largest=(2 - 2.0**-23) * 2.0**127, has_infinities=True, first_nan=0x7F800001,
-           nan=0x7FC00000, torch_dtype="float32", source=IEEE),
-    Format(name="tf32", exponent_bits=8, mantissa_bits=10, bias=127,
-           largest=(2 - 2.0**-10) * 2.0**127, has_infinities=True, first_nan=0x3FC01, nan=0x3FE00,
-           source="NVIDIA A100 Tensor Core GPU Architecture, 2020; 19 of its 32 bits count"),
-    Format(name="bf16", exponent_bits=8, mantissa_bits=7, bias=127,
-           largest=(2 - 2.0**-7) * 2.0**127, has_infinities=True, first_nan=0x7F81, nan=0x7FC0,
-           torch_dtype="bfloat16", source="Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
-    Format(name="fp16", exponent_bits=5, mantissa_bits=10, bias=15, largest=65504.0,
-           has_infinities=True, first_nan=0x7C01, nan=0x7E00, torch_dtype="float16", source=IEEE),
+    _ieee("fp32", 8, 23, "float32", IEEE),
+    _ieee("tf32", 8, 10, None,
+          "NVIDIA A100 Tensor Core GPU Architecture, 2020; 19 of its 32 bits count"),
+    _ieee("bf16", 8, 7, "bfloat16", "Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322"),
+    _ieee("fp16", 5, 10, "float16", IEEE),
     Format(name="e5m2", exponent_bits=5, mantissa_bits=2, bias=15, largest=57344.0,
            has_infinities=True, first_nan=0x7D, nan=0x7F, torch_dtype="float8_e5m2", source=OFP8),
     Format(name="e4m3fn", exponent_bits=4, mantissa_bits=3, bias=7, largest=448.0,

@@ -92,14 +92,6 @@ def _stage(name: str, value: int) -> None:
         raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
 
 
-def _reduction(name: str, value: str) -> None:
-    pick(REDUCTIONS, value, "parallel.reduction")
-
-
-def _gathered(name: str, value: str) -> None:
-    pick(GATHERED, value, "parallel.gathered")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
     """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
@@ -113,8 +105,8 @@ class Layout(Checked):
     context: Count = 1
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
-    reduction: Annotated[str, _reduction] = "overlapped"
-    gathered: Annotated[str, _gathered] = "compute"
+    reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
+    gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
 
     @property
     def devices(self) -> int:
