@@ -13,12 +13,13 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
+from lessons.rivals import rivals
 from lessons.your_progress import progress, progress_figure
 from lpkit.course import copies, learner
 from lpkit.course.judge import Exercise
 from lpkit.course.learner import check
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Comparison, Row, off_by, rivals
+from lpkit.predict.compare import Comparison, Row, off_by
 from lpkit.ui import Explorer, Guess, Pick
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from lpkit.ui.questions import TIED

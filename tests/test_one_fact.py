@@ -159,7 +159,7 @@ def test_every_door_says_the_same(tmp_path, capsys):
         # plan prices a layout that it is given
         asked = precision_of(config, on)
         if config.memory.activation_offload.name == "device":
-            search = Plan(config, paid.tokens, on, config.optimizer.name, None, None, budget=1e30, deadline=1e30)
+            search = Plan(config, paid.tokens, on, config.optimizer.name, None, budget=1e30, deadline=1e30)
             search.precision = asked
             recompute = config.memory.recompute.name
             option = search.option(config, config.parallel, recompute, search.held(config, config.parallel, recompute)[0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.activations import kept
 from lessons.roofs import gradients_of
 from lessons.saved import saved_bytes
 from lpkit import cli, measure, predict_trace
@@ -21,7 +22,6 @@ from lpkit.memory.recompute import CoreAttention
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import CATALOGUE, memory, model_states, predict
-from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import (
     forward_flops,

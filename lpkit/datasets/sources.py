@@ -136,12 +136,10 @@ class Files:
                 if suffix in DOCUMENTS:
                     for text in DOCUMENTS[suffix](stream, path):
                         yield from _document(text)
-                elif self.alone:
-                    for text, ends in _blocks(stream, path, BLOCK_CHARS):
-                        yield Piece(text, text, ends)
                 else:
-                    for text, ends in _blocks(stream, path, PIECE_CHARS):
-                        yield Piece(key, text, ends)
+                    size = BLOCK_CHARS if self.alone else PIECE_CHARS
+                    for text, ends in _blocks(stream, path, size):
+                        yield Piece(text if self.alone else key, text, ends)
 
 
 @dataclass(frozen=True, kw_only=True)

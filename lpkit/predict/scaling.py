@@ -9,6 +9,7 @@ Compute is 6 N D FLOPs, as the papers count it.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
@@ -16,24 +17,14 @@ from lpkit.predict.units import quantity
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):
     """`inside`: both sizes were among those that the law was fitted to. `note` says it in words."""
 
+    parameters: float
+    tokens: float
     nats: float
     inside: bool
     note: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimum:
-    """The sizes of least loss for `flops`."""
-
-    law: str
-    flops: float
-    parameters: float
-    tokens: float
-    loss: Loss
 
 
 def additive(N: float, D: float, *, E: float, A: float, B: float, alpha: float,
@@ -80,23 +71,18 @@ class Law:
         (fewest, most), (least, longest) = self.parameters, self.tokens
         inside = fewest <= parameters <= most and least <= tokens <= longest
         where = "inside" if inside else "extrapolated beyond"
-        return Loss(nats=self.loss(parameters, tokens, **self.constants),
-                    inside=inside, note=f"{where} the fit of {self.name}: {self.range}")
+        fitted = (f"{quantity(fewest)} to {quantity(most, 'parameters')}, "
+                  f"{quantity(least)} to {quantity(longest, 'tokens')}")
+        return Loss(parameters, tokens, self.loss(parameters, tokens, **self.constants), inside,
+                    f"{where} the fit of {self.name}: {fitted}")
 
-    def optimum(self, flops: float) -> Optimum:
-        """Returns the optimum: the least L(N, D) with 6 N D = flops."""
+    def optimum(self, flops: float) -> Loss:
+        """Returns the least L(N, D) with 6 N D = flops, and its sizes."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
         parameters = self.best(product, **self.constants)
-        tokens = product / parameters
-        return Optimum(law=self.name, flops=flops, parameters=parameters, tokens=tokens,
-                       loss=self.extrapolate(parameters, tokens))
-
-    @property
-    def range(self) -> str:
-        return (f"{quantity(self.parameters[0])} to {quantity(self.parameters[1], 'parameters')}, "
-                f"{quantity(self.tokens[0])} to {quantity(self.tokens[1], 'tokens')}")
+        return self.extrapolate(parameters, product / parameters)
 
 
 # Of both fits: 240 of 245 runs, read off the plots by Besiroglu et al.; the five of fewest tokens

@@ -434,16 +434,14 @@ class _Rank:
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
                      f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
                      f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
-        elif layout.state_ranks > 1 and layout.zero:
-            gather = ring.all_gather_seconds(states * of_any)
-            self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
-            said = ring.reduce_scatter_seconds(states * p.gradients)
-            self.behind("shard: scatter gradients", said, left, ring, ZERO,
-                        times=self.pieces if layout.zero == 2 else 1)
-            left = max(0.0, left - said)
         elif layout.state_ranks > 1:
-            said = ring.all_reduce_seconds(states * p.gradients)
-            self.behind("shard: all-reduce gradients", said, left, ring, ZERO)
+            said, how = ring.all_reduce_seconds(states * p.gradients), "all-reduce"
+            if layout.zero:
+                gather = ring.all_gather_seconds(states * of_any)
+                self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
+                said, how = ring.reduce_scatter_seconds(states * p.gradients), "scatter"
+            self.behind(f"shard: {how} gradients", said, left, ring, ZERO,
+                        times=self.pieces if layout.zero == 2 else 1)
             left = max(0.0, left - said)
         if layout.data > 1:
             ring = self.link("data")

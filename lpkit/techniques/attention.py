@@ -249,10 +249,6 @@ def _sums(m: Any) -> int:
     return 4 * m.G * features * (m.E + 1)
 
 
-def _keys_to_values(m: Any) -> int:
-    return 4 * m.G * m.E * m.E
-
-
 OPERATIONS = "lpkit.predict.attention:"
 STATE = "lpkit.nn.kv_cache:State"
 
@@ -283,7 +279,7 @@ KINDS: dict[str, AttentionKind] = {
     "delta": AttentionKind(
         why="a state from keys to values, where each token replaces a learned share of its key's",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
-        cache=STATE, state_bytes=_keys_to_values,
+        cache=STATE, state_bytes=lambda m: 4 * m.G * m.E * m.E,
         operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
         products=OPERATIONS + "delta_gates",
         source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "

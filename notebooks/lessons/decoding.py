@@ -17,8 +17,17 @@ from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.roofline import Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.caches import CACHES, refuse_keys_to_come, slots
+from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
+
+SCALE_BYTES = 2         # of a bfloat16, which has float32's range
+
+
+def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
+    """Returns the bytes of a head's key or value, which has E numbers of `itemsize` bytes."""
+    if row.bits is None:
+        return E * itemsize
+    return -(-E * row.bits // 8) + row.groups(E) * SCALE_BYTES * (1 + row.offset)
 
 
 def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
@@ -32,7 +41,7 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
         return batch * model.L * state(model)
     refuse_keys_to_come(model)
     held = slots(settings.rule(model.T), min(tokens, model.T)).count
-    return batch * model.L * 2 * model.G * held * row.vector_bytes(model.E, itemsize)
+    return batch * model.L * 2 * model.G * held * vector_bytes(row, model.E, itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
