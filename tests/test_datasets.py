@@ -21,19 +21,18 @@ from hypothesis import strategies as st
 from lpkit.cli import main
 from lpkit.config import DataConfig
 from lpkit.datasets import (
-    TOKENIZERS,
     RandomWindows,
-    SpreadWindows,
     byte_unigram_entropy,
-    find_source,
     open_tokens,
     prepare,
     prepare_into,
-    tokenizer_from_dict,
 )
 from lpkit.datasets import sources as sources_module
 from lpkit.datasets import tokenizers as tokenizers_module
+from lpkit.datasets.policies import SpreadWindows
 from lpkit.datasets.sources import BLOCK_CHARS, is_validation
+from lpkit.datasets.sources import find as find_source
+from lpkit.datasets.tokenizers import TOKENIZERS, tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.techniques.data import POLICIES
 

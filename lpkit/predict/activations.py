@@ -26,7 +26,6 @@ class Kept:
     operations: dict[str, float]    # over all blocks; of those that run again, under AGAIN
     block: dict[str, float]         # of one block, everything kept: recomputing it holds it
     plain: dict[str, float]         # of one whose products stay in 16 bits
-    weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
     again_bytes: float              # what a block keeps that runs again
 
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
@@ -84,8 +83,4 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         held[ops.positions.name if whole else AGAIN] += ops.positions.saved_bytes
     for op in (ops.norm, ops.head, ops.loss):
         held[op.name] = op.saved_bytes
-    copied = 0
-    if s.mixed:
-        copied = ops.head.weights + ops.linear_weights * whole
-    return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes,
-                weight_copy_bytes=copied * s.compute_bytes)
+    return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes)

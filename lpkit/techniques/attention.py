@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.errors import ConfigError, shown
@@ -158,8 +158,7 @@ class Window(Softmax):
     global_tokens: CountOrZero = 0
 
     def rule(self, T: int) -> Rule:
-        return Rule(window=self.size, global_tokens=self.global_tokens, soft_cap=self.soft_cap,
-                    sinks=self.sinks)
+        return replace(super().rule(T), window=self.size, global_tokens=self.global_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +183,7 @@ class BlockSparse(Softmax):
     def rule(self, T: int) -> Rule:
         blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
                   else _written(self.table))
-        return Rule(block=self.block, blocks=blocks, soft_cap=self.soft_cap, sinks=self.sinks)
+        return replace(super().rule(T), block=self.block, blocks=blocks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -201,7 +200,7 @@ def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...
 @dataclass(frozen=True, kw_only=True)
 class Documents(Softmax):
     def rule(self, T: int) -> Rule:
-        return Rule(documents=True, soft_cap=self.soft_cap, sinks=self.sinks)
+        return replace(super().rule(T), documents=True)
 
 
 @dataclass(frozen=True, kw_only=True)

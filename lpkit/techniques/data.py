@@ -39,15 +39,6 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-# How `data.source` becomes token files: f(data, vocab, cache folder or None) -> TokenFiles.
-SOURCES: dict[str, Row] = {
-    "prepared": Row(why="a folder of token files, opened as it is",
-                    implementation="lpkit.datasets.prepared:open_as"),
-    "text": Row(why="text that is made into token files, once",
-                implementation="lpkit.datasets.tokens:make"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sizes(Row):
     """`at(step, settings, sequences, context)`: (sequences, tokens of each) of an update, step from

@@ -18,7 +18,16 @@ from typing import Any
 
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
+from lpkit.values import (
+    Count,
+    InnerShare,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    Share,
+    at_least_zero,
+    convert,
+)
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
@@ -398,14 +407,9 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
         if key not in ("lr_scale", "weight_decay", *own):
             raise ConfigError(f"optimizer.groups has {shown(group)}, but a group has no "
                               f"{shown(key)}; set lr_scale or weight_decay")
-        if key in own:
-            continue
-        try:
-            values[key] = float(value)
-        except ValueError:
-            raise ConfigError(f"optimizer.groups has {shown(group)}, but {key} must be a number, "
-                              f"got {shown(value)}") from None
-        at_least_zero(f"optimizer.groups {shown(group)}: {key}", values[key])
+        if key not in own:
+            values[key] = convert(value, float, f"optimizer.groups has {shown(group)}, but {key}")
+            at_least_zero(f"optimizer.groups {shown(group)}: {key}", values[key])
     if not pattern or not parts:
         raise ConfigError(f"optimizer.groups has {shown(group)}; write it as "
                           f"pattern:lr_scale=0.1, pattern:weight_decay=0 or "
