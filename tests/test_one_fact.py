@@ -143,7 +143,7 @@ def test_every_door_says_the_same(tmp_path, capsys):
         natives, emulated, fits = natives + (not step.emulated), emulated + bool(step.emulated), fits + held.fits
         # lpkit.predict, and `lpkit predict`
         said = predict(config, name)
-        assert (said.memory, said.step.rows, said.parameters, said.cost) == (held, step.rows, count, paid.cost), number
+        assert (said.memory, said.step.rows, said.parameters, said.run.cost) == (held, step.rows, count, paid.cost), number
         told = by_command(config, name, tmp_path / "asked.yaml", capsys)
         assert (told["peak_bytes"], told["step_seconds"], told["parameters"], told["cost"]) == (bytes_, seconds, count, paid.cost), number
         assert told["flops_per_token"] == training_flops_per_token(config.model) == said.flops_per_token
@@ -199,7 +199,7 @@ def test_the_planner_in_the_browser_says_the_same():
         said = predict(config, name)
         assert out["prediction"]["peak_bytes"] == out["bytes"]["whole"] == said.memory.peak_bytes
         assert out["prediction"]["step_seconds"] == out["seconds"]["whole"] == said.step_seconds
-        assert out["prediction"]["cost"] == said.cost and out["facts"]["step"] == duration(said.step_seconds)
+        assert out["prediction"]["cost"] == said.run.cost and out["facts"]["step"] == duration(said.step_seconds)
         asked += 1
     assert asked == QUESTIONS
 

@@ -7,11 +7,13 @@ Compute is 6 N D FLOPs, as the papers count it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lpkit.errors import ConfigError
+from lpkit.files import resource
 from lpkit.predict.units import quantity
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
@@ -50,18 +52,20 @@ def joint_best(product: float, *, N_c: float, D_c: float, alpha_n: float, alpha_
     return (ratio * N_c**ratio * product / D_c) ** (1 / (1 + ratio))
 
 
+# L(N, D), and the N of the least L(N, product / N)
+FORMS = {"additive": (additive, additive_best), "joint": (joint, joint_best)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """The ranges (least, most) that it was fitted to. `loss(N, D)` is L, and `best` the N of the least
-    L(N, product / N); both have its constants."""
+    """A row of data/published/laws.toml."""
 
     name: str
     parameters: tuple[float, float]
     tokens: tuple[float, float]
     source: str
     constants: Mapping[str, float]
-    loss: Callable[..., float] = additive
-    best: Callable[..., float] = additive_best
+    form: str
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
         """Anywhere; the note says whether the law was fitted there. Raises ConfigError."""
@@ -73,7 +77,7 @@ class Law:
         where = "inside" if inside else "extrapolated beyond"
         fitted = (f"{quantity(fewest)} to {quantity(most, 'parameters')}, "
                   f"{quantity(least)} to {quantity(longest, 'tokens')}")
-        return Loss(parameters, tokens, self.loss(parameters, tokens, **self.constants), inside,
+        return Loss(parameters, tokens, FORMS[self.form][0](parameters, tokens, **self.constants), inside,
                     f"{where} the fit of {self.name}: {fitted}")
 
     def optimum(self, flops: float) -> Loss:
@@ -81,26 +85,11 @@ class Law:
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
-        parameters = self.best(product, **self.constants)
+        parameters = FORMS[self.form][1](product, **self.constants)
         return self.extrapolate(parameters, product / parameters)
 
 
-# Of both fits: 240 of 245 runs, read off the plots by Besiroglu et al.; the five of fewest tokens
-# are left out, https://github.com/epoch-research/analyzing-chinchilla/blob/4c97be9c9f4c/
-# data_analysis.ipynb
-_RUNS = {"parameters": (57e6, 16e9), "tokens": (0.8e9, 318e9)}
-LAWS = {law.name: law for law in (
-    Law(name="hoffmann", **_RUNS,
-        constants={"E": 1.6934, "A": 406.4, "B": 410.7, "alpha": 0.3392, "beta": 0.2849},
-        source="Hoffmann et al. 2022, approach 3, with the digits of the paper's TeX source, "
-        "https://arxiv.org/abs/2203.15556"),
-    Law(name="besiroglu", **_RUNS,
-        constants={"E": 1.8172, "A": 482.01, "B": 2085.43, "alpha": 0.3478, "beta": 0.3658},
-        source="Besiroglu et al. 2024, the same data fitted again, "
-        "https://arxiv.org/abs/2404.10102"),
-    Law(name="kaplan", loss=joint, best=joint_best,
-        constants={"N_c": 6.4e13, "D_c": 1.8e13, "alpha_n": 0.076, "alpha_d": 0.103},
-        parameters=(768, 1.5e9), tokens=(22e6, 23e9),
-        source="Kaplan et al. 2020, table 2, https://arxiv.org/abs/2001.08361"),
-)}
+FILE = resource("data/published") / "laws.toml"
+LAWS = {name: Law(name=name, **row)
+        for name, row in tomllib.loads(FILE.read_text(encoding="utf-8")).items()}
 DEFAULT = "besiroglu"  # the first one's constants do not agree with its own other two approaches
