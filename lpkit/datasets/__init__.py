@@ -10,8 +10,8 @@ policies need torch.
 
 from pkgutil import resolve_name
 
-_WHERE = {"RandomWindows": "policies", "byte_unigram_entropy": "prepared", "open_tokens": "prepared",
-          "prepare": "prepared", "prepare_into": "tokens"}
+_WHERE = {"RandomWindows": "policies", "byte_unigram_entropy": "prepared",
+          "open_tokens": "prepared", "prepare": "prepared", "prepare_into": "tokens"}
 __all__ = sorted(_WHERE)
 
 

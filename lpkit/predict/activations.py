@@ -60,8 +60,8 @@ class Kept:
 
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
           stay: Collection[int] = ()) -> Kept:
-    """Returns what is kept of a micro-batch by a model of these operations; `recompute` decides what
-    blocks keep. `plain` are the operations in the blocks whose numbers are in `stay`."""
+    """Returns what is kept of a micro-batch by a model of these operations; `recompute` decides
+    what blocks keep. `plain` are the operations in the blocks whose numbers are in `stay`."""
     L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
     again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:

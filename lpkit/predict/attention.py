@@ -37,8 +37,9 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
                saves_result: bool = False, pairs: tuple[Pairs, ...] = (), gates: int = 0,
                features: int | None = None, **facts: Any) -> Op:
     """`numbers` are saved for each token, `views` of them with q, k and v, and `gates` besides.
-    Without `pairs` all meet, by `features` of a head or its width. Backward holds `work`, and makes `out` bytes of gradients of q, k and v; they are turned back in float32, with halves
-    exchanged; then their parts and the whole lie side by side."""
+    Without `pairs` all meet, by `features` of a head or its width. Backward holds `work`, and makes
+    `out` bytes of gradients of q, k and v; they are turned back in float32, with halves exchanged;
+    then their parts and the whole lie side by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
     turned = POSITIONS[m.position].turns

@@ -1,13 +1,12 @@
 """Parameters of a model, by part: counts, which tests/test_predict.py holds equal to PyTorch's."""
 
 import functools
-from collections.abc import Iterator
 
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.updates import Work, elementwise, work
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.memory import RECOMPUTE, Recompute
-from lpkit.techniques.operation import MicroBatch, Op, fused
+from lpkit.techniques.operation import MicroBatch, fused
 from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
 from lpkit.techniques.row import Settings, chosen
 
@@ -23,26 +22,25 @@ def parameters(model: ModelConfig) -> dict[str, int]:
     return dict(_parts(model))
 
 
-def _each(model: ModelConfig) -> Iterator[tuple[int, Op]]:
-    """How often the model has each operation with parameters, and the operation."""
-    ops = of(model)
-    yield from ((1, op) for op in (ops.embed, ops.positions, ops.norm, ops.head))
-    yield from ((model.L, op) for op in ops.block)
-
-
 @functools.lru_cache(maxsize=256)
 def _parts(model: ModelConfig) -> dict[str, int]:
+    ops = of(model)
     counts = dict.fromkeys(("embedding", "positions", "attention", "mlp", "norms", "head"), 0)
-    for times, op in _each(model):
-        if op.params:
-            counts[op.part] = counts.get(op.part, 0) + times * op.params
+    outside = (ops.embed, ops.positions, ops.norm, ops.head)
+    for times, group in ((1, outside), (model.L, ops.block)):
+        for op in group:
+            if op.params:
+                counts[op.part] = counts.get(op.part, 0) + times * op.params
     return counts
 
 
 @functools.lru_cache(maxsize=256)
 def trained_count(model: ModelConfig) -> int:
     """Numbers that have gradients and optimizer states."""
-    return sum(times * op.params for times, op in _each(model) if op.trained)
+    ops = of(model)
+    outside = (ops.embed, ops.positions, ops.norm, ops.head)
+    return sum(times * op.params for times, group in ((1, outside), (model.L, ops.block))
+               for op in group if op.trained)
 
 
 @functools.lru_cache(maxsize=64)

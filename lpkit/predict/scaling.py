@@ -77,8 +77,8 @@ class Law:
         where = "inside" if inside else "extrapolated beyond"
         fitted = (f"{quantity(fewest)} to {quantity(most, 'parameters')}, "
                   f"{quantity(least)} to {quantity(longest, 'tokens')}")
-        return Loss(parameters, tokens, FORMS[self.form][0](parameters, tokens, **self.constants), inside,
-                    f"{where} the fit of {self.name}: {fitted}")
+        nats = FORMS[self.form][0](parameters, tokens, **self.constants)
+        return Loss(parameters, tokens, nats, inside, f"{where} the fit of {self.name}: {fitted}")
 
     def optimum(self, flops: float) -> Loss:
         """Returns the least L(N, D) with 6 N D = flops, and its sizes."""

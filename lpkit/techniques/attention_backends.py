@@ -86,7 +86,8 @@ class Limits:
 
     def _problems(self, asked: Attending) -> Iterator[str]:
         m, rule = asked.model, asked.rule
-        if self.gpu_alone and asked.device != "gpu" and not (self.interpreted and asked.interpreter):
+        elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
+        if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
         if asked.here and self.package and not _installed(self.package):
             yield f"needs the package {self.package}, which is not installed here"

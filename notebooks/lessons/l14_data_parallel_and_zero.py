@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.draws import normal
-from lessons.messages import messages
+from lessons.messages import ROUNDS, messages
 from lessons.messages import sent_bytes as bytes_sent
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
@@ -44,7 +44,7 @@ from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, Waits
 from lpkit.predict.ledger import memory
-from lpkit.predict.messages import ROUNDS, Message
+from lpkit.predict.messages import Message
 from lpkit.predict.units import quantity
 from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32
