@@ -179,7 +179,7 @@ def with_step(on: Machine) -> Machine:
 
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
-              recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
+              recompute: str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
               calibration: float | None = None, recipe: Recipe | None = None) -> StepTime:
     """Predicts one update of `config`. Raises ConfigError for an invalid combination.
@@ -187,7 +187,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     layout       None: the config's `parallel`
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
                  None: the config's recipe, where "auto" is bf16 if the machine has it
-    recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
+    recompute    a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
     stack        a row of `evidence.STACKS`, for an efficiency by evidence; None: the config's
     calibration  of one measured step (`calibrate`): all seconds times this
