@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
     "tables": {"errors"}, "timing": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
-    "techniques": {"config", "errors", "values"},     # rows: settings and facts, no implementation
+    "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
     "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import lpkit
+from lessons.tasks import CopyTask, RecallTask
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.datasets import prepare
-from lpkit.datasets.tasks import CopyTask, RecallTask
 from lpkit.errors import ConfigError
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training

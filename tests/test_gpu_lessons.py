@@ -22,6 +22,7 @@ from lessons import l03_number_formats as linear_operands
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
 from lessons import puzzles
+from lessons.activations import kept
 from lessons.race import race_figure
 from lessons.terms import Lettered, letter
 from lpkit import hardware
@@ -31,7 +32,6 @@ from lpkit.measure import attention as attention_cells
 from lpkit.measure import trace
 from lpkit.nn.attention import backend
 from lpkit.parallel import processes
-from lpkit.predict.activations import kept
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.training.training import RandomTokens, Training
 from tests.fake_gpus import H100, gpus

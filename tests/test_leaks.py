@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.tasks  # noqa: F401  two policies more
 import lpkit
 from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform

@@ -17,11 +17,12 @@ from lessons import learner
 from lessons.explorer import Explorer
 from lessons.learner import check
 from lessons.questions import TIED, Guess, Pick
+from lessons.rivals import rivals
 from lessons.your_progress import progress, progress_figure
 from lpkit.course import copies
 from lpkit.course.judge import Exercise
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Comparison, Row, off_by, rivals
+from lpkit.predict.compare import Comparison, Row, off_by
 from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from tests import NOTEBOOKS
 from tests.course import EXERCISES

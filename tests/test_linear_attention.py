@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.activations import kept
 from lessons.saved import saved_bytes
 from lpkit import cli, measure
 from lpkit.config import Config, ModelConfig
@@ -18,7 +19,6 @@ from lpkit.nn import attention
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import memory, predict
-from lpkit.predict.activations import kept
 from lpkit.predict.flops import forward_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.techniques.attention import KINDS

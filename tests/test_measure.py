@@ -163,7 +163,7 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert set(here.flops) == {"fp32", "bf16"} and all(rate > 1e8 for rate in here.flops.values())
     assert here.details["product_shapes"]["fp32"] and here.details["threads"] == torch.get_num_threads()
     said = predict(Config(), here)
-    assert said.cost is None and said.energy_wh is None and said.step_seconds > 0
+    assert said.run.cost is None and said.run.energy_wh is None and said.step_seconds > 0
 
 
 @pytest.mark.parametrize("dtype, error", [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lessons.roofs import gradients_of
+from lessons.activations import kept
+from lessons.roofs import gradients_of, ridge
 from lessons.saved import saved_bytes
 from lpkit import cli, measure, predict_trace
 from lpkit.config import Config, ModelConfig
@@ -21,7 +22,6 @@ from lpkit.memory.recompute import CoreAttention
 from lpkit.nn import attention
 from lpkit.nn.transformer import Transformer, cross_entropy
 from lpkit.predict import CATALOGUE, memory, model_states, predict
-from lpkit.predict.activations import kept
 from lpkit.predict.compare import Comparison
 from lpkit.predict.flops import (
     forward_flops,
@@ -321,7 +321,7 @@ def test_time_energy_and_cost_by_hand():
     seconds = training_flops(config.model, batch=512) / (8 * 989.4e12 * 0.5)
     assert said.step_seconds == pytest.approx(seconds) and said.tokens_per_second == pytest.approx(512 * 1024 / seconds)
     hours = 8 * 1000 * seconds / 3600
-    assert said.cost == pytest.approx(2 * hours) and said.energy_wh == pytest.approx(700 * hours)
+    assert said.run.cost == pytest.approx(2 * hours) and said.run.energy_wh == pytest.approx(700 * hours)
     again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
     assert 1.2 < again.step_seconds / said.step_seconds < 4 / 3     # one more forward pass, without the head
 
@@ -396,7 +396,7 @@ def test_the_catalogue_is_dense_and_sourced():
         if "bf16" in row.flops:   # a step in width at most doubles: a sparse figure would stand out
             assert row.flops["bf16"] <= row.flops.get("fp8", row.flops["bf16"]) <= 2.03 * row.flops["bf16"]
             assert row.flops["bf16"] == row.flops["fp16"]
-    assert 200 < CATALOGUE["h200"].ridge("bf16") < 210
+    assert 200 < ridge(CATALOGUE["h200"], "bf16") < 210
 
 
 def test_micro_batches():

@@ -19,7 +19,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lessons.tasks  # noqa: F401  the policy that reads no corpus
 import lpkit
+from lessons.decoding import decoding
 from lpkit import cli, measure
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Stage, Transform
@@ -33,7 +35,6 @@ from lpkit.nn.layers import GeluMLP
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.processes import WarmParent
 from lpkit.predict import memory, predict
-from lpkit.predict.decoding import decoding
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import of
 from lpkit.predict.plan import plan

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lpkit
+from lessons.decoding import cache_bytes, decoding, vector_bytes
 from lpkit.cli import main
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
@@ -13,7 +14,6 @@ from lpkit.nn.attention import backend
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer
 from lpkit.predict import parameter_count
-from lpkit.predict.decoding import cache_bytes, decoding
 from lpkit.predict.roofline import FLOOR
 from lpkit.presets import preset
 from lpkit.techniques.attention import Rule
@@ -157,7 +157,7 @@ def test_codes_are_as_near_as_their_scale_lets_them(E, scale):
         stored.put((slice(None), slice(None), torch.arange(50)), x)
         error = (stored.read(50).double() - x.double()).abs()
         assert (error <= bound(x.double())).all(), name
-        assert stored.nbytes == 2 * 3 * 50 * CACHES[name].vector_bytes(E, 4)
+        assert stored.nbytes == 2 * 3 * 50 * vector_bytes(CACHES[name], E, 4)
 
 
 def int4_bound(x):

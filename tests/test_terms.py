@@ -8,8 +8,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from lessons.activations import kept
 from lessons.terms import Lettered, Term, letter, sizes, terms_opened, terms_table
-from lpkit.predict.activations import kept
 from lpkit.predict.flops import products, training_flops
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.presets import preset

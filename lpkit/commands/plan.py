@@ -52,7 +52,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict.plan import plan
-    from lpkit.predict.time import Calibration
     from lpkit.presets import resolve
     from lpkit.training.runs import RunFailedError
 
@@ -70,15 +69,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     _refuse_unused(parse_settings(asked(args)))
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
-    calibration = None
-    if args.factor is not None:
-        if not 0.1 <= args.factor <= 10:
-            raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
-                              f"{args.factor}")
-        calibration = Calibration(predicted_seconds=1.0, measured_seconds=args.factor)
+    if args.factor is not None and not 0.1 <= args.factor <= 10:
+        raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
+                          f"{args.factor}")
     found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
                  **limits, precisions=args.precision, optimizer=args.optimizer,
-                 price_per_hour=args.price_per_hour, calibration=calibration)
+                 price_per_hour=args.price_per_hour, calibration=args.factor)
     if not found.options:
         raise RunFailedError(found.sentence)
     if args.show is not None and not 1 <= args.show <= len(found.options):

@@ -4,7 +4,7 @@
   lpkit sample runs/six --prompt "def " --prompt "class " --cache int8
 
 Each --prompt is continued as it would be alone. A cache in int8 takes about half of one in 16 bits,
-int4 a third; `lpkit.predict.decoding` has bytes and seconds.
+int4 a third; `notebooks/lessons/decoding.py` has bytes and seconds.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -10,21 +10,12 @@ policies need torch.
 
 from pkgutil import resolve_name
 
-_WHERE = {
-    "RandomWindows": "policies:RandomWindows",
-    "SpreadWindows": "policies:SpreadWindows",
-    "TOKENIZERS": "tokenizers:TOKENIZERS",
-    "byte_unigram_entropy": "prepared:byte_unigram_entropy",
-    "find_source": "sources:find",
-    "open_tokens": "prepared:open_tokens",
-    "prepare": "prepared:prepare",
-    "prepare_into": "tokens:prepare_into",
-    "tokenizer_from_dict": "tokenizers:tokenizer_from_dict",
-}
+_WHERE = {"RandomWindows": "policies", "byte_unigram_entropy": "prepared",
+          "open_tokens": "prepared", "prepare": "prepared", "prepare_into": "tokens"}
 __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str):
     if name not in _WHERE:
         raise AttributeError(f"module 'lpkit.datasets' has no attribute {name!r}")
-    return resolve_name(f"lpkit.datasets.{_WHERE[name]}")
+    return resolve_name(f"lpkit.datasets.{_WHERE[name]}:{name}")

@@ -13,6 +13,7 @@ chooses what is trained on, and whoever cuts a file while it is read ends its re
 
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
 from lpkit.datasets.tokenizers import builder, identity, tokenizer_from_dict
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.techniques.data import SOURCES
 from lpkit.values import Count, Folder, Place, checked
 
 FORMAT = "lpkit-tokens"
@@ -56,12 +56,14 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
     folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that does not
     serve.
     """
-    row = SOURCES["prepared" if is_prepared(data.source) else "text"]
-    return fits(row.load()(data, vocab, cache_dir), vocab)
+    if is_prepared(data.source):
+        return fits(_open_as(data), vocab)
+    make = resolve_name("lpkit.datasets.tokens:make")       # which reads text, and imports this
+    return fits(make(data, vocab, cache_dir), vocab)
 
 
-def open_as(data: DataConfig, vocab: int, cache_dir: Path | None) -> TokenFiles:
-    """The row "prepared": `data.source`, as it is. Raises ConfigError where `data` says otherwise."""
+def _open_as(data: DataConfig) -> TokenFiles:
+    """`data.source`, as it is. Raises ConfigError where `data` says otherwise."""
     opened = open_tokens(data.source)
     same = records.digest(opened.tokenizer.to_dict()) == identity(data.tokenizer, builder(data.tokenizer))
     for key, has in (("tokenizer", data.tokenizer if same else opened.tokenizer.name),

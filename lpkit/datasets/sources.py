@@ -125,23 +125,21 @@ class Files:
 
     def total_bytes(self) -> int | None:
         """Returns the bytes of text, for the progress bar; None: not known."""
-        if any(_suffix(path) == ".parquet" for _, path in self.files):
+        if any(path.suffix.lower() == ".parquet" for _, path in self.files):
             return None
         return sum(path.stat().st_size for _, path in self.files)
 
     def pieces(self) -> Iterator[Piece]:
         for key, path in self.files:
-            suffix = _suffix(path)
+            suffix = path.suffix.lower()
             with _sentences(path), _opened(path) as stream:
                 if suffix in DOCUMENTS:
                     for text in DOCUMENTS[suffix](stream, path):
                         yield from _document(text)
-                elif self.alone:
-                    for text, ends in _blocks(stream, path, BLOCK_CHARS):
-                        yield Piece(text, text, ends)
                 else:
-                    for text, ends in _blocks(stream, path, PIECE_CHARS):
-                        yield Piece(key, text, ends)
+                    size = BLOCK_CHARS if self.alone else PIECE_CHARS
+                    for text, ends in _blocks(stream, path, size):
+                        yield Piece(text if self.alone else key, text, ends)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +212,6 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
     return sorted((key, root / key) for key in keys if (root / key).is_file())
 
 
-def _suffix(path: Path) -> str:
-    return path.suffix.lower()
-
-
 @contextlib.contextmanager
 def _sentences(path: Path) -> Iterator[None]:
     """Whatever reading `path` raises, as one sentence that names it."""
@@ -237,7 +231,7 @@ def _sentences(path: Path) -> Iterator[None]:
 
 def _opened(path: Path) -> BinaryIO:
     check_regular(path)
-    if _suffix(path) in PACKINGS:
+    if path.suffix.lower() in PACKINGS:
         raise ConfigError(f"{named(path)} is packed, and nothing is unpacked here; unpack it first, "
                           f"or read it from the hub as hf:owner/name")
     return path.open("rb")

@@ -32,8 +32,8 @@ BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the
 Texts = Callable[[], Iterator[str]]
 
 
-class Fixed:
-    """A tokenizer that learns nothing: its name says everything about it."""
+class Named:
+    """A tokenizer whose name says everything about it, because it learns nothing."""
 
     name: ClassVar[str]
 
@@ -52,7 +52,7 @@ class Fixed:
         return cls()
 
 
-class Bytes(Fixed):
+class Bytes(Named):
     """One token for each byte of UTF-8. Token 0 ends a document: NUL, which no source accepts
     inside a text."""
 
@@ -73,7 +73,7 @@ class Bytes(Fixed):
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
 
-class BPE:
+class BPE(Named):
     """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich
     et al. 2016).
 
@@ -126,9 +126,6 @@ class BPE:
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), np.uint32)
-
     def decode(self, ids: Iterable[int]) -> str:
         # The library drops ids that it does not know; here they show, as the cut character of a
         # byte model does.
@@ -145,7 +142,7 @@ class BPE:
         return cls(json.dumps(values.get("model")), values.get("end"))
 
 
-class GPT2(Fixed):
+class GPT2(Named):
     """GPT-2's own vocabulary through `tiktoken`, from its cache or the network."""
 
     name = "gpt2"

@@ -51,7 +51,7 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
 
 def make(data: DataConfig, vocab: int, cache_dir: Path | None,
          asked: Path | None = None) -> TokenFiles:
-    """The row "text". Written by whichever process comes first; the others wait for it. What was damaged in the
+    """Written by whichever process comes first; the others wait for it. What was damaged in the
     cache is made again; nobody may read there what was closed to him."""
     kind = builder(data.tokenizer)
     source = sources.find(data.source)

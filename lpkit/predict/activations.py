@@ -10,11 +10,10 @@ tests/test_predict.py holds the two equal, to the byte, on the CPU.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
-from lpkit.config import ModelConfig
-from lpkit.techniques.blocks import Operations, operations
+from lpkit.techniques.blocks import Operations
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.operation import MicroBatch
-from lpkit.techniques.row import Settings, chosen
+from lpkit.techniques.row import Settings
 
 AGAIN = "again"                                 # what is kept of blocks that run again
 OUTSIDE = ("embed", "norm", "head", "loss")     # operations that are not a block's
@@ -27,7 +26,6 @@ class Kept:
     operations: dict[str, float]    # over all blocks; of those that run again, under AGAIN
     block: dict[str, float]         # of one block, everything kept: recomputing it holds it
     plain: dict[str, float]         # of one whose products stay in 16 bits
-    weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
     again_bytes: float              # what a block keeps that runs again
 
     def scaled(self, scale: Callable[[str, float], float], again_bytes: float,
@@ -60,19 +58,10 @@ class Kept:
         return self.total_bytes - self.operations["loss"] - self.operations["embed"]
 
 
-def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Kept:
-    """Returns what is kept for `batch` sequences of model.context tokens; `sizes` are the other
-    fields of a MicroBatch. `recompute`, the name of a row, decides what blocks keep."""
-    settings = chosen(RECOMPUTE, recompute, "memory.recompute")
-    s = MicroBatch(model=model, batch=batch, **sizes,
-                   attends_again=RECOMPUTE[recompute].attention_alone)
-    ops = operations(s)
-    return saved(s, ops, settings, plain=ops)
-
-
 def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operations,
           stay: Collection[int] = ()) -> Kept:
-    """Does as `kept`; `plain` are the operations in the blocks whose numbers are in `stay`."""
+    """Returns what is kept of a micro-batch by a model of these operations; `recompute` decides
+    what blocks keep. `plain` are the operations in the blocks whose numbers are in `stay`."""
     L, row, block, plain_block = s.model.L, RECOMPUTE[recompute.name], ops.saved, plain.saved
     again, again_bytes, every = range(0), 0.0, 1
     if row.repeats_blocks:
@@ -94,8 +83,4 @@ def saved(s: MicroBatch, ops: Operations, recompute: Settings, *, plain: Operati
         held[ops.positions.name if whole else AGAIN] += ops.positions.saved_bytes
     for op in (ops.norm, ops.head, ops.loss):
         held[op.name] = op.saved_bytes
-    copied = 0
-    if s.mixed:
-        copied = ops.head.weights + ops.linear_weights * whole
-    return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes,
-                weight_copy_bytes=copied * s.compute_bytes)
+    return Kept(operations=held, block=block, plain=plain_block, again_bytes=again_bytes)

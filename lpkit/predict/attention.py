@@ -35,11 +35,11 @@ from lpkit.techniques.operation import FP32, POSITIONS, Hold, MicroBatch, Op, Pa
 
 def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: float, out: float,
                saves_result: bool = False, pairs: tuple[Pairs, ...] = (), gates: int = 0,
-               **facts: Any) -> Op:
+               features: int | None = None, **facts: Any) -> Op:
     """`numbers` are saved for each token, `views` of them with q, k and v, and `gates` besides.
-    Backward holds `work`,
-    and makes `out` bytes of gradients of q, k and v; they are turned back in float32, with halves
-    exchanged; then their parts and the whole lie side by side."""
+    Without `pairs` all meet, by `features` of a head or its width. Backward holds `work`, and makes
+    `out` bytes of gradients of q, k and v; they are turned back in float32, with halves exchanged;
+    then their parts and the whole lie side by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
     whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
     turned = POSITIONS[m.position].turns
@@ -52,7 +52,8 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
     return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
               params=m.H if getattr(m.attention, "sinks", False) else 0,
               saves_result=saves_result,
-              pairs=pairs or (Pairs(name="scores", M=m.T, N=m.T, K=m.E, group=s.batch * m.H),
+              pairs=pairs or (Pairs(name="scores", M=m.T, N=m.T, K=features or m.E,
+                                    group=s.batch * m.H),
                               Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)),
               moved_bytes=2 * tokens * (m.H + m.G) * m.E * compute if turned else 0,
               backward=(Hold(nbytes=work, frees=1.0, grows=out - given),
@@ -211,9 +212,7 @@ def quadratic(s: MicroBatch) -> Op:
     mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
     given = s.tokens * m.H * m.E * s.compute_bytes
     return _attention(s, numbers=_given(s), views=_given(s), saved=pairs + mapped, out=3 * given,
-                      work=2 * pairs + mapped, score_passes=(6, 8), pairs=(
-                          Pairs(name="scores", M=m.T, N=m.T, K=features, group=s.batch * m.H),
-                          Pairs(name="values", M=m.T, N=m.E, K=m.T, group=s.batch * m.H)))
+                      work=2 * pairs + mapped, score_passes=(6, 8), features=features)
 
 
 def delta_steps(s: MicroBatch) -> Op:
@@ -240,18 +239,12 @@ def _qkv(m: Any) -> int:
     return (m.H + 2 * m.G) * m.E
 
 
-def _kept_qkv(s: MicroBatch) -> int:
-    """Numbers of a token's q, k and v that attention is the first to save."""
-    if s.made_anew:     # v; q and k are turned
-        return s.model.G * s.model.E
-    return 0 if s.norms_save_qkv else _qkv(s.model)
-
-
 def _given(s: MicroBatch) -> int:
-    """Numbers of a token's q, k and v as attention has them: views, but for those made anew."""
+    """Numbers of a token's q, k and v as attention has them: views, but for those made anew, of
+    which norms may have saved the product before; q and k that are turned are no copies besides."""
     m = s.model
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
-    return _kept_qkv(s) + turned
+    return turned + (m.G * m.E if s.made_anew else 0 if s.norms_save_qkv else _qkv(m))
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:

@@ -69,16 +69,6 @@ class Recipe:
         layouts, also where one of these is mixed."""
         return ALL not in cast.block and not self.wide_bits
 
-    def written_bytes(self, cast: Cast, rows: int, columns: int) -> float:
-        """Values, and scales unless they are folded."""
-        high, wide = _sides(cast, rows, columns)
-        scales = 0 if self.folded else -(-rows // high) * -(-columns // wide) * scale_bytes(cast)
-        return rows * columns * self.bits(cast) / 8 + scales
-
-
-def _sides(cast: Cast, rows: int, columns: int) -> tuple[int, int]:
-    """Gives the sides of the block that shares a scale."""
-    return cast.block[0] or rows, cast.block[1] or columns
 
 
 TENSORWISE = Recipe(name="fp8-tensorwise", dtype="fp8",
@@ -175,13 +165,15 @@ def cast_passes(recipe: Recipe, *, M: int, N: int, K: int) -> tuple[Pass, ...]:
 def _casts(recipe: Recipe, tensor: str, cast: Cast, size: tuple[int, int], coalesced: int,
            both: bool = False) -> Iterator[Pass]:
     read = math.prod(size) * READ[tensor]
-    high, wide = _sides(cast, *size)
+    high, wide = (side or whole for side, whole in zip(cast.block, size))
     if max(high, coalesced) * wide > ON_CHIP or recipe.history or (
             SCALES[cast.scale].levels > 1 and not recipe.wide_bits):
         if not recipe.history:
             yield Pass(tensor=tensor, what="amax", bytes=read)
         yield Pass(tensor=tensor, what="scale", bytes=0)
-    written = recipe.written_bytes(cast, *size)
+    (rows, columns), written = size, math.prod(size) * recipe.bits(cast) / 8
+    if not recipe.folded:
+        written += -(-rows // high) * -(-columns // wide) * scale_bytes(cast)
     if both:
         yield Pass(tensor=tensor, what="cast, both layouts", bytes=read + 2 * written)
     else:

@@ -1,7 +1,7 @@
 """Three numbers for one question: what you said, what the formula says, what the run did."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,12 +118,6 @@ class Comparison:
             lines.append([row.name, *sizes, *[off] * guessed,
                           off_by(row.formula, row.measured, row.unit), where])
         return html_table(heads, lines, below=[row.far for row in self.rows if row.far])
-
-
-def rivals(values: Mapping[str, float], within: float) -> list[str]:
-    """Names those within `within` of the highest, the highest first."""
-    ordered = sorted(values, key=values.__getitem__, reverse=True)
-    return [name for name in ordered if values[name] >= values[ordered[0]] - within]
 
 
 def disturbance(share: float) -> str:

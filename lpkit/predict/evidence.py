@@ -20,6 +20,7 @@ import functools
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,46 +39,20 @@ from lpkit.techniques.machines import Machine
 
 MEASURED = resource("data/measured")
 FIT = resource("data/published") / "fit.json"
-BEKMAN = ("https://github.com/stas00/ml-engineering/blob/"
-          "744d01e18b79512572f64a6bbd8b5f4a725203a7/")
-MAMF = f"achievable matmul FLOPS, {BEKMAN}compute/accelerator/README.md"
-AZURE = ("1,222.9 TFLOP/s, https://github.com/samuel-bohman/AI-benchmarking-guide/blob/"
-         "bf209abb91e80c93322db11abe633bbc646bcf1d/Azure_Results/ND_MI300X_v5_results.md")
-FLASH_2 = "FlashAttention-2 and 3: Shah et al. 2024, https://arxiv.org/abs/2407.08608"
-IN_STEP = f"attention in a step of 8B, {BEKMAN}insights/when-to-upgrade-gpus/README.md"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Shares of the datasheet's dense peaks. `attention`: of the 16-bit peak, by a flash kernel,
-    forward and backward."""
+    """Shares of the datasheet's dense peaks, as data/published/machines.toml defines them."""
 
     machines: tuple[str, ...]
     sixteen: float
-    eight: float | None         # None: nobody published one, and the share of 16 bits is taken
+    eight: float | None = None
     attention: float
     source: str
 
 
-# h100: FlashAttention-2 reaches 0.35, FlashAttention-3 in a step 0.45.
-GENERATIONS = {
-    "a100": Generation(machines=("a100-40", "a100-80"), sixteen=0.869, eight=None, attention=0.5,
-                       source=f"{MAMF}; attention: 50% to 73%, Dao 2023, "
-                       "https://arxiv.org/abs/2307.08691"),
-    "h100": Generation(machines=("h100", "h100-pcie", "h200", "gh200"), sixteen=0.803, eight=0.709,
-                       attention=0.4, source=f"{MAMF}; {FLASH_2}; {IN_STEP}"),
-    "b200": Generation(machines=("b200", "b300"), sixteen=0.776, eight=0.763, attention=0.37,
-                       source=f"{MAMF}; {IN_STEP}"),
-    "gb200": Generation(machines=("gb200", "gb300"), sixteen=0.729, eight=0.723, attention=0.37,
-                        source=f"{MAMF}; attention as b200's"),
-    "mi300x": Generation(machines=("mi300x",), sixteen=0.514, eight=0.468, attention=0.3,
-                         source=f"{MAMF}; 8 bits: {AZURE}; attention assumed"),
-    "mi325x": Generation(machines=("mi325x",), sixteen=0.604, eight=None, attention=0.3,
-                         source=f"{MAMF}; attention assumed"),
-    "mi355x": Generation(machines=("mi355x",), sixteen=0.68, eight=None, attention=0.3,
-                         source=f"{MAMF}; attention assumed"),
-}
-_GENERATION_OF = {machine: name for name, row in GENERATIONS.items() for machine in row.machines}
+GENERATIONS = {name: Generation(**row) for name, row in machines.TABLES["reached"].items()}
 OTHER = Generation(machines=(), sixteen=0.78, eight=0.68, attention=0.35,
                    source="assumed: no table says what this machine reaches")
 LIKE = {"gb200": "b200", "mi355x": "mi325x"}     # what a step keeps of it: none may be fitted
@@ -113,40 +88,8 @@ class Stack:
     stages_by_work: bool = False
 
 
-# a norm written out moves 128 bytes a number forward and backward, in one kernel 10 (both counted in
-# tests/test_time.py); backward is taken to move 1.5 times what forward does
-UNFUSED = (128 - 10) / 2.5
-STACKS = {
-    "eager": Stack(words="PyTorch without a compiler", attention=None, fused=None, overlap=None,
-                   layer_seconds=None),
-    "eager-unfused": Stack(words="PyTorch without a compiler, norms written out",
-                                  attention=None, fused=None, overlap=None, layer_seconds=None,
-                                  norm_bytes=UNFUSED),
-    "compiled": Stack(words="torch.compile or XLA", attention=0.9, fused=0.5, overlap=None),
-    # fused layers, messages that overlap, 16-bit weights; NeMo and Megatron-Bridge are of it
-    "megatron": Stack(words="Megatron-Core and Transformer Engine", attention=1.1, fused=None,
-                      overlap=None, split_overlap=None, weight_copies=0.0, low_bits=None),
-    "megatron-2021": Stack(words="Megatron-LM before sequence parallelism", attention=None,
-                           fused=None, overlap=None, layer_seconds=None, sequence_parallel=False),
-    # a node's ranks do not pull together
-    "deepspeed-2021": Stack(words="ZeRO-3 as Narayanan et al. 2021 ran it", attention=None,
-                            fused=None, overlap=None, layer_seconds=None, pooled=0.0),
-}
-# Aleph Alpha's: github.com/Aleph-Alpha/scaling at 737f855. The head gathers its result from all
-# tensor ranks (column_parallel_linear.py lines 46 and 285, lm_head.py line 25), and two buffers keep
-# results until they are written again (parallel_module.py line 628, train.py line 117); norms
-# gather what the Linears after them save (rms_norm.py line 102). RMSNorm is as PyTorch defines it:
-# its code of 2023 is not published (data/README.md).
-_SCALING = replace(STACKS["megatron-2021"], keeps_gathered=True)
-STACKS |= {
-    "scaling": replace(_SCALING, words="Aleph Alpha's scaling, norms written out",
-                       norm_bytes=UNFUSED),
-    "scaling-kernel": replace(_SCALING, words="Aleph Alpha's scaling, norms in one kernel"),
-    "scaling-sequence": replace(_SCALING, sequence_parallel=True,
-                                words="Aleph Alpha's scaling with sequence parallelism"),
-    # github.com/huggingface/nanotron at e24d248, src/nanotron/models/base.py line 216
-    "nanotron": replace(STACKS["eager"], words="nanotron", stages_by_work=True),
-}
+STACKS = {name: Stack(**dict.fromkeys(row.pop("fitted")), **row) for name, row in tomllib.loads(
+    (FIT.parent / "stacks.toml").read_text(encoding="utf-8")).items()}
 # facts of a stack that an efficiency has by the same name
 AS_THEY_ARE = ("fused", "overlap", "split_overlap", "layer_seconds", "pooled", "weight_copies",
                "norm_bytes", "sequence_parallel")
@@ -160,7 +103,7 @@ def fitted() -> Mapping[str, Any]:
 
 
 def generation_of(machine: Machine) -> str | None:
-    return _GENERATION_OF.get(machine.name)
+    return next((name for name, row in GENERATIONS.items() if machine.name in row.machines), None)
 
 
 def stack_of(config: Config) -> str:

@@ -10,7 +10,7 @@ is what `plan` calls it: `Memory.missing_bytes`. What is neither refused nor has
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -36,13 +36,13 @@ CONTEXTS_BYTES = 2**30      # of a GPU: CUDA's own, of this process
 SHOWN = 3       # rows, and ways
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, order=True)
 class Way:
-    """Settings with which a step has room."""
+    """Settings with which a step has room; the cheapest is the least."""
 
-    settings: Mapping[str, Any]
-    peak_bytes: float
     slowdown: float     # times the seconds of the step without them; infinite: no formula
+    peak_bytes: float
+    settings: Mapping[str, Any] = field(compare=False)
 
     def __str__(self) -> str:
         words = " ".join(f"--set {key}={value}" for key, value in self.settings.items())
@@ -182,7 +182,7 @@ class _Search:
         ways = []
         for key, values in self.others.items():
             ways += self.cheapest({key: value} for value in values)
-        return sorted(ways, key=_cost)
+        return sorted(ways)
 
     def several(self, keys: Sequence[str]) -> list[Way]:
         """Returns one way with all of `keys` that helps, without what can be left out, the dearest
@@ -209,7 +209,7 @@ class _Search:
             if held is not None and held.missing_bytes <= 0:
                 ways.append(Way(settings=settings, peak_bytes=held.peak_bytes,
                                 slowdown=self.slowdown(settings)))
-        return sorted(ways, key=_cost)[:1]
+        return sorted(ways)[:1]
 
     def held(self, settings: Mapping[str, Any]) -> Memory | None:
         """None where these settings cannot be beside the others."""
@@ -231,7 +231,3 @@ class _Search:
             return math.inf
         changed = step_time(self.config.replace(settings), self.on).step_seconds
         return changed / step_time(self.config, self.on).step_seconds
-
-
-def _cost(way: Way) -> tuple[float, float]:
-    return way.slowdown, way.peak_bytes

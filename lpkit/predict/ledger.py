@@ -48,9 +48,6 @@ MOMENTS = {     # in the order in which they come
     UPDATE: "nothing is kept any more, and every gradient is there",
 }
 USABLE_MEMORY_SHARE = 0.92  # of memory, assumed: the rest is the driver's, NCCL's, the allocator's
-# of allocated bytes: the median of ten runs of Megatron-LM and Megatron-DeepSpeed, 1.08 to 1.27,
-# whose logs have both peaks; with expandable segments it is less (docs/ledger.md)
-RESERVED_SHARE = 1.20
 IN_BACKWARD = tuple(moment for moment in MOMENTS if moment != UPDATE)
 BETWEEN = {(born, dies): tuple(MOMENTS)[i:j + 1]
            for i, born in enumerate(MOMENTS) for j, dies in enumerate(MOMENTS)}
@@ -109,11 +106,6 @@ class Memory:
 
         peak = max(total(moment) + self.unused_bytes * (moment == LOSS) for moment in MOMENTS)
         return peak + sum(self.apart.values())
-
-    @property
-    def fragmented_bytes(self) -> float:
-        """The same without expandable segments: RESERVED_SHARE of the peak, as others measured."""
-        return max(self.reserved_bytes, RESERVED_SHARE * self.peak_bytes)
 
     @property
     def fits(self) -> bool:

@@ -23,7 +23,6 @@ from lpkit.techniques.operation import FP32, Op
 from lpkit.techniques.recipes import ALL, kept
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
-ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
 
 
 class Message(NamedTuple):
@@ -32,11 +31,6 @@ class Message(NamedTuple):
     kind: str
     nbytes: int
     ranks: int
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that each rank sends. Where ROUNDS lacks a kind, one tells, others pass it on."""
-        return ROUNDS.get(self.kind, 1) * (self.ranks - 1) * self.nbytes / self.ranks
 
 
 def gathered_bytes(config: Config, layout: Layout, name: str,

@@ -61,12 +61,10 @@ def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSet
     return chosen(OPTIMIZERS, asked)
 
 
-def recompute_of(config: Config, asked: Settings | str | None = None) -> tuple[Recompute, Settings]:
+def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, Settings]:
     """The row and its settings; of a name that the config does not have, the row's own."""
     settings = config.memory.recompute
-    if isinstance(asked, Settings):
-        settings = asked
-    elif asked is not None and asked != settings.name:
+    if asked not in (None, settings.name):
         settings = chosen(RECOMPUTE, asked, "memory.recompute")
     return RECOMPUTE[settings.name], settings
 

@@ -31,9 +31,8 @@ from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
-from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
-from lpkit.predict.time import Bill, Calibration, StepTime, bill, step_time
+from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import (
@@ -133,11 +132,10 @@ class Plan:
     first = "cheapest"      # or soonest
 
     def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
-                 efficiency: Efficiency | None, calibration: Calibration | None, *, budget: float,
-                 deadline: float):
+                 calibration: float | None, *, budget: float, deadline: float):
         self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
-        self.given, self.calibration = efficiency, calibration
-        self.efficiency = efficiency or evidence.efficiency(machine, evidence.stack_of(config))
+        self.calibration = calibration
+        self.efficiency = evidence.efficiency(machine, evidence.stack_of(config))
         self.budget, self.deadline = budget, deadline
         self.recomputations = (config.memory.recompute.name,)
         if config.memory.recompute == MemoryConfig().recompute:
@@ -212,7 +210,7 @@ class Plan:
         m = self.config.model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * self.efficiency.factor
-        seconds *= self.calibration.factor if self.calibration else 1
+        seconds *= 1 if self.calibration is None else self.calibration
         splits = list(self.splits(count))
         if seconds > self.deadline:
             words = f"{count:,} devices take {duration(seconds)} for the products alone"
@@ -297,13 +295,13 @@ class Plan:
         """The least recomputation that fits, with its shard group whole, and as small as it may be;
         and the bytes that the last one tried misses by."""
         for recompute in self.recomputations:
-            held, missed = self.held(config, layout, recompute)
-            if missed <= 0:
+            held = self.held(config, layout, recompute)
+            if held.missing_bytes <= 0:
                 options = [self.option(config, layout, recompute, held)]
                 if layout.zero == 3:
                     options += self.hybrid(config, layout, recompute)
                 return options, 0.0
-        return [], missed
+        return [], held.missing_bytes
 
     def hybrid(self, config: Config, layout: Layout, recompute: str) -> list[Option]:
         """The smallest shard group that fits, replicated: its gathers stay near."""
@@ -311,25 +309,23 @@ class Plan:
         while sizes:
             middle = len(sizes) // 2
             variant = replace(layout, shard=sizes[middle], data=layout.shard // sizes[middle])
-            held, missed = self.held(config, variant, recompute)
-            if missed <= 0:
+            held = self.held(config, variant, recompute)
+            if held.missing_bytes <= 0:
                 sizes, smallest = sizes[:middle], (variant, recompute, held)
             else:
                 sizes = sizes[middle + 1:]
         return [self.option(config, *smallest)] if smallest else []
 
-    def held(self, config: Config, layout: Layout, recompute: str) -> tuple[Memory, float]:
-        """Returns the memory, and by how many bytes it does not fit."""
+    def held(self, config: Config, layout: Layout, recompute: str) -> Memory:
         self.evaluations += 1
-        held = memory(config, self.machine, layout=layout, precision=self.precision,
+        return memory(config, self.machine, layout=layout, precision=self.precision,
                       optimizer=self.optimizer, recompute=recompute)
-        return held, held.missing_bytes
 
     def option(self, config: Config, layout: Layout, recompute: str, held: Memory) -> Option:
         self.evaluations += 1
         how = {"precision": self.precision, "optimizer": self.optimizer, "recompute": recompute}
-        step = step_time(config, self.machine, layout, efficiency=self.given,
-                         calibration=self.calibration, **how)
+        step = step_time(config, self.machine, layout, calibration=self.calibration,
+                         **how)
         return Option(base=config, layout=layout, memory=held, time=step,
                       bill=bill(step, self.machine, self.tokens), **how)
 
@@ -340,7 +336,7 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
          devices: Annotated[int, between(1, 10**6)] | None = None,
          precisions: Sequence[str] | None = None,
          optimizer: Text | None = None, price_per_hour: Positive | None = None,
-         efficiency: Efficiency | None = None, calibration: Calibration | None = None) -> Plan:
+         calibration: float | None = None) -> Plan:
     """Search. `config.global_batch`, `model` and `memory` are kept; `config.grad_accum_steps` is
     not.
 
@@ -349,7 +345,6 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
     precisions  rows of `ledger.PRECISIONS`; None: the config's, where "auto" is bf16 if the machine
                 has it. bf16-master is the ZeRO paper's setting
     optimizer   None: the config's
-    efficiency  what is reached of the ceilings; None: as `time.step_time`
     calibration of one measured step (`time.calibrate`): the same factor for every layout
     Raises ConfigError for figures that are not positive.
     """
@@ -366,8 +361,8 @@ def plan(config: Config, tokens: Positive, machine: "str | Machine" = "h200", *,
                               f"ask `lpkit predict` for its bytes")
     memory(config, on, layout=Layout(), optimizer=optimizer)    # refuses unknown names
     found = Plan(config, tokens, on, optimizer or config.optimizer.name,
-                 efficiency, calibration,
-                 budget=budget or math.inf, deadline=deadline_seconds or math.inf)
+                 calibration, budget=budget or math.inf,
+                 deadline=deadline_seconds or math.inf)
     asked = [precision_of(config, on, name) for name in precisions or (None,)]
     for precision in asked:
         for count in [devices] if devices else powers_of_two(1, MOST_DEVICES):
@@ -394,10 +389,9 @@ def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
     """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
     flops_per_second = option.time.flops_per_device * option.layout.devices
     dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
-    found = []
+    flops, found = budget / dollars_per_flop, []
     for law in LAWS.values():
-        best = law.optimum(budget / dollars_per_flop)
-        found.append({"law": law.name, "flops": best.flops, "parameters": best.parameters,
-                      "tokens": best.tokens, "loss": best.loss.nats, "inside": best.loss.inside,
-                      "note": best.loss.note, "source": law.source})
+        best = law.optimum(flops)._asdict()
+        found.append({"law": law.name, "flops": flops, "loss": best.pop("nats"), **best,
+                      "source": law.source})
     return found

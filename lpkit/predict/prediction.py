@@ -53,14 +53,6 @@ class Prediction:
     def tokens_per_second(self) -> float:
         return self.step.tokens_per_second
 
-    @property
-    def energy_wh(self) -> float | None:
-        return self.run.energy_wh
-
-    @property
-    def cost(self) -> float | None:
-        return self.run.cost
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         m, mem, step, run = self.machine, self.memory, self.step, self.run

@@ -7,51 +7,65 @@ Compute is 6 N D FLOPs, as the papers count it.
 """
 
 import math
-from abc import ABC, abstractmethod
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lpkit.errors import ConfigError
+from lpkit.files import resource
 from lpkit.predict.units import quantity
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(NamedTuple):
     """`inside`: both sizes were among those that the law was fitted to. `note` says it in words."""
 
+    parameters: float
+    tokens: float
     nats: float
     inside: bool
     note: str
 
 
+def additive(N: float, D: float, *, E: float, A: float, B: float, alpha: float,
+             beta: float) -> float:
+    """E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, equation 2)."""
+    return E + A / N**alpha + B / D**beta
+
+
+def additive_best(product: float, *, E: float, A: float, B: float, alpha: float,
+                  beta: float) -> float:
+    """Equation 4."""
+    return (alpha * A / (beta * B)) ** (1 / (alpha + beta)) * product ** (beta / (alpha + beta))
+
+
+def joint(N: float, D: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d: float) -> float:
+    """((N_c / N)^(alpha_n / alpha_d) + D_c / D)^alpha_d (Kaplan et al. 2020, equation 1.5)."""
+    return ((N_c / N) ** (alpha_n / alpha_d) + D_c / D) ** alpha_d
+
+
+def joint_best(product: float, *, N_c: float, D_c: float, alpha_n: float, alpha_d: float) -> float:
+    """Returns the N where the derivative of the sum is zero."""
+    ratio = alpha_n / alpha_d
+    return (ratio * N_c**ratio * product / D_c) ** (1 / (1 + ratio))
+
+
+# L(N, D), and the N of the least L(N, product / N)
+FORMS = {"additive": (additive, additive_best), "joint": (joint, joint_best)}
+
+
 @dataclass(frozen=True, kw_only=True)
-class Optimum:
-    """The sizes of least loss for `flops`."""
-
-    law: str
-    flops: float
-    parameters: float
-    tokens: float
-    loss: Loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class Law(ABC):
-    """The ranges (least, most) that it was fitted to; a form has its constants."""
+class Law:
+    """A row of data/published/laws.toml."""
 
     name: str
     parameters: tuple[float, float]
     tokens: tuple[float, float]
     source: str
-
-    @abstractmethod
-    def nats(self, parameters: float, tokens: float) -> float:
-        """L(N, D)."""
-
-    @abstractmethod
-    def best_parameters(self, product: float) -> float:
-        """N of the least L(N, product / N)."""
+    constants: Mapping[str, float]
+    form: str
 
     def extrapolate(self, parameters: float, tokens: float) -> Loss:
         """Anywhere; the note says whether the law was fitted there. Raises ConfigError."""
@@ -61,76 +75,21 @@ class Law(ABC):
         (fewest, most), (least, longest) = self.parameters, self.tokens
         inside = fewest <= parameters <= most and least <= tokens <= longest
         where = "inside" if inside else "extrapolated beyond"
-        return Loss(nats=self.nats(parameters, tokens),
-                    inside=inside, note=f"{where} the fit of {self.name}: {self.range}")
+        fitted = (f"{quantity(fewest)} to {quantity(most, 'parameters')}, "
+                  f"{quantity(least)} to {quantity(longest, 'tokens')}")
+        nats = FORMS[self.form][0](parameters, tokens, **self.constants)
+        return Loss(parameters, tokens, nats, inside, f"{where} the fit of {self.name}: {fitted}")
 
-    def optimum(self, flops: float) -> Optimum:
-        """Returns the optimum: the least L(N, D) with 6 N D = flops."""
+    def optimum(self, flops: float) -> Loss:
+        """Returns the least L(N, D) with 6 N D = flops, and its sizes."""
         if not (0 < flops < math.inf):
             raise ConfigError(f"FLOPs must be positive, got {flops}")
         product = flops / FLOPS_PER_PARAMETER_AND_TOKEN
-        parameters = self.best_parameters(product)
-        tokens = product / parameters
-        return Optimum(law=self.name, flops=flops, parameters=parameters, tokens=tokens,
-                       loss=self.extrapolate(parameters, tokens))
-
-    @property
-    def range(self) -> str:
-        return (f"{quantity(self.parameters[0])} to {quantity(self.parameters[1], 'parameters')}, "
-                f"{quantity(self.tokens[0])} to {quantity(self.tokens[1], 'tokens')}")
+        parameters = FORMS[self.form][1](product, **self.constants)
+        return self.extrapolate(parameters, product / parameters)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Additive(Law):
-    """E + A / N^alpha + B / D^beta (Hoffmann et al. 2022, equation 2)."""
-
-    E: float
-    A: float
-    B: float
-    alpha: float
-    beta: float
-
-    def nats(self, parameters: float, tokens: float) -> float:
-        return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
-
-    def best_parameters(self, product: float) -> float:
-        """Equation 4."""
-        G = (self.alpha * self.A / (self.beta * self.B)) ** (1 / (self.alpha + self.beta))
-        return G * product ** (self.beta / (self.alpha + self.beta))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Joint(Law):
-    """((N_c / N)^(alpha_n / alpha_d) + D_c / D)^alpha_d (Kaplan et al. 2020, equation 1.5)."""
-
-    N_c: float
-    D_c: float
-    alpha_n: float
-    alpha_d: float
-
-    def nats(self, parameters: float, tokens: float) -> float:
-        of_size = (self.N_c / parameters) ** (self.alpha_n / self.alpha_d)
-        return (of_size + self.D_c / tokens) ** self.alpha_d
-
-    def best_parameters(self, product: float) -> float:
-        """Returns the N where the derivative of the sum is zero."""
-        ratio = self.alpha_n / self.alpha_d
-        return (ratio * self.N_c**ratio * product / self.D_c) ** (1 / (1 + ratio))
-
-
-# Of both fits: 240 of 245 runs, read off the plots by Besiroglu et al.; the five of fewest tokens
-# are left out, https://github.com/epoch-research/analyzing-chinchilla/blob/4c97be9c9f4c/
-# data_analysis.ipynb
-_RUNS = {"parameters": (57e6, 16e9), "tokens": (0.8e9, 318e9)}
-LAWS = {law.name: law for law in (
-    Additive(name="hoffmann", E=1.6934, A=406.4, B=410.7, alpha=0.3392, beta=0.2849, **_RUNS,
-             source="Hoffmann et al. 2022, approach 3, with the digits of the paper's TeX source, "
-             "https://arxiv.org/abs/2203.15556"),
-    Additive(name="besiroglu", E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658, **_RUNS,
-             source="Besiroglu et al. 2024, the same data fitted again, "
-             "https://arxiv.org/abs/2404.10102"),
-    Joint(name="kaplan", N_c=6.4e13, D_c=1.8e13, alpha_n=0.076, alpha_d=0.103,
-          parameters=(768, 1.5e9), tokens=(22e6, 23e9),
-          source="Kaplan et al. 2020, table 2, https://arxiv.org/abs/2001.08361"),
-)}
+FILE = resource("data/published") / "laws.toml"
+LAWS = {name: Law(name=name, **row)
+        for name, row in tomllib.loads(FILE.read_text(encoding="utf-8")).items()}
 DEFAULT = "besiroglu"  # the first one's constants do not agree with its own other two approaches

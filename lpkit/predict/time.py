@@ -157,31 +157,14 @@ class StepTime:
         return next(row for row in self.rows if row.name == name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calibration:
-    """One short measured run beside the prediction."""
-
-    predicted_seconds: float
-    measured_seconds: float
-
-    @property
-    def factor(self) -> float:
-        return self.measured_seconds / self.predicted_seconds
-
-    @property
-    def source(self) -> str:
-        return (f"one measured step of {self.measured_seconds:.4g} s where the formula says "
-                f"{self.predicted_seconds:.4g} s: all rows times {self.factor:.3f}")
-
-
 def calibrate(config: Config, machine: "str | Machine", measured_step_seconds: float,
-              layout: Layout | None = None, **how: Any) -> Calibration:
-    """Makes a factor from a measured step; give it to `step_time` for other layouts or sizes."""
+              layout: Layout | None = None, **how: Any) -> float:
+    """Returns the factor from the formula to a measured step; give it to `step_time` for other
+    layouts or sizes."""
     if not 0 < measured_step_seconds < 1e7:
         raise ConfigError(f"a measured step takes more than 0 and less than 1e7 seconds, "
                           f"got {measured_step_seconds}")
-    return Calibration(measured_seconds=measured_step_seconds,
-                       predicted_seconds=step_time(config, machine, layout, **how).step_seconds)
+    return measured_step_seconds / step_time(config, machine, layout, **how).step_seconds
 
 
 def with_step(on: Machine) -> Machine:
@@ -189,24 +172,25 @@ def with_step(on: Machine) -> Machine:
     says of that today. Raises ConfigError."""
     if not (row := on.measured):
         return on
-    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"]).factor
+    factor = calibrate(Config.from_dict(row["config"]), on, row["seconds"])
     between(0.1, 10)("measured.seconds over their prediction (measure a larger config)", factor)
     return replace(on, measured={**row, "factor": factor})
 
 
 def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
               precision: str | None = None, optimizer: str | None = None,
-              recompute: Settings | str | None = None, efficiency: Efficiency | None = None,
+              recompute: str | None = None, efficiency: Efficiency | None = None,
               stack: str | None = None,
-              calibration: Calibration | None = None, recipe: Recipe | None = None) -> StepTime:
+              calibration: float | None = None, recipe: Recipe | None = None) -> StepTime:
     """Predicts one update of `config`. Raises ConfigError for an invalid combination.
 
     layout       None: the config's `parallel`
     precision    a row of `ledger.PRECISIONS`; one that casts its Linears pays for the casts.
                  None: the config's recipe, where "auto" is bf16 if the machine has it
-    recompute    settings or the name of a row of `techniques.memory.RECOMPUTE`; None: the config's
+    recompute    a row of `techniques.memory.RECOMPUTE`; None: the config's
     efficiency   what is reached of the ceilings; None: by evidence (`lpkit.predict.evidence`)
     stack        a row of `evidence.STACKS`, for an efficiency by evidence; None: the config's
+    calibration  of one measured step (`calibrate`): all seconds times this
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
                  emulated where it does not multiply them itself
     """
@@ -240,7 +224,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     work = flops.training_flops(config.model, batch=config.global_batch)
-    factor = efficiency.factor * (calibration.factor if calibration else 1.0)
+    factor = efficiency.factor * (1.0 if calibration is None else calibration)
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
     return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
@@ -450,16 +434,14 @@ class _Rank:
                      f"each micro-batch gathers {block * of_block:,.0f} bytes a layer twice "
                      f"and scatters {trained * block * p.gradients:,.0f}, over {ring.words}; a layer "
                      f"hides the rest", f"{FSDP}; {RINGS}", hidden=said - shown, communication=shown)
-        elif layout.state_ranks > 1 and layout.zero:
-            gather = ring.all_gather_seconds(states * of_any)
-            self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
-            said = ring.reduce_scatter_seconds(states * p.gradients)
-            self.behind("shard: scatter gradients", said, left, ring, ZERO,
-                        times=self.pieces if layout.zero == 2 else 1)
-            left = max(0.0, left - said)
         elif layout.state_ranks > 1:
-            said = ring.all_reduce_seconds(states * p.gradients)
-            self.behind("shard: all-reduce gradients", said, left, ring, ZERO)
+            said, how = ring.all_reduce_seconds(states * p.gradients), "all-reduce"
+            if layout.zero:
+                gather = ring.all_gather_seconds(states * of_any)
+                self.behind("shard: gather weights", gather, layers * self.forward, ring, ZERO)
+                said, how = ring.reduce_scatter_seconds(states * p.gradients), "scatter"
+            self.behind(f"shard: {how} gradients", said, left, ring, ZERO,
+                        times=self.pieces if layout.zero == 2 else 1)
             left = max(0.0, left - said)
         if layout.data > 1:
             ring = self.link("data")

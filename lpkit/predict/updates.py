@@ -62,10 +62,6 @@ def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: i
 Fused = Callable[[str], tuple[int, ...]]    # of a parameter's name, as `techniques.operation.fused`
 
 
-def _alone(name: str) -> tuple[int, ...]:
-    return ()
-
-
 def matrices(p: Shape, fused: tuple[int, ...] | bool = ()) -> list[Shape]:
     """Returns the shapes of the matrices that make a parameter, rows of each by `fused`."""
     return [(p[0] // sum(fused) * rows, *p[1:]) for rows in fused or ()] or [p]
@@ -83,7 +79,7 @@ class Work(NamedTuple):
 
 
 def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
-         moment_format: str = "float32", fused: Fused = _alone) -> Work:
+         moment_format: str = "float32", fused: Fused = lambda name: ()) -> Work:
     """Returns the work of a model whose parameters have these `shapes`, by name. Raises ConfigError
     for a parameter that its rule cannot update."""
     each, found = find_format(moment_format).bytes, []
@@ -103,7 +99,7 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
 
 def whole_update_bytes(shapes: Mapping[str, Shape], settings: OptimizerSettings,
                        moment_format: str = "float32", weight_bytes: int = FLOAT32,
-                       shards: int = 1, fused: Fused = _alone) -> float:
+                       shards: int = 1, fused: Fused = lambda name: ()) -> float:
     """Returns the temporary bytes while one parameter is updated by itself, the most of all. A rank
     with rows of it gathers them into a copy."""
     most = 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lpkit.errors import ConfigError, shown
@@ -47,9 +47,9 @@ class Rule:
     sinks: bool = False
 
     def __post_init__(self):
-        if not self.causal and (self.window is not None or self.blocks is not None):
-            raise ConfigError("a window and blocks are of the past; give a rule that is not causal "
-                              "neither, or let it be causal")
+        if (not self.causal) + (self.window is not None) + (self.blocks is not None) > 1:
+            raise ConfigError("a window and blocks are of the past; give a rule one of them, and "
+                              "one that is not causal neither")
 
     @functools.cached_property
     def bits(self) -> str:
@@ -81,21 +81,17 @@ class Rule:
         """Ranges of T keys, in order and apart, with all that queries first to last - 1 see."""
         if not self.causal:
             return [(0, T)]
-        start = 0 if self.window is None else max(0, first - self.window + 1)
-        spans = [(start, last)]
-        if 0 < self.global_tokens and start:
-            spans = [(0, min(self.global_tokens, last)), (start, last)]
-            if self.global_tokens >= start:
-                spans = [(0, last)]
         if self.blocks is None:
-            return spans
+            start = 0 if self.window is None else max(0, first - self.window + 1)
+            if self.global_tokens >= start:
+                return [(0, last)]
+            near = [(0, self.global_tokens)] if self.global_tokens else []
+            return [*near, (start, last)]
         size, found = self.block, []
         rows = self.blocks[first // size:(last - 1) // size + 1]
-        for begin, end in spans:
-            for b in range(begin // size, (end - 1) // size + 1):
-                if not any(row[b] for row in rows):
-                    continue
-                one = max(begin, b * size), min(end, (b + 1) * size)
+        for b in range((last - 1) // size + 1):
+            if any(row[b] for row in rows):
+                one = b * size, min(last, (b + 1) * size)
                 if found and found[-1][1] == one[0]:
                     one = found.pop()[0], one[1]
                 found.append(one)
@@ -120,10 +116,13 @@ class Rule:
         """Counts the pairs of T x T, query and key, that are seen; documents apart."""
         if not self.causal:
             return T * T
-        if self.blocks is not None and self.window is not None:
-            return sum(self.sees(i, j) for i in range(T) for j in range(i + 1))
         if self.blocks is not None:
-            return self._pairs_of_blocks(T)
+            total = 0
+            for a in range(-(-T // self.block)):
+                rows = min(self.block, T - a * self.block)
+                total += rows * self.block * sum(self.blocks[a][:a])
+                total += rows * (rows + 1) // 2 * self.blocks[a][a]
+            return total
         if self.window is None:
             return T * (T + 1) // 2
         W, G = min(self.window, T), min(self.global_tokens, T)
@@ -131,14 +130,6 @@ class Rule:
         past = max(0, T - W)        # queries W, W + 1, ... see min(G, i - W + 1) keys besides
         full = max(0, past - G)
         return near + (past - full) * (past - full + 1) // 2 + full * G
-
-    def _pairs_of_blocks(self, T: int) -> int:
-        total = 0
-        for a in range(-(-T // self.block)):
-            rows = min(self.block, T - a * self.block)
-            total += rows * self.block * sum(self.blocks[a][:a])
-            total += rows * (rows + 1) // 2 * self.blocks[a][a]
-        return total
 
 
 EVERY_KEY = Rule(causal=False)
@@ -167,8 +158,7 @@ class Window(Softmax):
     global_tokens: CountOrZero = 0
 
     def rule(self, T: int) -> Rule:
-        return Rule(window=self.size, global_tokens=self.global_tokens, soft_cap=self.soft_cap,
-                    sinks=self.sinks)
+        return replace(super().rule(T), window=self.size, global_tokens=self.global_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +183,7 @@ class BlockSparse(Softmax):
     def rule(self, T: int) -> Rule:
         blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
                   else _written(self.table))
-        return Rule(block=self.block, blocks=blocks, soft_cap=self.soft_cap, sinks=self.sinks)
+        return replace(super().rule(T), block=self.block, blocks=blocks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,7 +200,7 @@ def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...
 @dataclass(frozen=True, kw_only=True)
 class Documents(Softmax):
     def rule(self, T: int) -> Rule:
-        return Rule(documents=True, soft_cap=self.soft_cap, sinks=self.sinks)
+        return replace(super().rule(T), documents=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +248,6 @@ def _sums(m: Any) -> int:
     return 4 * m.G * features * (m.E + 1)
 
 
-def _keys_to_values(m: Any) -> int:
-    return 4 * m.G * m.E * m.E
-
-
 OPERATIONS = "lpkit.predict.attention:"
 STATE = "lpkit.nn.kv_cache:State"
 
@@ -292,7 +278,7 @@ KINDS: dict[str, AttentionKind] = {
     "delta": AttentionKind(
         why="a state from keys to values, where each token replaces a learned share of its key's",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
-        cache=STATE, state_bytes=_keys_to_values,
+        cache=STATE, state_bytes=lambda m: 4 * m.G * m.E * m.E,
         operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
         products=OPERATIONS + "delta_gates",
         source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "

@@ -22,7 +22,6 @@ TILE = 128                  # queries, and keys, that tiled attention takes at a
 SCORES = 2**18              # and their scores: a core's cache holds them
 FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
 FLASH_TILE = 128, 64        # queries and keys that it takes at a time
-AMPERE = 8, 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,7 @@ class Backend(Kind):
 
 
 HALF = ("bfloat16", "float16")
+DTYPES = ("float64", "float32", *HALF)
 WORDS = {"causal": "attention to keys to come", "window": "windows",
          "global_tokens": "global tokens", "blocks": "sparse blocks", "documents": "documents",
          "soft_cap": "cap on scores", "sinks": "sinks"}
@@ -71,20 +71,23 @@ class Limits:
     """A row's `why_not`, from what its library takes. Softmax kinds alone."""
 
     rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
-    gpu_alone: str = "runs on a GPU alone"
+    gpu_alone: str = "runs on a GPU alone"      # "": on a CPU, too
+    interpreted: bool = False           # by Triton's interpreter on a CPU
     dtypes: tuple[str, ...] = HALF
     widest: int = 0                     # head; 0: any. Multiples of `multiple`
     multiple: int = 1
     capability: tuple[int, int] = (0, 0)
     package: str = ""                   # that has to be installed
+    instead: str = ""                   # the row that can; "": the nearest
 
     def __call__(self, asked: Attending) -> str:
         problem = next(self._problems(asked), "")
-        return f"{problem}; {nearest(asked)} can" if problem else ""
+        return f"{problem}; {self.instead or nearest(asked)} can" if problem else ""
 
     def _problems(self, asked: Attending) -> Iterator[str]:
         m, rule = asked.model, asked.rule
-        if asked.device != "gpu":
+        elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
+        if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
         if asked.here and self.package and not _installed(self.package):
             yield f"needs the package {self.package}, which is not installed here"
@@ -113,11 +116,15 @@ def _installed(package: str) -> bool:
         return False
 
 
+def able(asked: Attending) -> list[str]:
+    """The backends that can, of those that predictions may take."""
+    return [name for name, row in ATTENTION.items() if row.assumed and not why_not(name, asked)]
+
+
 def nearest(asked: Attending) -> str:
     """A backend that can, and needs nothing: PyTorch's own before the others."""
-    able = [name for name, row in ATTENTION.items()
-            if row.assumed and not why_not(name, asked)]
-    return "sdpa" if "sdpa" in able else able[-1]
+    names = able(asked)
+    return "sdpa" if "sdpa" in names else names[-1]
 
 
 @functools.lru_cache(maxsize=64)
@@ -189,26 +196,9 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
                  for name, heads, M, N, K in products)
 
 
-def _no_scores_changed(asked: Attending) -> str:
-    rule = asked.rule
-    if rule.soft_cap is not None:
-        return "cannot cap scores; plain can"
-    return "has no sinks; plain has" if rule.sinks else ""
-
-
-def _needs_a_gpu(asked: Attending) -> str:
-    if not asked.rule.causal:
-        return "sees no keys to come; plain does"
-    if asked.device == "cpu" and not asked.interpreter:
-        return "needs a GPU, or TRITON_INTERPRET=1; plain can"
-    if asked.capability and asked.capability < AMPERE:      # 64 KB a program, and it takes 96
-        return "needs compute capability {}.{}, and here is {}.{}; plain can".format(
-            *AMPERE, *asked.capability)
-    wide = asked.model.E > FLASH_WIDTH
-    return f"takes heads up to {FLASH_WIDTH} wide, not {asked.model.E}; plain can" * wide
-
-
 MASKS = ("window", "global_tokens", "blocks", "documents")
+FLASH_2 = "Dao 2023, https://arxiv.org/abs/2307.08691"
+FLASH_3 = "Shah et al. 2024, https://arxiv.org/abs/2407.08608"
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=OPERATIONS + "plain",
                      implementation="lpkit.nn.attention:plain",
@@ -223,49 +213,46 @@ ATTENTION: dict[str, Backend] = {
                             operations=OPERATIONS + "blocked_wide", assumed=False,
                             implementation="lpkit.kernels.blocked_attention:blocked_wide"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=OPERATIONS + "sdpa",
-                    implementation="lpkit.nn.attention:sdpa", why_not=_no_scores_changed,
+                    implementation="lpkit.nn.attention:sdpa",
+                    why_not=Limits(rule=("causal", *MASKS), gpu_alone="", dtypes=DTYPES,
+                                   instead="plain"),
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
+    # below 8.0 a program has 64 KB, and takes 96
     "triton": Backend(why="the kit's own flash kernel, of every kind", operations=OPERATIONS + "flash",
                       implementation="lpkit.kernels.flash_attention:flash_attention",
-                      why_not=_needs_a_gpu, source="Dao 2023, https://arxiv.org/abs/2307.08691"),
-    # kernels that PyTorch does not choose by itself
-    "sdpa-cudnn": Backend(
-        why="cuDNN's kernel, or none", operations=OPERATIONS + "sdpa", assumed=False,
-        implementation="lpkit.nn.library_attention:sdpa_cudnn",
-        why_not=Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0)),
-        source="https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html"),
-    "sdpa-fa3": Backend(
-        why="FlashAttention 3 in the place of PyTorch's flash kernel", operations=OPERATIONS + "sdpa",
-        assumed=False, implementation="lpkit.nn.library_attention:sdpa_fa3",
-        why_not=Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3"),
-        source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
-    "flex": Backend(
-        why="FlexAttention, compiled for the mask", operations=OPERATIONS + "sdpa", assumed=False,
-        implementation="lpkit.nn.library_attention:flex",
-        why_not=Limits(rule=tuple(WORDS), dtypes=("float32", *HALF),
-                       gpu_alone="has no backward on a CPU"),
-        source="Dong et al. 2024, https://arxiv.org/abs/2412.05496"),
-    "varlen": Backend(
-        why="PyTorch's flash kernel over packed sequences", operations=OPERATIONS + "sdpa", assumed=False,
-        implementation="lpkit.nn.library_attention:varlen",
-        why_not=Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0)),
-        source="https://docs.pytorch.org/docs/stable/nn.attention.varlen.html"),
-    "flash-attn": Backend(
-        why="the flash-attn package, version 2", operations=OPERATIONS + "sdpa", assumed=False,
-        implementation="lpkit.nn.library_attention:flash_attn",
-        why_not=Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
-                       package="flash-attn"),
-        source="Dao 2023, https://arxiv.org/abs/2307.08691"),
-    "flash-attn-4": Backend(
-        why="the flash-attn-4 package, for Hopper and Blackwell", operations=OPERATIONS + "sdpa", assumed=False,
-        implementation="lpkit.nn.library_attention:flash_attn_4",
-        why_not=Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
-                       capability=(9, 0), package="flash-attn-4"),
-        source="https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute"),
+                      why_not=Limits(rule=(*MASKS, "soft_cap", "sinks"), dtypes=DTYPES,
+                                     gpu_alone="needs a GPU, or TRITON_INTERPRET=1",
+                                     interpreted=True, widest=FLASH_WIDTH, capability=(8, 0),
+                                     instead="plain"), source=FLASH_2),
+}
+# kernels that PyTorch does not choose by itself
+ATTENTION |= {name: Backend(
+    why=why, why_not=limits, source=source, operations=OPERATIONS + "sdpa", assumed=False,
+    implementation=f"lpkit.nn.library_attention:{name.replace('-', '_')}")
+    for name, why, source, limits in (
+        ("sdpa-cudnn", "cuDNN's kernel, or none",
+         "https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html",
+         Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0))),
+        ("sdpa-fa3", "FlashAttention 3 in the place of PyTorch's flash kernel", FLASH_3,
+         Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3")),
+        ("flex", "FlexAttention, compiled for the mask",
+         "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
+         Limits(rule=tuple(WORDS), dtypes=("float32", *HALF),
+                gpu_alone="has no backward on a CPU")),
+        ("varlen", "PyTorch's flash kernel over packed sequences",
+         "https://docs.pytorch.org/docs/stable/nn.attention.varlen.html",
+         Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0))),
+        ("flash-attn", "the flash-attn package, version 2", FLASH_2,
+         Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
+                package="flash-attn")),
+        ("flash-attn-4", "the flash-attn-4 package, for Hopper and Blackwell",
+         "https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute",
+         Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
+                capability=(9, 0), package="flash-attn-4")))}
+ATTENTION |= {
     "fp8": Backend(
         why="q, k, v and the probabilities in E4M3, emulated", operations=OPERATIONS + "fp8", assumed=False,
-        rounding=2**-4, implementation="lpkit.nn.library_attention:fp8",
-        source="Shah et al. 2024, https://arxiv.org/abs/2407.08608"),
+        rounding=2**-4, implementation="lpkit.nn.library_attention:fp8", source=FLASH_3),
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=OPERATIONS + "linear_chunks",
                        why_not=lambda asked: "computes kinds without softmax alone; plain computes "
@@ -275,12 +262,11 @@ ATTENTION: dict[str, Backend] = {
 
 def why_not(name: str, asked: Attending) -> str:
     """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
-    able = KINDS[asked.model.attention.name].operations
-    if not able:
+    computes = KINDS[asked.model.attention.name].operations
+    if not computes:
         return ATTENTION[name].why_not(asked)
-    if name in able:
-        return ""
-    return f"computes softmax attention alone; {' and '.join(able)} can"
+    others = f"computes softmax attention alone; {' and '.join(computes)} can"
+    return others * (name not in computes)
 
 
 def interpreted(asked: str) -> bool:
@@ -303,9 +289,8 @@ def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any
     if device == "cpu" and given.rule not in (None, Rule(), EVERY_KEY):
         return "blocked", f"it skips what {model.attention.name} attention leaves out"
     if given.rule != Rule():
-        able = [name for name, row in ATTENTION.items()
-                if row.assumed and not why_not(name, given)]
-        return able[-1], f"of {', '.join(able)}, which compute {model.attention.name} attention"
+        names = able(given)
+        return names[-1], f"of {', '.join(names)}, which compute {model.attention.name} attention"
     if device == "cpu" and low_precision and model.T <= BLOCKED_CONTEXT and not tiles:
         return "blocked", ("without AMX, blocks of low-precision products are faster than PyTorch's "
                            "CPU flash kernel")

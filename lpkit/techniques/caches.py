@@ -14,8 +14,6 @@ from lpkit.errors import ConfigError
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.row import Row
 
-SCALE_BYTES = 2         # of a bfloat16, which has float32's range
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheFormat(Row):
@@ -28,12 +26,6 @@ class CacheFormat(Row):
 
     def groups(self, E: int) -> int:
         return -(-E // (self.group or E))
-
-    def vector_bytes(self, E: int, itemsize: int) -> int:
-        """Returns the bytes of a head's key or value, which has E numbers of `itemsize` bytes."""
-        if self.bits is None:
-            return E * itemsize
-        return -(-E * self.bits // 8) + self.groups(E) * SCALE_BYTES * (1 + self.offset)
 
 
 CACHES: dict[str, CacheFormat] = {

@@ -7,70 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lpkit.errors import ConfigError
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.row import Row, Settings
-from lpkit.values import Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task(Settings):
-    """A task is drawn, and reads no corpus. Token 0 is a marker. Only answers have a weight in the
-    loss."""
-
-    where = "data.policy."
-
-    symbols: Count = 32         # that keys, values or strings are drawn from
-
-    @property
-    def vocab(self) -> int:
-        """Tokens in all."""
-        return 1 + self.symbols
-
-    @property
-    def context(self) -> int:
-        """The least that holds a question and its answer."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy(Task):
-    length: Count = 16          # of the string
-
-    @property
-    def context(self) -> int:
-        return 2 * self.length
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recall(Task):
-    pairs: Count = 8            # of a key and its value, before the questions
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.pairs > self.symbols:
-            raise ConfigError(f"data.policy.pairs={self.pairs} want as many keys, and there are "
-                              f"data.policy.symbols={self.symbols}; set "
-                              f"data.policy.symbols={self.pairs} or more")
-
-    @property
-    def vocab(self) -> int:
-        return 1 + 2 * self.symbols
-
-    @property
-    def context(self) -> int:
-        return 4 * self.pairs - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
     """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read."""
+    run's validation data are read. `problem(model, settings)`: why a model cannot be trained by it,
+    and the way out; empty: it can."""
 
     gives_ids: bool = False
     hides: bool = False
     evaluation: str = "spread-windows"
+    problem: Callable[[Any, Settings], str] = lambda model, settings: ""
 
 
 POLICIES: dict[str, Policy] = {
@@ -85,22 +36,6 @@ POLICIES: dict[str, Policy] = {
     "spread-documents": Policy(why="spread windows that say the same",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
                                gives_ids=True, evaluation="spread-documents"),
-    "copy": Policy(why="a random string, again and again; the loss is that of its copies",
-                   settings=Copy(), implementation="lpkit.datasets.tasks:CopyTask",
-                   evaluation="copy", source="Graves et al. 2014, https://arxiv.org/abs/1410.5401"),
-    "recall": Policy(why="pairs of a key and a value, then keys; the loss is that of their values",
-                     settings=Recall(), implementation="lpkit.datasets.tasks:RecallTask",
-                     evaluation="recall",
-                     source="Arora et al. 2023, https://arxiv.org/abs/2312.04927"),
-}
-
-
-# How `data.source` becomes token files: f(data, vocab, cache folder or None) -> TokenFiles.
-SOURCES: dict[str, Row] = {
-    "prepared": Row(why="a folder of token files, opened as it is",
-                    implementation="lpkit.datasets.prepared:open_as"),
-    "text": Row(why="text that is made into token files, once",
-                implementation="lpkit.datasets.tokens:make"),
 }
 
 
@@ -129,14 +64,4 @@ def cannot_train(model: Any, policy: Settings) -> str:
         others = [name for name, other in POLICIES.items() if other.gives_ids]
         return (f"model.attention={kind} reads which document a token is of, and "
                 f"data.policy={policy.name} does not say; set data.policy={others[0]}")
-    if not isinstance(policy, Task):
-        return ""
-    if model.vocab < policy.vocab:
-        return (f"data.policy={policy.name} has {policy.vocab} tokens, but "
-                f"model.vocab={model.vocab}; set model.vocab={policy.vocab} or more, or fewer "
-                f"data.policy.symbols")
-    if model.context < policy.context:
-        return (f"data.policy={policy.name} asks its first question and answers it in "
-                f"{policy.context} tokens, but model.context={model.context}; set "
-                f"model.context={policy.context} or more")
-    return ""
+    return row.problem(model, policy)

@@ -6,71 +6,47 @@ from lpkit.techniques.row import Row
 
 VERSIONS = ("auto", "reference", "pytorch", "compile", "triton", "cuda")
 
-KERNELS: dict[str, Row] = {
-    "rms-norm": Row(
-        why="reads and writes each number once; backward reads x and dy once",
-        source="https://arxiv.org/abs/1910.07467", implementation="lpkit.kernels.norm:RMS_NORM"),
-    "layer-norm": Row(
-        why="the same, and the mean of a row while the row is held",
-        source="https://arxiv.org/abs/1607.06450", implementation="lpkit.kernels.norm:LAYER_NORM"),
-    "add-rms-norm": Row(
-        why="the residual addition on the way: the sum is not read again",
-        source="https://arxiv.org/abs/2410.10989",
-        implementation="lpkit.kernels.cuda_norm:ADD_RMS_NORM"),
-    "add-layer-norm": Row(
-        why="the residual addition on the way: the sum is not read again",
-        source="https://arxiv.org/abs/2410.10989",
-        implementation="lpkit.kernels.norm:ADD_LAYER_NORM"),
-    "swiglu": Row(
-        why="gate and up are read once, and nothing but them is kept",
-        source="https://arxiv.org/abs/2002.05202", implementation="lpkit.kernels.swiglu:SWIGLU"),
-    "rotary": Row(
-        why="pairs are turned in place of four operations and a concatenation",
-        source="https://arxiv.org/abs/2104.09864", implementation="lpkit.kernels.rotary:ROTARY"),
-    "cross-entropy": Row(
-        why="the gradient is written over the logits, so that nothing else of their size exists",
-        source="https://arxiv.org/abs/2410.10989",
-        implementation="lpkit.kernels.cross_entropy:CROSS_ENTROPY"),
-    "flash-attention": Row(
-        why="every kind of attention without its scores; tiles in which nothing is seen are left "
-            "out",
-        source="https://arxiv.org/abs/2307.08691",
-        implementation="lpkit.kernels.flash_attention:FLASH_ATTENTION"),
-    "amax": Row(
-        why="the largest magnitude of a tensor, and how many of its elements are not finite",
-        source="https://arxiv.org/abs/2209.05433",
-        implementation="lpkit.kernels.amax:KERNEL"),
-    "cast-tensor": Row(
-        why="a tensor to FP8 under one scale, as it lies and transposed, by one read; with a "
-            "history it finds the next amax on its way",
-        source="https://arxiv.org/abs/2209.05433",
-        implementation="lpkit.kernels.fused_cast:TENSOR"),
-    "cast-rows": Row(
-        why="rows to FP8 or INT8, each under a scale of its own, found by the same read",
-        source="https://github.com/pytorch/ao",
-        implementation="lpkit.kernels.fused_cast:ROWS"),
-    "cast-blocks": Row(
-        why="blocks of 1 x 128 and 128 x 128 to FP8, as they lie and transposed, by one read",
-        source="https://arxiv.org/abs/2412.19437",
-        implementation="lpkit.kernels.fused_cast:BLOCKS"),
-    "cast-mx": Row(
-        why="MX: blocks of 1 x 32 to FP8 under E8M0 scales, both ways by one read, scales in the "
-            "tiles that Blackwell reads",
-        source="https://arxiv.org/abs/2310.10537",
-        implementation="lpkit.kernels.fused_cast:MX"),
-    "cast-nvfp4": Row(
-        why="NVFP4: 4-bit values two to a byte under two levels of scales, after a random "
-            "Hadamard transform where the recipe has it",
-        source="https://arxiv.org/abs/2509.25149",
-        implementation="lpkit.kernels.fused_cast:NVFP4_KERNEL"),
-    "adamw": Row(
-        why="weight, gradient and slots are read once and written once, and a weight of 16 bits is "
-            "rounded on the way",
-        source="https://arxiv.org/abs/1711.05101", implementation="lpkit.optim.one_pass:ADAMW"),
-    "lion": Row(
-        why="the same with one slot, by the same kernel",
-        source="https://arxiv.org/abs/2302.06675", implementation="lpkit.optim.one_pass:LION"),
-}
+KERNELS: dict[str, Row] = {name: Row(
+    why=why, source=f"https://{source}", implementation=f"lpkit.{where}")
+    for name, where, source, why in (
+        ("rms-norm", "kernels.norm:RMS_NORM", "arxiv.org/abs/1910.07467",
+         "reads and writes each number once; backward reads x and dy once"),
+        ("layer-norm", "kernels.norm:LAYER_NORM", "arxiv.org/abs/1607.06450",
+         "the same, and the mean of a row while the row is held"),
+        ("add-rms-norm", "kernels.cuda_norm:ADD_RMS_NORM", "arxiv.org/abs/2410.10989",
+         "the residual addition on the way: the sum is not read again"),
+        ("add-layer-norm", "kernels.norm:ADD_LAYER_NORM", "arxiv.org/abs/2410.10989",
+         "the residual addition on the way: the sum is not read again"),
+        ("swiglu", "kernels.swiglu:SWIGLU", "arxiv.org/abs/2002.05202",
+         "gate and up are read once, and nothing but them is kept"),
+        ("rotary", "kernels.rotary:ROTARY", "arxiv.org/abs/2104.09864",
+         "pairs are turned in place of four operations and a concatenation"),
+        ("cross-entropy", "kernels.cross_entropy:CROSS_ENTROPY", "arxiv.org/abs/2410.10989",
+         "the gradient is written over the logits, so that nothing else of their size exists"),
+        ("flash-attention", "kernels.flash_attention:FLASH_ATTENTION", "arxiv.org/abs/2307.08691",
+         "every kind of attention without its scores; tiles in which nothing is seen are "
+         "left out"),
+        ("amax", "kernels.amax:KERNEL", "arxiv.org/abs/2209.05433",
+         "the largest magnitude of a tensor, and how many of its elements are not finite"),
+        ("cast-tensor", "kernels.fused_cast:TENSOR", "arxiv.org/abs/2209.05433",
+         "a tensor to FP8 under one scale, as it lies and transposed, by one read; with a "
+         "history it finds the next amax on its way"),
+        ("cast-rows", "kernels.fused_cast:ROWS", "github.com/pytorch/ao",
+         "rows to FP8 or INT8, each under a scale of its own, found by the same read"),
+        ("cast-blocks", "kernels.fused_cast:BLOCKS", "arxiv.org/abs/2412.19437",
+         "blocks of 1 x 128 and 128 x 128 to FP8, as they lie and transposed, by one read"),
+        ("cast-mx", "kernels.fused_cast:MX", "arxiv.org/abs/2310.10537",
+         "MX: blocks of 1 x 32 to FP8 under E8M0 scales, both ways by one read, scales in "
+         "the tiles that Blackwell reads"),
+        ("cast-nvfp4", "kernels.fused_cast:NVFP4_KERNEL", "arxiv.org/abs/2509.25149",
+         "NVFP4: 4-bit values two to a byte under two levels of scales, after a random "
+         "Hadamard transform where the recipe has it"),
+        ("adamw", "optim.one_pass:ADAMW", "arxiv.org/abs/1711.05101",
+         "weight, gradient and slots are read once and written once, and a weight of 16 bits "
+         "is rounded on the way"),
+        ("lion", "optim.one_pass:LION", "arxiv.org/abs/2302.06675",
+         "the same with one slot, by the same kernel"),
+    )}
 
 
 def asked_of(asked: str, kernel: str) -> str:

@@ -92,14 +92,6 @@ def _stage(name: str, value: int) -> None:
         raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
 
 
-def _reduction(name: str, value: str) -> None:
-    pick(REDUCTIONS, value, "parallel.reduction")
-
-
-def _gathered(name: str, value: str) -> None:
-    pick(GATHERED, value, "parallel.gathered")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
     """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
@@ -113,8 +105,8 @@ class Layout(Checked):
     context: Count = 1
     zero: Annotated[int, _stage] = 3
     interleave: Count = 1
-    reduction: Annotated[str, _reduction] = "overlapped"
-    gathered: Annotated[str, _gathered] = "compute"
+    reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
+    gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
 
     @property
     def devices(self) -> int:
@@ -147,29 +139,25 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     the nearest that can."""
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
-    m, t, c = config.model, layout.tensor, layout.context
-    splits = lambda n: n == 1 or m.T % (2 * n) == 0
-    if not splits(c):
-        raise ConfigError(f"model.context={m.T} does not split into 2 x context={c} pieces "
-                          f"(zig-zag deals each rank an early and a late one); "
-                          f"{_nearest(c, m.T, splits, 'context')}")
-    parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
-             "a context rank's share of model.context": m.T // c}
-    splits = lambda n: all(count % n == 0 for count in parts.values())
-    for what, count in parts.items():
-        if count % t:
-            raise ConfigError(f"{what}={count} does not split over tensor={t} ranks; "
-                              f"{_nearest(t, m.H, splits, 'tensor')}")
-    chunks = layout.interleave
+    m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
     if chunks > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
                           f"parallel.interleave=1 (pipeline stages are predicted, not trained)")
-    splits = lambda n: stages_fit(m.L, n, chunks)
-    if not splits(layout.pipeline):
-        times = f" x interleave={chunks}" if chunks > 1 else ""
-        raise ConfigError(f"model.layers={m.L} does not split over pipeline={layout.pipeline}"
-                          f"{times} stages, not even with one layer fewer in the first and the "
-                          f"last; {_nearest(layout.pipeline, m.L, splits, 'pipeline')}")
+    parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
+             "a context rank's share of model.context": m.T // c}
+    uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
+    times = f" x interleave={chunks}" if chunks > 1 else ""
+    for axis, most, fits, why in (
+            ("context", m.T, lambda n: n == 1 or m.T % (2 * n) == 0,
+             f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each "
+             f"rank an early and a late one)"),
+            ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
+             f"{uneven} does not split over tensor={t} ranks"),
+            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks),
+             f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
+             f"not even with one layer fewer in the first and the last")):
+        if not fits(asked := getattr(layout, axis)):
+            raise ConfigError(f"{why}; {_nearest(asked, most, fits, axis)}")
     batch, ranks = config.global_batch, layout.batch_ranks
     if batch % ranks:
         splits = lambda n: batch % n == 0

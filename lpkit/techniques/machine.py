@@ -49,7 +49,3 @@ class Machine:
     def multiplies_tiles(self) -> bool:
         """True for a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
         return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
-
-    def ridge(self, dtype: str) -> float:
-        """FLOPs per byte above which arithmetic, not memory, is the limit."""
-        return self.peak_flops(dtype) / self.bytes_per_second

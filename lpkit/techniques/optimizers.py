@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from lpkit import values
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Share, at_least_zero
+from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Share
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
@@ -386,11 +387,11 @@ WITHOUT_DECAY = ("*.bias", "*norm*.weight")     # of biases and gains of norms: 
 
 
 def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None]:
-    """"head.*:lr_scale=0.1": the pattern, its values, and the rule of its own, if it names one.
+    """"head.*:lr_scale=0.1": the pattern, its changes, and the rule of its own, if it names one.
     Raises ConfigError."""
     pattern, *parts = group.split(":")
     pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
-    name, own, values = pairs.pop("optimizer", None), {}, {}
+    name, own, changes = pairs.pop("optimizer", None), {}, {}
     if name is not None:
         row = pick(OPTIMIZERS, name, "optimizer of optimizer.groups")
         own = vars(row.settings).keys() - {"name", "lr", "clip", "groups", "weight_decay"}
@@ -398,22 +399,18 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
         if key not in ("lr_scale", "weight_decay", *own):
             raise ConfigError(f"optimizer.groups has {shown(group)}, but a group has no "
                               f"{shown(key)}; set lr_scale or weight_decay")
-        if key in own:
-            continue
-        try:
-            values[key] = float(value)
-        except ValueError:
-            raise ConfigError(f"optimizer.groups has {shown(group)}, but {key} must be a number, "
-                              f"got {shown(value)}") from None
-        at_least_zero(f"optimizer.groups {shown(group)}: {key}", values[key])
+        if key not in own:
+            changes[key] = values.convert(value, float,
+                                          f"optimizer.groups has {shown(group)}, but {key}")
+            values.at_least_zero(f"optimizer.groups {shown(group)}: {key}", changes[key])
     if not pattern or not parts:
         raise ConfigError(f"optimizer.groups has {shown(group)}; write it as "
                           f"pattern:lr_scale=0.1, pattern:weight_decay=0 or "
                           f"pattern:optimizer=adamw")
     if name is None:
-        return pattern, values, None
+        return pattern, changes, None
     own = {key: pairs[key] for key in pairs.keys() & own}
-    return pattern, values, replace(chosen(OPTIMIZERS, name), **own)
+    return pattern, changes, replace(chosen(OPTIMIZERS, name), **own)
 
 
 def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSettings | None]]:

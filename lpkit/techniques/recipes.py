@@ -252,10 +252,6 @@ def _int8(settings: CastSettings) -> Recipe:
     return _cast_recipe(settings, x, x, x, dtype="int8")
 
 
-def _fp16(settings: LossScaledSettings) -> Recipe:
-    return Recipe(compute="float16", dtype="fp16", loss_scaling=settings)
-
-
 RECIPES: dict[str, Recipe] = {}
 
 
@@ -268,7 +264,8 @@ def add(name: str, make: Callable[[Settings], Recipe], settings: Settings, sourc
 add("fp32", lambda settings: Recipe(compute=None, dtype="fp32"), Settings(), "IEEE 754 binary32")
 add("bf16", lambda settings: Recipe(compute="bfloat16", dtype="bf16"), Settings(),
     "Kalamkar et al. 2019, https://arxiv.org/abs/1905.12322")
-add("fp16", _fp16, LossScaledSettings(),
+add("fp16", lambda settings: Recipe(compute="float16", dtype="fp16", loss_scaling=settings),
+    LossScaledSettings(),
     "Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740")
 add("fp8-tensorwise", _fp8, AccumulationSettings(gradient_format="e5m2"),
     "Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433; scaled by each tensor's own amax")

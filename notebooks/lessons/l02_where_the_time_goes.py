@@ -9,6 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons import roofs
 from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
 from lessons.roofs import attainable_flops, gradients_of, intensity_of
 from lessons.timing import PHASES, by_phase
@@ -129,7 +130,7 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
         return (f"{p.name}: ({p.M}, {p.K}) x ({p.K}, {p.N}){together}<br>"
                 f"{quantity(rates[p], 'FLOP/s')}, {share:.0%} of memory's and arithmetic's roof")
 
-    ridge, peak = machine.ridge(dtype), machine.peak_flops(dtype)
+    ridge, peak = roofs.ridge(machine, dtype), machine.peak_flops(dtype)
     if (fastest := max(rates.values())) > peak:
         raise ConfigError(f"a product reached {quantity(fastest, 'FLOP/s')}, and the roof is "
                           f"{quantity(peak, 'FLOP/s')}: it was measured too low; measure again")

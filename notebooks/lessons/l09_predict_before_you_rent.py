@@ -303,7 +303,7 @@ def optimum_figure(flops: float, parameters: float) -> dict:
     low = min(*(optimum.parameters / 20 for optimum in best), parameters / 2)
     high = max(*(optimum.parameters * 20 for optimum in best), parameters * 2)
     sizes = [low * (high / low) ** (i / (POINTS - 1)) for i in range(POINTS)]
-    data, floor = [], min(optimum.loss.nats for optimum in best)
+    data, floor = [], min(optimum.nats for optimum in best)
     top = floor + 0.6
     for law, optimum, colour in zip(LAWS.values(), best, COLOURS):
         losses = [law.extrapolate(size, _tokens(flops, size)) for size in sizes]
@@ -314,7 +314,7 @@ def optimum_figure(flops: float, parameters: float) -> dict:
                 data.append(scatter(sizes, ours, name, colour, line={"dash": dash}, hover=None))
         here = law.extrapolate(parameters, _tokens(flops, parameters)).nats
         top = max(top, here + 0.05)
-        ends, nats = (optimum.parameters, parameters), (optimum.loss.nats, here)
+        ends, nats = (optimum.parameters, parameters), (optimum.nats, here)
         data.append(scatter(
             ends, nats, "", colour, mode="markers", showlegend=False, hover="%{text}",
             marker={"size": 11, "symbol": ["circle", "x"]},

@@ -19,7 +19,7 @@ from lessons.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.draws import FP8, LARGEST, normal
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
-from lessons.roofs import attainable_flops
+from lessons.roofs import attainable_flops, ridge
 from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
@@ -87,13 +87,13 @@ def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, st
         places.setdefault((flops / moved, dtype), []).append(name)
     dtypes = list(dict.fromkeys(dtype for *_, dtype in kernels.values()))
     xs, roofs = [x for x, _ in places], [attainable_flops(machine, dtype, x) for x, dtype in places]
-    ends = [min(xs) / 3, *sorted(map(machine.ridge, dtypes)), 3 * max(xs)]
+    ends = [min(xs) / 3, *sorted(ridge(machine, dtype) for dtype in dtypes), 3 * max(xs)]
     lines = [scatter(ends, [attainable_flops(machine, dtype, x) for x in ends],
                      UNITS.get(dtype, dtype), COLOURS[i], hover=None)
              for i, dtype in enumerate(dtypes)]
     marks = scatter(xs, roofs, "kernel", COLOURS[2], mode="markers+text",
                     text=[", ".join(names) for names in places.values()],
-                    textposition=["bottom right" if x < machine.ridge(dtype) else "bottom center"
+                    textposition=["bottom right" if x < ridge(machine, dtype) else "bottom center"
                                   for x, dtype in places],
                     marker={"size": 9}, textfont={"size": 12}, cliponaxis=False,
                     hover="%{customdata}<extra></extra>",

@@ -29,6 +29,7 @@ from lessons.colours import lines_of
 from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
 from lessons.saved import saved_bytes
+from lessons.tasks import Task
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
 from lpkit.course.judge import Exercise, adding_to
@@ -38,7 +39,7 @@ from lpkit.tables import FAINT
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.data import POLICIES
 from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.drawing import SECONDS, axis, bars, figure
 from lessons.draws import normal
-from lessons.messages import messages
+from lessons.messages import ROUNDS, messages
 from lessons.messages import sent_bytes as bytes_sent
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
@@ -45,7 +45,7 @@ from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, Waits
 from lpkit.predict.ledger import memory
-from lpkit.predict.messages import ROUNDS, Message
+from lpkit.predict.messages import Message
 from lpkit.predict.units import quantity
 from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32

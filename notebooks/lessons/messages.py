@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lessons.tasks import Task
 from lpkit.config import Config
 from lpkit.predict.casts import on_hardware
 from lpkit.predict.messages import (
@@ -21,17 +22,24 @@ from lpkit.predict.messages import (
 from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
-from lpkit.techniques.data import POLICIES, Task
+from lpkit.techniques.data import POLICIES
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import FP32
+
+ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
+
+
+def each_sends(message: Message) -> float:
+    """Bytes that each rank sends. Where ROUNDS lacks a kind, one tells, others pass it on."""
+    return ROUNDS.get(message.kind, 1) * (message.ranks - 1) * message.nbytes / message.ranks
 
 
 def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
     """Returns the bytes that each rank sends, by kind, of so many of each message."""
     sent: Counter[str] = Counter()
     for message, count in messages.items():
-        sent[message.kind] += count * message.sent_bytes
+        sent[message.kind] += count * each_sends(message)
     return dict(sent)
 
 

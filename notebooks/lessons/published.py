@@ -26,7 +26,7 @@ from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import recomputed_flops, training_flops
 from lpkit.predict.params import parameter_count
 from lpkit.predict.roofline import FLOOR, Efficiency
-from lpkit.predict.time import Calibration, StepTime, step_time
+from lpkit.predict.time import StepTime, step_time
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine, find
 from lpkit.values import Checked, Count, CountOrZero, Positive, Text
@@ -212,7 +212,7 @@ def sources(folder: Path = FOLDER) -> tuple[Source, ...]:
     return tuple(_read(folder / "sources.csv", Source))
 
 
-def step(run: Run, calibration: Calibration | None = None,
+def step(run: Run, calibration: float | None = None,
          numbers: Mapping[str, float] | None = None,
          efficiency: Efficiency | None = None) -> StepTime:
     """Raises ConfigError where the formula cannot take the run, with the reason. `numbers`: instead
@@ -230,7 +230,7 @@ def step(run: Run, calibration: Calibration | None = None,
                      efficiency=reached, **run.how)
 
 
-def seconds(run: Run, calibration: Calibration | None = None,
+def seconds(run: Run, calibration: float | None = None,
             numbers: Mapping[str, float] | None = None) -> float:
     """Returns the seconds of a step, by the formula. Raises ConfigError as `step`."""
     made = step(run, calibration, numbers)
@@ -249,7 +249,7 @@ def optimism(run: Run) -> dict[str, StepTime]:
             "kernels alone": step(run, numbers={**numbers, **alone}), "in a step": step(run)}
 
 
-def row(run: Run, calibration: Calibration | None = None) -> Row:
+def row(run: Run, calibration: float | None = None) -> Row:
     """A run beside the formula, in the page's unit. Raises ConfigError as `step`."""
     scale, unit = (1e12, "FLOP/s") if run.unit == "TFLOP/s" else (1, run.unit)
     measured = run.published * scale
@@ -268,8 +268,7 @@ def published() -> Comparison:
 def calibrated() -> Comparison:
     """Llama 3's other two rows, with one factor from the first, as of a short measured run."""
     first, *others = runs("llama-3")
-    factor = Calibration(predicted_seconds=seconds(first),
-                         measured_seconds=first.published_seconds)
+    factor = first.published_seconds / seconds(first)
     return Comparison(tuple(row(run, factor) for run in others))
 
 

@@ -6,6 +6,11 @@ from lpkit.predict.flops import Product
 from lpkit.techniques.machines import Machine
 
 
+def ridge(machine: Machine, dtype: str) -> float:
+    """FLOPs per byte above which arithmetic, not memory, is the limit."""
+    return machine.peak_flops(dtype) / machine.bytes_per_second
+
+
 def attainable_flops(machine: Machine, dtype: str, intensity: float) -> float:
     """FLOP/s at `intensity` FLOPs per byte: the roof."""
     return min(machine.peak_flops(dtype), machine.bytes_per_second * intensity)

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from lessons.activations import kept
 from lessons.opened import opened_rows
 from lpkit.config import ModelConfig
-from lpkit.predict.activations import OUTSIDE, kept
+from lpkit.predict.activations import OUTSIDE
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.blocks import operations

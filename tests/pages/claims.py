@@ -19,14 +19,15 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
+from lessons.activations import kept
+from lessons.decoding import cache_bytes
 from lessons.l09_predict_before_you_rent import Candidate, triangle
 from lessons.l24_start_from_a_run import PUBLISHED, adapted, gpt3
 from lessons.published import Run, runs, seconds
 from lpkit.commands.claims import HEADS, QUANTITIES, line, opened
 from lpkit.config import Config, ModelConfig
 from lpkit.files import resource
-from lpkit.predict.activations import OUTSIDE, kept
-from lpkit.predict.decoding import cache_bytes
+from lpkit.predict.activations import OUTSIDE
 from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states

@@ -4,18 +4,95 @@ carry over a distance, a few hundred steps of a tiny model tell.
     CopyTask    a b c 0 a b c 0 a b c   a string again and again, after the marker 0
     RecallTask  k 7 m 4 0 0 m 4 k 7     pairs of a key and a value, then each once more, somewhere
 
+    PYTHONPATH=notebooks lpkit train cpu-3m --import lessons.tasks --set data.policy=recall
+
 Answers have weight 1 in the loss, and all else 0. Copying: Graves et al. 2014,
 https://arxiv.org/abs/1410.5401. Multi-query associative recall: Arora et al. 2023,
 https://arxiv.org/abs/2312.04927.
 """
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lpkit.contracts import Batch, DataPolicy
+from lpkit.errors import ConfigError
+from lpkit.techniques.data import POLICIES, Policy
+from lpkit.techniques.row import Settings
+from lpkit.values import Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Settings):
+    """A task is drawn, and reads no corpus. Token 0 is a marker. Only answers have a weight in the
+    loss."""
+
+    where = "data.policy."
+
+    symbols: Count = 32         # that keys, values or strings are drawn from
+
+    @property
+    def vocab(self) -> int:
+        """Tokens in all."""
+        return 1 + self.symbols
+
+    @property
+    def context(self) -> int:
+        """The least that holds a question and its answer."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy(Task):
+    length: Count = 16          # of the string
+
+    @property
+    def context(self) -> int:
+        return 2 * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall(Task):
+    pairs: Count = 8            # of a key and its value, before the questions
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.pairs > self.symbols:
+            raise ConfigError(f"data.policy.pairs={self.pairs} want as many keys, and there are "
+                              f"data.policy.symbols={self.symbols}; set "
+                              f"data.policy.symbols={self.pairs} or more")
+
+    @property
+    def vocab(self) -> int:
+        return 1 + 2 * self.symbols
+
+    @property
+    def context(self) -> int:
+        return 4 * self.pairs - 1
+
+def _too_small(model: Any, task: Task) -> str:
+    if model.vocab < task.vocab:
+        return (f"data.policy={task.name} has {task.vocab} tokens, but model.vocab={model.vocab}; "
+                f"set model.vocab={task.vocab} or more, or fewer data.policy.symbols")
+    if model.context < task.context:
+        return (f"data.policy={task.name} asks its first question and answers it in {task.context} "
+                f"tokens, but model.context={model.context}; set model.context={task.context} or "
+                f"more")
+    return ""
+
+
+POLICIES["copy"] = Policy(
+    why="a random string, again and again; the loss is that of its copies", settings=Copy(),
+    implementation="lessons.tasks:CopyTask", evaluation="copy", problem=_too_small,
+    source="Graves et al. 2014, https://arxiv.org/abs/1410.5401")
+POLICIES["recall"] = Policy(
+    why="pairs of a key and a value, then keys; the loss is that of their values",
+    settings=Recall(), implementation="lessons.tasks:RecallTask", evaluation="recall",
+    problem=_too_small, source="Arora et al. 2023, https://arxiv.org/abs/2312.04927")
 
 
 class Drawn(DataPolicy):

@@ -18,8 +18,17 @@ from lpkit.predict.roofline import Efficiency
 from lpkit.techniques import machines
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.caches import CACHES, refuse_keys_to_come, slots
+from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.machines import Machine
+
+SCALE_BYTES = 2         # of a bfloat16, which has float32's range
+
+
+def vector_bytes(row: CacheFormat, E: int, itemsize: int) -> int:
+    """Returns the bytes of a head's key or value, which has E numbers of `itemsize` bytes."""
+    if row.bits is None:
+        return E * itemsize
+    return -(-E * row.bits // 8) + row.groups(E) * SCALE_BYTES * (1 + row.offset)
 
 
 def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "same", *,
@@ -34,7 +43,7 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
     refuse_keys_to_come(model)
     prompt = virtual(model, "prompt")
     held = slots(settings.rule(model.T), min(tokens, model.T), first=prompt).count
-    return batch * model.L * 2 * model.G * held * row.vector_bytes(model.E, itemsize)
+    return batch * model.L * 2 * model.G * held * vector_bytes(row, model.E, itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,28 @@
+"""What the formula of activations says of a model alone: all kept, or what a recomputation leaves."""
+
+from dataclasses import dataclass
+
+from lpkit.config import ModelConfig
+from lpkit.predict.activations import Kept, saved
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.row import chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward(Kept):
+    weight_copy_bytes: float        # the weights once more in the compute dtype, by autocast
+
+
+def kept(model: ModelConfig, *, batch: int, recompute: str = "none", **sizes: object) -> Forward:
+    """Returns what is kept for `batch` sequences of model.context tokens; `sizes` are the other
+    fields of a MicroBatch. `recompute`, the name of a row, decides what blocks keep."""
+    settings, row = chosen(RECOMPUTE, recompute, "memory.recompute"), RECOMPUTE[recompute]
+    s = MicroBatch(model=model, batch=batch, **sizes, attends_again=row.attention_alone)
+    ops, whole = operations(s), model.L
+    if row.repeats_blocks:
+        whole -= len(range(0, model.L, row.every(settings)))
+    copied = ops.head.weights + ops.linear_weights * whole if s.mixed else 0
+    return Forward(**vars(saved(s, ops, settings, plain=ops)),
+                   weight_copy_bytes=copied * s.compute_bytes)
