@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.linear import advance
+from lpkit.precision.compute import advance
 from lpkit.precision.weight_cache import choose, weights_cached
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.training.background import start, train

@@ -21,7 +21,8 @@ from lpkit.measure.matrix import Definition
 from lpkit.measure.updates import REST, _rows_of
 from lpkit.memory.recompute import ATTENTION, PRODUCTS
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.linear import ScaledLinear, advance
+from lpkit.precision.compute import advance
+from lpkit.precision.linear import ScaledLinear
 from lpkit.presets import PRESETS
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.kernels import KERNELS

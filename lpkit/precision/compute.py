@@ -1,18 +1,21 @@
-"""A model under a recipe: its Linears in low precision, and the dtype of whatever is not cast."""
+"""A model under a recipe: its Linears in low precision, what these count between micro-batches, and
+the dtype of whatever is not cast."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.precision.backends import Backend
-from lpkit.precision.linear import refuse
-from lpkit.techniques.recipes import Recipe, kept, untiled
+from lpkit.precision.backends import Backend, tiles
+from lpkit.techniques.recipes import Recipe, kept
+
+CAST, CACHED = "cast", "cached"       # weights: in each micro-batch, or once an update
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
@@ -56,7 +59,17 @@ class LowPrecision(Transform):
         sizes = {"K": linear.in_features, "N": linear.out_features}
         if self.tokens:
             sizes["M"] = self.tokens
-        problem = untiled(self.recipe, sizes, self.backend.alignment)
-        if problem and not self.recipe.pad:
-            refuse(name, problem, sizes, self.backend.alignment)
+        tiles(name, self.recipe, sizes, self.backend.alignment)
         return self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
+
+
+def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Called after the backward of every micro-batch, for each part that has `advance()`, as
+    `linear.ScaledLinear` has. `agree` makes of numbers the largest that any rank has, in place:
+    histories are the same on all of them."""
+    layers = [module for module in model.modules() if hasattr(module, "advance")]
+    if agree is not None and (amaxes := [
+            t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]):
+        torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
+    for layer in layers:
+        layer.advance()

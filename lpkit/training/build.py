@@ -24,7 +24,6 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice, Loss, ObjectiveContext, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
@@ -32,7 +31,7 @@ from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
-from lpkit.precision import backends, weight_cache
+from lpkit.precision import backends
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.techniques import layouts
 from lpkit.techniques.blocks import MODEL_CHANGES
@@ -157,6 +156,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
               "backend": backend}
     if (device.type == "cpu" and recipe.compute == "bfloat16" and compiled.used == OFF
             and backends.BACKENDS[backend.used].wide is not None):
+        from lpkit.kernels import wide_product
+
         chosen["products"] = wide_product.choose_for(
             (tokens, m.D, max(m.F, m.V)), config.system.products, before=begun.get("products"))
     elif config.system.products != "auto":
@@ -165,6 +166,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
                           f"{device.type.upper()}, compile {compiled.used}; use system.products="
                           f"auto")
     if config.precision.cache_weight_casts:
+        from lpkit.precision import weight_cache
+
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
             name, recipe, backends.BACKENDS[backend.used], device,

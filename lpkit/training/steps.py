@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lpkit.contracts import Batch, Loss
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
-from lpkit.precision.linear import advance
+from lpkit.precision.compute import advance
 from lpkit.techniques.data import SIZES
 
 

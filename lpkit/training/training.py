@@ -34,8 +34,7 @@ from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.ranks import Ranks, Share
 from lpkit.parallel.sharding import Sharding, local, sharding
-from lpkit.precision.compute import compute_dtype
-from lpkit.precision.weight_cache import CACHED, weights_cached
+from lpkit.precision.compute import CACHED, compute_dtype
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.data import POLICIES, SIZES
@@ -170,6 +169,8 @@ class Training:
                                    | seams.governing(governors))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
+            from lpkit.precision.weight_cache import weights_cached
+
             cached_casts = weights_cached
         loss = build.build_loss(config, replace(decisions, choices=choices))
         return cls(
