@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.kernels.scales import Scaled
 from lpkit.precision.backends import Backend
 from lpkit.precision.compute import CACHED, CAST
 from lpkit.precision.linear import scaled_linears
-from lpkit.kernels.scales import Scaled
 from lpkit.techniques.recipes import Recipe
 
 

@@ -72,6 +72,9 @@ KERNELS: dict[str, Row] = {
         source="https://arxiv.org/abs/2302.06675", implementation="lpkit.optim.one_pass:LION"),
 }
 
+OF_KERNEL = "kernel:"       # before its name, among a run's choices
+LOSS = "cross-entropy"      # the kernel of a loss in pieces
+
 
 def asked_of(asked: str, kernel: str) -> str:
     """The version of `kernel` that `system.kernels` asks for: its own, else that of all."""

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from lpkit.techniques import layouts
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.data import SIZES
+from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
@@ -45,8 +46,10 @@ from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
 from lpkit.training.start import Start
+
+if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
+    from lpkit.training.kernels import Kernels
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
@@ -182,9 +185,11 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
 
 
-def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
+def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
     """The transform that chooses the model's kernels and the loss's; its `choices` belong to those
     of the run."""
+    from lpkit.training.kernels import Kernels
+
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
                    before=decisions.kernels, ranks=ranks,
                    in_block=decisions.choices["compile"].used != OFF,
@@ -193,7 +198,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
-def build_model(config: Config, decisions: Decisions, kernels: Kernels,
+def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                 sharding: Sharding, start: Start | None = None) -> nn.Module:
     """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
     that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
@@ -206,7 +211,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)
-    transforms = [*rows["param_dtype"].load()(), precision, *named, kernels,
+    transforms = [*rows["param_dtype"].load()(), precision, *named, *filter(None, [kernels]),
                   *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))

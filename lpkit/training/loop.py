@@ -365,7 +365,7 @@ def _finite(record: StepRecord) -> bool:
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not _finite(record):
         happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
-        from lpkit.precision.linear import nonfinite_report     # of runs that cast, and of them alone
+        from lpkit.precision.linear import nonfinite_report  # of runs that cast, and of them alone
 
         if casts := nonfinite_report(training.model):
             happened += f"; {casts}"
