@@ -67,9 +67,10 @@ def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -
     """Called after the backward of every micro-batch, for each part that has `advance()`, as
     `linear.ScaledLinear` has. `agree` makes of numbers the largest that any rank has, in place:
     histories are the same on all of them."""
-    layers = [module for module in model.modules() if hasattr(module, "advance")]
     if agree is not None and (amaxes := [
-            t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]):
+            t for module in model.modules() if hasattr(module, "advance") and module.recipe.delayed
+            for t in module.of_roles("amax")]):
         torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
-    for layer in layers:
-        layer.advance()
+    for module in model.modules():
+        if hasattr(module, "advance"):
+            module.advance()
