@@ -294,7 +294,7 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
-                          f"most 8 bits, or lpkit.precision.formats.round_to")
+                          f"most 8 bits")
     if FORMATS.get(fmt.name) is not fmt:    # operators take the name of a format, and no object
         raise ConfigError(f"{fmt.name} is not what lpkit.techniques.formats.FORMATS has under that "
                           f"name; add it there")
