@@ -1,14 +1,12 @@
-"""A model under a recipe: its Linears in low precision, what these count between micro-batches, and
-the dtype of whatever is not cast."""
+"""A model under a recipe: its Linears in low precision, and the dtype of whatever is not cast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
@@ -61,16 +59,3 @@ class LowPrecision(Transform):
             sizes["M"] = self.tokens
         tiles(name, self.recipe, sizes, self.backend.alignment)
         return self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)
-
-
-def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Called after the backward of every micro-batch, for each part that has `advance()`, as
-    `linear.ScaledLinear` has. `agree` makes of numbers the largest that any rank has, in place:
-    histories are the same on all of them."""
-    if agree is not None and (amaxes := [
-            t for module in model.modules() if hasattr(module, "advance") and module.recipe.delayed
-            for t in module.of_roles("amax")]):
-        torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
-    for module in model.modules():
-        if hasattr(module, "advance"):
-            module.advance()
