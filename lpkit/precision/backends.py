@@ -146,6 +146,6 @@ def tiles(name: str, recipe: Recipe, sizes: dict[str, int], alignment: int = 0) 
         fits = [row for row, other in RECIPES.items()
                 if other.products and not untiled(other, sizes, alignment)]
         others = f", or use {' or '.join(fits)}" if fits else ""
-        raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, or keep it in 16 bits "
-                          f"with precision.recipe.high_precision_layers={name}{others}")
+        raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, or keep it in 16 "
+                          f"bits with precision.recipe.high_precision_layers={name}{others}")
     return not problem

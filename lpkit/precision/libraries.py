@@ -1,5 +1,5 @@
-"""Linears of libraries for recipes as they are: NVIDIA's te.Linear under one te.autocast, and torchao's
-Float8Linear and INT8 Linear, where they are installed.
+"""Linears of libraries for recipes as they are: NVIDIA's te.Linear under one te.autocast, and
+torchao's Float8Linear and INT8 Linear, where they are installed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Products of operands in 8 and 4 bits by the device: torch._scaled_mm and F.scaled_mm on tensor cores
-of Ada, Hopper and Blackwell, torch._int_mm for int8.
+"""Products of operands in 8 and 4 bits by the device: torch._scaled_mm and F.scaled_mm on tensor
+cores of Ada, Hopper and Blackwell, torch._int_mm for int8.
 """
 
 from __future__ import annotations

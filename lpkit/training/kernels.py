@@ -1,7 +1,7 @@
 """`system.kernels` chooses the version of each kernel that a model runs.
 
 A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
-for it (`lpkit.precision.backends.ScaledMM`). On a GPU each is verified and raced on the tensors
+for it (`lpkit.precision.scaled_mm.ScaledMM`). On a GPU each is verified and raced on the tensors
 that its first layer is given (`lpkit.kernels.choose`), as a compiled block runs it where blocks are
 compiled, and what won stands in every layer. On a CPU PyTorch's own stay, unless others are asked
 for.
