@@ -143,8 +143,8 @@ def _rows(t: Tensor, *, least: int = 0, multiple: int = 1) -> Tensor:
 
 
 def _inferred(a: Scaled, b: Scaled) -> tuple[Tensor, Tensor] | None:
-    """Scales whose meaning `torch._scaled_mm` infers from their shapes: (1, 1) for tensors, since of
-    a view without axes Inductor takes the whole, (M, 1) and (1, N) for rows. None for blocks of
+    """Scales whose meaning `torch._scaled_mm` infers from their shapes: (1, 1) for tensors, since
+    of a view without axes Inductor takes the whole, (M, 1) and (1, N) for rows. None for blocks of
     128, which it may take for something else: where the sum is one block long, a scale of 1x128
     looks like a row's, and one of 128x128 like a tensor's."""
     if a.scale.numel() == b.scale.numel() == 1:

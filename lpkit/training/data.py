@@ -1,5 +1,5 @@
-"""The text of a run becomes batches: tokens, by a policy, some sequences for each rank, on its device
-before they are asked for."""
+"""The text of a run becomes batches: tokens, by a policy, some sequences for each rank, on its
+device before they are asked for."""
 
 from __future__ import annotations
 
