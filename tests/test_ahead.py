@@ -12,8 +12,9 @@ import torch
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, StatePlacement
 from lpkit.training import ahead, checkpoint
-from lpkit.training.ahead import AHEAD, HostMoment, Prefetched
+from lpkit.training.ahead import AHEAD, HostMoment
 from lpkit.training.control import Control
+from lpkit.training.data import Prefetched
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training
@@ -210,7 +211,7 @@ def test_the_next_batch_is_made_before_it_is_asked_for():
 
 def test_a_run_with_prefetched_batches_is_the_same_run(tiny, tmp_path, monkeypatch):
     whole = fit(Training.build(tiny), tmp_path / "whole")
-    monkeypatch.setattr("lpkit.training.training.prefetched", lambda policy, device: Prefetched(policy, device, StatePlacement()))
+    monkeypatch.setattr("lpkit.training.data.prefetched", lambda policy, device: Prefetched(policy, device, StatePlacement()))
     control = Control()
     training = Training.build(tiny)
     training.watchers.append(lambda step: (control.stop() if step == 4 else None, nullcontext())[1])

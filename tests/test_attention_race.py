@@ -152,7 +152,7 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
 def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, context):
     """As many sequences and heads as a call of 4 GFLOP has; `plain` where its scores are no more than q."""
     given, seen = asked(dtype=dtype, context=context, head_dim=16), {}
-    monkeypatch.setattr(attention, "raced", lambda *a, **told: seen.update(told) or choose(*a, **told))
+    monkeypatch.setattr("lpkit.kernels.choose.choose", lambda *a, **told: seen.update(told) or choose(*a, **told))
     attention.race(given, 3, CPU)
     may = attention.ON_A_CPU if dtype == "float32" else attention.IN_16_BITS
     assert set(seen["offered"]) == {*may, *(["plain"] if context == 16 else [])}

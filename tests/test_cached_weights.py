@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.linear import advance
 from lpkit.precision.weight_cache import choose, weights_cached
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.training.background import start, train
 from lpkit.training.checkpoint import load_latest
+from lpkit.training.steps import advance
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

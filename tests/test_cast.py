@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.number_formats import encode, round_to
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast, compile_c
 from lpkit.kernels.cast import Noise
-from lpkit.precision.formats import encode, round_to
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lessons.number_formats import decode
 from lpkit.errors import ConfigError
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise
@@ -20,7 +21,6 @@ from lpkit.kernels.cast_operand import why_not
 from lpkit.kernels.jit import INTERPRETED, jit, tl
 from lpkit.kernels.rounding import divisor, quotient
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import decode
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.kernels import KERNELS

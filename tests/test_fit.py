@@ -206,7 +206,7 @@ def test_what_is_left_is_the_least_of_machine_container_and_process(tmp_path, mo
 # ---- when it happens anyway
 
 ENDS = {
-    "forward": ("lpkit.nn.layers.GeluMLP.forward", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore")),
+    "forward": ("lpkit.nn.mlps.GeluMLP.forward", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore")),
     "optimizer": ("torch.optim.AdamW.step", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")),
     "evaluation": ("lpkit.training.training.Training.evaluate", MemoryError()),
 }

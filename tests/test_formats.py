@@ -24,8 +24,8 @@ from lessons.l03_number_formats import (
     ranges_figure,
     value_figure,
 )
+from lessons.number_formats import ROUNDINGS, decode, encode, round_to, values
 from lpkit.errors import ConfigError
-from lpkit.precision.formats import ROUNDINGS, decode, encode, round_to, values
 from lpkit.techniques.formats import FORMATS, format_of
 
 ML_DTYPES = {"bf16": ml_dtypes.bfloat16, "fp16": np.float16, "e5m2": ml_dtypes.float8_e5m2,

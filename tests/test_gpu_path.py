@@ -21,12 +21,13 @@ from lpkit.measure.matrix import Definition
 from lpkit.measure.updates import REST, _rows_of
 from lpkit.memory.recompute import ATTENTION, PRODUCTS
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.linear import ScaledLinear, advance
+from lpkit.precision.linear import ScaledLinear
 from lpkit.presets import PRESETS
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve
+from lpkit.training.steps import advance
 from tests.compiled_bytes import forward_per_element, of_recipe
 from tests.strict_cuda import RefusedError, strict
 

@@ -28,13 +28,13 @@ from lpkit.memory.saved import CpuCopy, Quantized, SavedTensorOffloader, SavedTe
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper
-from lpkit.precision.linear import advance
 from lpkit.predict import memory as predict_memory
 from lpkit.techniques.optimizers import AdamWSettings
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import checkpoint
 from lpkit.training.background import start, train
 from lpkit.training.build import decide
+from lpkit.training.steps import advance
 from lpkit.training.training import RandomTokens, Training
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from lessons import l04_scaling_recipes as outliers
 from lessons import l05_mixed_precision as mixed_precision
 from lessons.l04_scaling_recipes import outlier_figure, outlier_map
 from lessons.l05_mixed_precision import lost_figure, scaling_view
-from lpkit.precision.formats import round_to
+from lessons.number_formats import round_to
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
 

@@ -31,7 +31,7 @@ from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.attention import backend
 from lpkit.nn.kv_cache import new_cache
-from lpkit.nn.layers import GeluMLP
+from lpkit.nn.mlps import GeluMLP
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.processes import WarmParent
 from lpkit.predict import memory, predict

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lessons.number_formats import round_to, values
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise
 from lpkit.kernels.scales import MAKE_SCALES, swizzled
 from lpkit.precision.backends import BACKENDS
-from lpkit.precision.formats import round_to, values
-from lpkit.precision.linear import advance, nonfinite_report
+from lpkit.precision.linear import nonfinite_report
 from lpkit.precision.scaled import Scaled, product, quantise, reference, spread
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, RECIPES, Cast, resolve
+from lpkit.training.steps import advance
 from tests.strict_cuda import strict
 
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]

@@ -15,8 +15,9 @@ from torch import nn
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.precision.backends import BACKENDS, TransformerEngineLinear
+from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import LowPrecision
+from lpkit.precision.libraries import TransformerEngineLinear
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.build import made
 from lpkit.training.training import _saved

@@ -29,10 +29,10 @@ from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place
-from lpkit.parallel.ranks import Share
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
+from lpkit.training.data import Share
 from lpkit.training.rank import train
 from lpkit.training.training import RandomTokens, Training
 from tests import toys

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +46,9 @@ class _Pieces:
         self.repeats, self.rule, self.documents, self.device = H // G, rule, documents, q.device
         self.sequence, self.near = -1, query_blocks(rule, self.T)
         b, g = at_once(rule, self.T, B, G, self.repeats)
-        self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)))
+        # of sequences, of groups and of their heads of queries
+        self.slices = [(slice(i, min(i + b, B)), slice(j, min(j + g, G)),
+                        slice(j * self.repeats, min(j + g, G) * self.repeats))
                        for i in range(0, B, b) for j in range(0, G, g)]
         self.work = q.dtype
         if wide or (q.device.type == "cpu" and (q.dtype == torch.float16 or (
@@ -53,10 +56,6 @@ class _Pieces:
             self.work = torch.promote_types(q.dtype, torch.float32)
         self.scale, self.cap = 1 / math.sqrt(self.E), rule.soft_cap or 0.0
         self.masks: dict[int, Tensor | None] = {}
-
-    def heads(self, groups: slice) -> slice:
-        """The heads of queries of these groups."""
-        return slice(groups.start * self.repeats, groups.stop * self.repeats)
 
     def own(self, t: Tensor, groups: int) -> Tensor:
         """A copy (b, heads, rows, E) as (b * groups, rows of all heads of a group, E)."""
@@ -84,8 +83,8 @@ class _Pieces:
                        lambda a, b: ids is not None and not _one(ids, (first, last), (a, b)))
         if not parts:
             return None
-        i, j = (torch.cat([torch.arange(a, b, dtype=torch.int32, device=self.device)
-                           for a, b in each]) for each in ([(first, last)], parts))
+        places = partial(torch.arange, dtype=torch.int32, device=self.device)
+        i, j = places(first, last), torch.cat([places(a, b) for a, b in parts])
         mask = self.rule.sees(i[:, None], j[None])
         if ids is not None:
             mask &= ids[first:last, None] == _of(ids[None], parts)
@@ -119,8 +118,10 @@ def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:
 
 def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     """The keys of all spans, side by side in dimension 1."""
-    parts = [t[:, a:b] for a, b in spans] or [t[:, :0]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    if len(spans) == 1:
+        [(a, b)] = spans
+        return t[:, a:b]
+    return torch.cat([t[:, a:b] for a, b in spans] or [t[:, :0]], dim=1)
 
 
 def _flops(count: int):
@@ -154,8 +155,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
                        device=q.device)
-    for b, g in p.slices:
-        groups, h = g.stop - g.start, p.heads(g)
+    for b, g, h in p.slices:
+        groups = g.stop - g.start
         keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
         for rows, spans, seen in p.blocks(b.start):
             queries = q[b, h, rows]
@@ -180,8 +181,8 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
     p = _Pieces(q, k, documents, _rule(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
-    for b, g in p.slices:
-        groups, h = g.stop - g.start, p.heads(g)
+    for b, g, h in p.slices:
+        groups = g.stop - g.start
         keys, values = p.own(k[b, g], groups), p.own(v[b, g], groups)
         d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
         for rows, spans, seen in p.blocks(b.start):

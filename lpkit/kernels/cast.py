@@ -111,7 +111,9 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
     on_cpu = x.device.type == "cpu"
     matrix, *tiles, turned = _tiles(x, block)
     values, nonfinite = (_amax if on_cpu else reference_amax)(matrix, *tiles)
-    return Amax(_as(turned, values) if block else values.reshape(()), nonfinite)
+    if block is None:
+        return Amax(values.reshape(()), nonfinite)
+    return Amax(values.T if turned else values, nonfinite)
 
 
 def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
@@ -131,7 +133,9 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
         back = _scales(rescale, x, tiles, turned)
     how = (scales, back, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
-    values = _as(turned, (_qdq if on_cpu else reference)(matrix, *how, dtype))
+    values = (_qdq if on_cpu else reference)(matrix, *how, dtype)
+    if turned:
+        return values.T
     return values if x.ndim == 2 else values.view(x.shape)
 
 
@@ -155,10 +159,11 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     how = (*tiles, divisor, added, exponent, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
     values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
-    values = _as(turned, values) if x.ndim == 2 else values.view(x.shape)
+    if turned:
+        return Blocks(values.T, scales.T, nonfinite)
     if x.ndim != 2 and block[0] == 1:
-        return Blocks(values, scales.view(*x.shape[:-1], -1), nonfinite)
-    return Blocks(values, _as(turned, scales), nonfinite)
+        scales = scales.view(*x.shape[:-1], -1)
+    return Blocks(values.view(x.shape), scales, nonfinite)
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -167,7 +172,8 @@ def hadamard(x: Tensor) -> Tensor:
     _check_input(x)
     matrix, *_, turned = _tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"
-    return _as(turned, (_hadamard if on_cpu else reference_hadamard)(matrix, turned)).view(x.shape)
+    mixed = (_hadamard if on_cpu else reference_hadamard)(matrix, turned)
+    return mixed.T if turned else mixed.view(x.shape)
 
 
 # ---- the definition, in PyTorch, on any device ---------------------------------------------------
@@ -219,7 +225,8 @@ def reference_hadamard(x: Tensor, turned: bool) -> Tensor:
     for half in (1, 2, 4, 8):
         a, b = v.unflatten(-1, (-1, 2, half)).unbind(-2)
         v = torch.stack((a + b, a - b), -2).flatten(-3)
-    return _as(turned, (v * 0.25).flatten(-2)).contiguous()
+    mixed = (v * 0.25).flatten(-2)
+    return (mixed.T if turned else mixed).contiguous()
 
 
 def _blocks(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -287,7 +294,7 @@ def _check(x: Tensor, fmt: Format, dtype: torch.dtype | None) -> torch.dtype:
     _check_input(x)
     if not fmt.signed or fmt.bits > 8:
         raise ConfigError(f"{fmt.name} is no format to cast to here; use one with a sign and at "
-                          f"most 8 bits, or lpkit.precision.formats.round_to")
+                          f"most 8 bits")
     if FORMATS.get(fmt.name) is not fmt:    # operators take the name of a format, and no object
         raise ConfigError(f"{fmt.name} is not what lpkit.techniques.formats.FORMATS has under that "
                           f"name; add it there")
@@ -333,17 +340,14 @@ def _tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, 
         x = x.view(-1, x.shape[-1] if x.ndim else 1)
     if block is None:
         return x, 1, 1, turned
-    sides = list(zip(block, _as(turned, x).shape, ("the rows", "the last axis")))
-    for size, whole, axis in sides:
+    counts = []
+    for size, whole, axis in zip(block, (x.T if turned else x).shape,
+                                 ("the rows", "the last axis")):
         if size and whole % size:
             raise ConfigError(f"blocks of {size} do not tile {axis} of {whole}; "
                               f"pad to {-(-whole // size) * size}")
-    rows, columns = (whole // size if size else 1 for size, whole, _ in sides)
-    return (x, columns, rows, True) if turned else (x, rows, columns, False)
-
-
-def _as(turned: bool, x: Tensor) -> Tensor:
-    return x.T if turned else x
+        counts.append(whole // size if size else 1)
+    return x, *(counts[::-1] if turned else counts), turned
 
 
 def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool) -> Tensor:
@@ -354,7 +358,9 @@ def _scales(scale: Tensor | float, x: Tensor, tiles: Sequence[int], turned: bool
     if scale.numel() != math.prod(tiles):
         raise ConfigError(f"{tiles[0]} x {tiles[1]} blocks need as many scales, "
                           f"got {tuple(scale.shape)}")
-    return _as(turned, scale.reshape(tiles[::-1] if turned else tiles)).contiguous()
+    if turned:
+        return scale.reshape(tiles[::-1]).T.contiguous()
+    return scale.reshape(tiles).contiguous()
 
 
 # ---- the operators: C, or the definition where C did not compile ---------------------------------
@@ -371,10 +377,7 @@ class _Noise(ctypes.Structure):
                 ("turned", ctypes.c_int32)]
 
 
-def _noise(words: Tensor | None, turned: bool) -> _Noise | None:
-    return words if words is None else _Noise(*words.tolist(), turned)
-
-
+@functools.cache
 def _grid(name: str) -> _Grid:
     f = format_of(name)
     return _Grid(f.mantissa_bits, f.min_exponent, f.bias, f.bits, f.nan or 0, f.has_negative_zero,
@@ -448,11 +451,12 @@ def _qdq(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: Tensor
     shape = (R, C, R // rows, C // columns)
     if scales.numel() == 1 and not (noise is not None and turned):
         shape = (1, size, 1, size)      # it does not matter, and threads like equal pieces
-    scales_at, back_at = (t if t is None else _address(t, rows * columns, (torch.float32,))[0]
-                          for t in (scales, back))
+    scales_at, _ = _address(scales, rows * columns, (torch.float32,))
+    back_at = None if back is None else _address(back, rows * columns, (torch.float32,))[0]
+    drawn_by = None if noise is None else _Noise(*noise.tolist(), turned)
     out = torch.empty(x.shape, dtype=dtype)
     library.lp_qdq(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), *shape, scales_at,
-                   back_at, _grid(fmt), _noise(noise, turned), torch.get_num_threads())
+                   back_at, _grid(fmt), drawn_by, torch.get_num_threads())
     return out
 
 
@@ -475,9 +479,10 @@ def _mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent
         raise TypeError(f"a block of {C // columns} is larger than {MAX_BLOCK}, a tile of the C "
                         f"kernel")
     out, scales, nonfinite = _mx_results(x, rows, columns, dtype)
+    drawn_by = None if noise is None else _Noise(*noise.tolist(), turned)
     library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), R, C, R // rows,
                   C // columns, scales.data_ptr(), divisor, added, exponent, _grid(fmt),
-                  _noise(noise, turned), nonfinite.data_ptr(), torch.get_num_threads())
+                  drawn_by, nonfinite.data_ptr(), torch.get_num_threads())
     return out, scales, nonfinite
 
 

@@ -110,7 +110,7 @@ def _kernel_for(logits: Tensor) -> Callable[..., Tensor]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     if logits.is_cuda and triton is not None and logits.is_contiguous() and logits.dtype in dtypes:
         return _by_triton
-    if logits.device.type == "cpu" and rows.served(logits, dtypes[:2]):
+    if logits.device.type == "cpu" and rows.served(logits, dtypes=dtypes[:2]):
         return _by_c
     return _by_definition
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
@@ -48,9 +49,12 @@ def library() -> ctypes.CDLL | None:
     return opened
 
 
-def served(x: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
-    """True if C reads x as it is; else the definition takes it."""
-    return x.dtype in dtypes and x.is_contiguous() and x.data_ptr() != 0 and library() is not None
+def served(*given: Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:
+    """True if C reads these as they are; else the definition takes them."""
+    for x in given:
+        if x.dtype not in dtypes or not x.is_contiguous() or x.data_ptr() == 0:
+            return False
+    return library() is not None
 
 
 # ---- GELU
@@ -74,7 +78,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 @operator("gelu_backward(Tensor dy, Tensor x) -> Tensor", fake=lambda dy, x: torch.empty_like(x))
 def _gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    if not (served(x) and served(dy) and dy.shape == x.shape):
+    if not (served(x, dy) and dy.shape == x.shape):
         return reference_gelu_backward(dy, x)
     dx = torch.empty_like(x)
     library().lp_gelu_backward(dy.data_ptr(), x.data_ptr(), dx.data_ptr(), x.numel(),
@@ -144,17 +148,6 @@ def reference_attention_backward_(scores: Tensor, d: Tensor, sums: Tensor, seen:
     return dots
 
 
-def _place(t: Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()
-
-
-def _attention_fits(seen: Tensor | None, *scores: Tensor) -> str:
-    """The kernel that serves them; "": the definition does."""
-    served_all = all(served(t, tuple(_ATTENTION)) for t in scores)
-    return _ATTENTION[scores[0].dtype] if served_all and (
-        seen is None or seen.is_contiguous()) else ""
-
-
 _ATTENTION = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -162,13 +155,13 @@ _ATTENTION = {torch.bfloat16: "bf16", torch.float32: "fp32"}
           "-> Tensor", fake=lambda scores, *_: _sums_like(scores))
 def _attention(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
                sinks: Tensor | None) -> Tensor:
-    kind = _attention_fits(seen, scores)
-    if not kind:
+    if not served(scores, dtypes=_ATTENTION) or not (seen is None or seen.is_contiguous()):
         return reference_attention_(scores, seen, scale, cap, sinks)
     sums, columns = _sums_like(scores), scores.shape[-1]
     free = columns - (0 if seen is None else seen.shape[-1])
-    getattr(library(), f"lp_attention_{kind}")(
-        scores.data_ptr(), _place(seen), _place(sinks), sums.data_ptr(), *scores.shape, free,
+    getattr(library(), f"lp_attention_{_ATTENTION[scores.dtype]}")(
+        scores.data_ptr(), None if seen is None else seen.data_ptr(),
+        None if sinks is None else sinks.data_ptr(), sums.data_ptr(), *scores.shape, free,
         scale, cap, torch.get_num_threads())
     return sums
 
@@ -177,13 +170,13 @@ def _attention(scores: Tensor, seen: Tensor | None, scale: float, cap: float,
           "float scale, float cap) -> Tensor", fake=lambda scores, *_: _sums_like(scores))
 def _attention_backward(scores: Tensor, d: Tensor, sums: Tensor, seen: Tensor | None,
                         scale: float, cap: float) -> Tensor:
-    kind = _attention_fits(seen, scores, d)
-    if not kind:
+    if not served(scores, d, dtypes=_ATTENTION) or not (seen is None or seen.is_contiguous()):
         return reference_attention_backward_(scores, d, sums, seen, scale, cap)
     dots, columns = _sums_like(scores), scores.shape[-1]
     free = columns - (0 if seen is None else seen.shape[-1])
-    getattr(library(), f"lp_attention_backward_{kind}")(
-        scores.data_ptr(), d.data_ptr(), _place(seen), sums.data_ptr(), dots.data_ptr(),
+    getattr(library(), f"lp_attention_backward_{_ATTENTION[scores.dtype]}")(
+        scores.data_ptr(), d.data_ptr(), None if seen is None else seen.data_ptr(),
+        sums.data_ptr(), dots.data_ptr(),
         *scores.shape, free, scale, cap, torch.get_num_threads())
     return dots
 

@@ -25,11 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lpkit.kernels import jit
 from lpkit.measure.probes import Check, Probe, UnavailableError, compare, probe, reason
-from lpkit.precision.backends import BACKENDS, Emulated, Library
+from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast
-from lpkit.precision.linear import ScaledLinear, advance, scaled_linears
-from lpkit.precision.scaled import Scaled, quantise, reference
+from lpkit.precision.libraries import Library
+from lpkit.precision.linear import ScaledLinear, scaled_linears
+from lpkit.precision.scaled import Emulated, Scaled, quantise, reference
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
+from lpkit.training.steps import advance
 
 KIND = "recipe"
 FEATURES = ("compile", "recompute", "accumulate")   # without which a pair still works

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.kernels.scales import cast, packed
+from lpkit.kernels.scales import cast, packed, stored_dtype
 from lpkit.optim.moments import from_blocks, to_blocks
-from lpkit.precision.formats import values
 from lpkit.techniques.adapters import QuantisedBaseSettings
-from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.formats import FORMATS, Format
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -85,6 +84,14 @@ class QuantisedLinear(nn.Module):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return Product.apply(x.to(dtype), self.bias, self)
+
+
+def values(fmt: Format) -> Tensor:
+    """Returns the value of each code, float32."""
+    codes, half = torch.arange(2**fmt.bits), 2**(fmt.bits - 1)
+    if fmt.exponent_bits:
+        return codes.to(torch.uint8).view(stored_dtype(fmt)).float()
+    return ((codes ^ half) - half).float()      # two's complement
 
 
 @torch.no_grad()

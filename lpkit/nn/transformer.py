@@ -51,10 +51,10 @@ class Attention(nn.Module):
             return self.step(x, rotation, cache, layer)
         groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
-        q, k, v = (t.reshape(B, T, -1, self.E) for t in (q, k, v))
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
         if self.q_norm is not None:     # under autocast their results may be wider than v
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
             q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
         own = self.kind(x)

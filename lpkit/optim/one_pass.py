@@ -24,7 +24,7 @@ from lpkit.kernels.jit import jit, tl, triton
 from lpkit.kernels.kernel import Kernel
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
-from lpkit.techniques.kernels import asked_of
+from lpkit.techniques.kernels import OF_KERNEL, asked_of
 from lpkit.techniques.optimizers import AdamWSettings, LionSettings, OptimizerSettings
 
 BLOCK, WARPS = 1024, 4
@@ -163,7 +163,7 @@ def chosen(name: str, asked: str, parameters: Sequence[Tensor],
     if asked == "auto" and not p.is_cuda:
         return None, {}
     choice = Choice(**by_first(partial(_chosen, RULES[name], name, asked, p.detach())))
-    return RULES[name] if choice.used == "triton" else None, {f"kernel:{name}": choice}
+    return RULES[name] if choice.used == "triton" else None, {OF_KERNEL + name: choice}
 
 
 def _chosen(rule: OnePass, name: str, asked: str, p: Tensor) -> dict[str, str]:

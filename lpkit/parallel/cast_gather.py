@@ -76,7 +76,8 @@ class CastGather:
         if self.padding:        # which else would copy them
             rows = F.pad(rows, (0, 0, 0, self.padding))
         amax = self.layer.gathered.amax if self.one_scale else kernel.amax(rows, self.cast.block).values
-        scale, *_ = decide(amax, self.layer.past_amax("w"), self.cast.scale, self.to)
+        past = self.layer.past_amax("w") if self.layer.recipe.delayed else None
+        scale, *_ = decide(amax, past, self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
                             rescale=False)
         if not self.one_scale:

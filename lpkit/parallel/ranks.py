@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lpkit import records
-from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, packed, unpacked
 from lpkit.techniques.layouts import TRAINED, Layout
 
@@ -143,23 +142,6 @@ def _said(what: Any, by: int = 0) -> Any:
 
 def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
-
-
-class Share(DataPolicy):
-    """One rank's sequences of each batch of `policy`, which has so many."""
-
-    def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
-                 sizes: Callable[[int], tuple[int, int]] | None = None):
-        self.policy, self.ranks = policy, ranks
-        self.sizes = sizes or (lambda step: (sequences, 0))
-
-    def batch(self, step: int) -> Batch:
-        batch, (sequences, _) = self.policy.batch(step), self.sizes(step)
-        if len(batch.tokens) != sequences:
-            raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
-                              f"sequences, and all are to have {sequences}; let it begin "
-                              f"again where its text ends")
-        return batch.chunk(self.ranks.world)[self.ranks.rank]
 
 
 def mesh_of(layout: Layout, device: str) -> DeviceMesh:

@@ -10,9 +10,10 @@ from torch import nn
 
 from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.precision.backends import Backend
-from lpkit.precision.linear import refuse
-from lpkit.techniques.recipes import Recipe, kept, untiled
+from lpkit.precision.backends import Backend, tiles
+from lpkit.techniques.recipes import Recipe, kept
+
+CAST, CACHED = "cast", "cached"       # weights: in each micro-batch, or once an update
 
 
 def compute_dtype(recipe: Recipe) -> torch.dtype | None:
@@ -56,7 +57,5 @@ class LowPrecision(Transform):
         sizes = {"K": linear.in_features, "N": linear.out_features}
         if self.tokens:
             sizes["M"] = self.tokens
-        problem = untiled(self.recipe, sizes, self.backend.alignment)
-        if problem and not self.recipe.pad:
-            refuse(name, problem, sizes, self.backend.alignment)
+        tiles(name, self.recipe, sizes, self.backend.alignment)
         return self.backend.wrap(linear, self.recipe, name=name, seed=self.seed)

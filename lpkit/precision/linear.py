@@ -26,19 +26,20 @@ in its graphs, and whatever runs between them.
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, seed_words
-from lpkit.precision.scaled import Scaled
-from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe, untiled
+from lpkit.kernels.scales import Scaled
+from lpkit.precision.backends import Backend, sharing, tiles
+from lpkit.techniques.recipes import PRODUCTS, Cast, Recipe
 
 if TYPE_CHECKING:
     from lpkit.precision.weight_cache import WeightCache
@@ -57,16 +58,20 @@ class ScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: ScaledLinear,
                 dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
-        x_trained, w_trained = (trained and needed for needed in ctx.needs_input_grad[:2])
+        x_trained, w_trained = (ctx.needs_input_grad[:2] if trained else (False, False))
+        product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
         with torch.autocast(x.device.type, enabled=False):
             cast_x, x_T = layer.operands("y", "dw", "x", x, dtype, both=w_trained)      # x_T (K, M)
             cast_w, w_T = layer.operands("y", "dx", "w", w, dtype, both=x_trained)      # w_T (K, N)
-            y = layer.product("y", cast_x, cast_w, dtype, bias)                         # (M, N)
+            y = product(cast_x, cast_w, dtype, bias, fast="y" in fast)                  # (M, N)
             # gathered weights are freed, and gathered again for backward
             regather = x_trained and layer.gathered is not None
-            operands = [_mark_as_weight(w_T())] if x_trained and not regather else []
-            operands += [x_T()] if w_trained else []
-        ctx.save_for_backward(*(t for operand in operands for t in operand.stored))
+            saved = w_T().stored if x_trained and not regather else ()
+            if not torch.compiler.is_compiling():
+                for t in filter(torch.is_tensor, saved):
+                    t.of_weight = True      # what moves activations away (memory.saved) leaves it
+            saved += x_T().stored if w_trained else ()
+        ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
         ctx.dtypes = x.dtype, carrier.dtype
         # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
@@ -76,6 +81,7 @@ class ScaledMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
         layer, dtype, saved = ctx.layer, ctx.dtype, iter(ctx.saved_tensors)
+        product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
         g = g.contiguous()      # from an expanded or transposed view
 
         def saved_operand() -> Scaled:
@@ -87,52 +93,42 @@ class ScaledMatmul(torch.autograd.Function):
                 cast_g, g_T = layer.operands("dx", "dw", "g", g, dtype,                 # g_T (N, M)
                                              both=ctx.needs_input_grad[1])
                 w_T = saved_operand() if ctx.w_T is None else ctx.w_T()
-                dx = layer.product("dx", cast_g, w_T, dtype).to(ctx.dtypes[0])          # (M, K)
+                dx = product(cast_g, w_T, dtype, fast="dx" in fast)                 # (M, K)
+                dx = dx.to(ctx.dtypes[0])
             else:
                 g_T = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
-                dw = layer.product("dw", g_T(), saved_operand(), dtype).to(ctx.dtypes[1])   # (N, K)
+                dw = product(g_T(), saved_operand(), dtype, fast="dw" in fast)      # (N, K)
+                dw = dw.to(ctx.dtypes[1])
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None, None
 
 
-def _mark_as_weight(operand: Scaled) -> Scaled:
-    """The operand, marked for `lpkit.memory.saved`: what moves activations away leaves it here."""
-    if not torch.compiler.is_compiling():
-        for t in operand.stored:
-            if t is not None:
-                t.of_weight = True
-    return operand
-
-
-class Arithmetic(Protocol):
-    """A backend can cast an operand (rows, contracted axis), and form a @ b.T + bias."""
+class Arithmetic(Backend):
+    """A backend that casts an operand (rows, contracted axis), and forms a @ b.T + bias."""
 
     alignment: int = 0          # bytes of which the rows of operands must be a multiple; 0: any
 
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        return ScaledLinear.wrap(linear, recipe, self, name=name, seed=seed)
+
+    @abstractmethod
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
              noise: Noise | None, both: bool = False) -> Scaled:
         """both: that of x.T will be asked for, as `.T` of what is returned."""
-        ...
 
+    @abstractmethod
     def shares(self, cast: Cast) -> bool:
         """True if it can cast `both` ways at once."""
-        ...
 
+    @abstractmethod
     def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
                 fast: bool = False) -> Tensor: ...
 
+    @abstractmethod
     def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *,
               both: bool = False) -> Scaled:
         """Returns what `cast` would have made, from its values in 8 bits and their scales."""
-        ...
-
-
-def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
-    """A `kind` that shares the parameters of `linear`."""
-    new = kind(linear.in_features, linear.out_features, bias=False, device="meta", **settings)
-    new.weight, new.bias = linear.weight, linear.bias
-    return new.train(linear.training)
 
 
 class ScaledLinear(nn.Linear):
@@ -153,6 +149,7 @@ class ScaledLinear(nn.Linear):
         """Share the parameters, allocate the state alone."""
         new = sharing(cls, linear)
         new.recipe, new.arithmetic, new.name = recipe, arithmetic, name
+        _ = recipe.cast_of, recipe.tile     # a graph finds them made: it cannot make them
         zero = partial(torch.zeros, device=linear.weight.device)
         if recipe.delayed:
             new.register_buffer("amax_history", zero(len(ROLES), 1 + recipe.delayed.history))
@@ -169,23 +166,37 @@ class ScaledLinear(nn.Linear):
         return new
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
+        kind, shape = x.device.type, x.shape
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return _apply(self, x.reshape(-1, x.shape[-1]), dtype).unflatten(0, x.shape[:-1])
+        x, w, bias = x.reshape(-1, shape[-1]), self.weight, self.bias
+        M = len(x)
+        sizes = {"M": M, "K": self.in_features, "N": self.out_features}
+        if not torch.is_grad_enabled():
+            sizes.pop("M")      # tokens are contracted in backward alone
+        if not torch.compiler.is_compiling() and self.cache is not None:
+            self.cache.see(w)
+        recipe, alignment = self.recipe, self.arithmetic.alignment
+        tile = max(recipe.tile, 2 * alignment)      # of 4-bit elements, two to a byte
+        if tile > 1 and not tiles(self.name, recipe, sizes, alignment):
+            x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
+            bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
+        carrier = w if self.carrier is None else self.carrier
+        y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach())
+        return y[:M, :self.out_features].unflatten(0, shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
              first: bool = False, both: bool = False) -> Scaled:
         """The operand `role` of `product`, (rows, contracted axis). `first`: of the casts of this
         tensor, the one that is counted, and whose amax goes into the history. `both`: of x.T too.
         """
-        casts = getattr(self.recipe, product)
-        if casts is None:  # this product is not low-precision: one more Scaled, with a scale of one
+        cast = self.recipe.cast_of[product, role]
+        if cast is None:  # this product is not low-precision: one more Scaled, with a scale of one
             return Scaled(data=x.to(dtype), scale=torch.ones(1, 1, device=x.device))
-        cast, i = casts[PRODUCTS[product].index(role)], ROLES.index(role)
-        delayed, amax, noise = self.recipe.delayed, self.past_amax(role), None
+        delayed, noise = self.recipe.delayed, None
+        amax = None if delayed is None else self.past_amax(role)
         if cast.rounding == "stochastic":
-            noise = Noise(seed=self.keys[list(PRODUCTS).index(product), i],
-                          counter=self.draws << 32)
+            at = list(PRODUCTS).index(product), ROLES.index(role)
+            noise = Noise(seed=self.keys[at], counter=self.draws << 32)
         make = partial(self.arithmetic.cast, x, cast, dtype, amax=amax, noise=noise,
                        both=both)
         if role == "w" and self.gathered is not None:
@@ -203,11 +214,9 @@ class ScaledLinear(nn.Linear):
             now.copy_(torch.maximum(now, result.amax.view(()).nan_to_num(0, 0)))
         return result
 
-    def past_amax(self, role: str) -> Tensor | None:
+    def past_amax(self, role: str) -> Tensor:
         """() float32, that delayed scaling goes by; 0 while its history is empty."""
-        if (delayed := self.recipe.delayed) is None:
-            return None
-        history = self.amax_history[ROLES.index(role), 1:]
+        delayed, history = self.recipe.delayed, self.amax_history[ROLES.index(role), 1:]
         return HISTORY_RULES[delayed.history_rule](history) * 2.0**delayed.margin
 
     def operands(self, product: str, other: str, role: str, x: Tensor, dtype: torch.dtype, *,
@@ -217,16 +226,10 @@ class ScaledLinear(nn.Linear):
         if role == "w" and self.gathered is not None:       # one cast, which transposes
             operand = self.cast(product, role, x, dtype, first=True)
             return operand, lambda: self.cast(product, role, x, dtype, both=True).T
-        one, two = (casts and casts[PRODUCTS[name].index(role)] for name in (product, other)
-                    for casts in [getattr(self.recipe, name)])
+        one, two = self.recipe.cast_of[product, role], self.recipe.cast_of[other, role]
         shared = both and one is not None and one == two and self.arithmetic.shares(one)
         operand = self.cast(product, role, x, dtype, first=True, both=shared)
         return operand, lambda: operand.T if shared else self.cast(other, role, x.T, dtype)
-
-    def product(self, name: str, a: Scaled, b: Scaled, dtype: torch.dtype,
-                bias: Tensor | None = None) -> Tensor:
-        fast = name in self.recipe.fast_accumulation
-        return self.arithmetic.product(a, b, dtype, bias, fast=fast)
 
     def of_roles(self, what: str) -> list[Tensor]:
         return [getattr(self, f"{what}_{role}") for role in ROLES]
@@ -243,57 +246,8 @@ class ScaledLinear(nn.Linear):
             self.draws += 1
 
 
-def _apply(layer: ScaledLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    w, bias, M = layer.weight, layer.bias, x.shape[0]
-    sizes = {"M": M, "K": layer.in_features, "N": layer.out_features}
-    if not torch.is_grad_enabled():
-        sizes.pop("M")      # tokens are contracted in backward alone
-    if not torch.compiler.is_compiling() and layer.cache is not None:
-        layer.cache.see(w)
-    if problem := untiled(layer.recipe, sizes, layer.arithmetic.alignment):
-        if not layer.recipe.pad:
-            refuse(layer.name, problem, sizes, layer.arithmetic.alignment)
-        # of 4-bit elements, two to a byte
-        tile = max(layer.recipe.tile, 2 * layer.arithmetic.alignment)
-        x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
-        bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
-    carrier = w if layer.carrier is None else layer.carrier
-    y = ScaledMatmul.apply(x, carrier, bias, layer, dtype, torch.is_grad_enabled(), w.detach())
-    return y[:M, :layer.out_features]
-
-
-def refuse(name: str, problem: str, sizes: dict[str, int], alignment: int = 0) -> None:
-    """Raise ConfigError with the recipes that would do."""
-    fits = [row for row, recipe in RECIPES.items()
-            if recipe.products and not untiled(recipe, sizes, alignment)]
-    others = f", or use {' or '.join(fits)}" if fits else ""
-    raise ConfigError(f"{name}: {problem}; set precision.recipe.pad=true, or keep it in 16 bits "
-                      f"with precision.recipe.high_precision_layers={name}{others}")
-
-
-class Float16Linear(nn.Linear):
-    """nn.Linear under float16 autocast, for CPUs without float16 products: operands and results are
-    rounded to float16, the products are float32's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x, w, b = (t if t is None else t.half().float() for t in (x, self.weight, self.bias))
-            return F.linear(x, w, b).half()
-
-
 def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
     return (module for module in model.modules() if isinstance(module, ScaledLinear))
-
-
-def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Called after the backward of every micro-batch. `agree` makes of numbers the largest that any
-    rank has, in place: histories are the same on all of them."""
-    layers = list(scaled_linears(model))
-    amaxes = [t for layer in layers if layer.recipe.delayed for t in layer.of_roles("amax")]
-    if agree is not None and amaxes:
-        torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
-    for layer in layers:
-        layer.advance()
 
 
 def nonfinite_report(model: nn.Module) -> str:

@@ -22,15 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from lpkit.kernels import cast as kernel
 from lpkit.kernels import wide_product
 from lpkit.kernels.cast import Noise, hadamard
 from lpkit.kernels.operator import operator
 from lpkit.kernels.scales import Scaled, decide, spread
+from lpkit.precision.backends import sharing, slow_float16
+from lpkit.precision.linear import Arithmetic
 from lpkit.techniques.formats import format_of
-from lpkit.techniques.recipes import ALL, SCALES, Cast
+from lpkit.techniques.recipes import ALL, SCALES, Cast, Recipe
 
 # Transforms of an operand (rows, contracted axis) before its cast, which cancel in the product.
 
@@ -81,10 +84,10 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
     bf16 by float32's (`kernels.wide_product`)."""
     if a.scale.shape[1] > 1 or b.scale.shape[1] > 1:  # scales inside the sum that did not fold
         return _matmul(a.dequantise(), b.dequantise(), None, bias, dtype, wide)
-    scales = [s for s in (a.scale, b.scale, a.tensor, b.tensor) if s is not None]
-    single = [s.reshape(()) for s in scales if s.numel() == 1]
+    single = [s.reshape(()) for s in (a.scale, b.scale, a.tensor, b.tensor)
+              if s is not None and s.numel() == 1]
     alpha = torch.stack(single).prod() if single else None
-    if len(single) == len(scales):
+    if a.scale.numel() == b.scale.numel() == 1:
         return _matmul(a.data, b.data, alpha, bias, dtype, wide)
     y = _matmul(a.data, b.data, None, None, dtype, wide).float()
     if a.scale.numel() > 1:
@@ -118,3 +121,53 @@ def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
     y = torch.mm(a, b.T, out_dtype=torch.float32) if a.dtype != torch.float32 else a @ b.T
     y = y if alpha is None else y.mul_(alpha)
     return (y if bias is None else y.add_(bias)).to(dtype)
+
+
+class Float16Linear(nn.Linear):
+    """nn.Linear under float16 autocast, for CPUs without float16 products: operands and results are
+    rounded to float16, the products are float32's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x, w, b = (t if t is None else t.half().float() for t in (x, self.weight, self.bias))
+            return F.linear(x, w, b).half()
+
+
+class Emulated(Arithmetic):
+    wide = False
+
+    def automatic(self, recipe: Recipe, device: torch.device) -> bool:
+        return True
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        if recipe.products or slow_float16(recipe, device):
+            return ""
+        return f"{name} casts nothing that could be emulated"
+
+    def wrap(self, linear: nn.Linear, recipe: Recipe, *, name: str, seed: int) -> nn.Module:
+        if not recipe.products:
+            return sharing(Float16Linear, linear)
+        return super().wrap(linear, recipe, name=name, seed=seed)
+
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, amax: Tensor | None,
+             noise: Noise | None, both: bool = False) -> Scaled:
+        held = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        return quantise(x, cast, dtype=held, amax=amax, noise=noise, fold=True)
+
+    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+        held = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        values, scale = made.data.to(held), made.scale
+        if SCALES[cast.scale].folds:
+            values = Scaled(data=values, scale=scale).dequantise(held)
+            scale = scale.new_ones(1, 1)
+        return Scaled(data=values, scale=scale, amax=made.amax, nonfinite=made.nonfinite)
+
+    def shares(self, cast: Cast) -> bool:
+        return cast.transposes
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
+        return product(a, b, dtype, bias, wide=self.wide)
+
+
+EMULATED = Emulated()

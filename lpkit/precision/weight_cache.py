@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.kernels.scales import Scaled
 from lpkit.precision.backends import Backend
+from lpkit.precision.compute import CACHED, CAST
 from lpkit.precision.linear import scaled_linears
-from lpkit.precision.scaled import Scaled
 from lpkit.techniques.recipes import Recipe
-
-CAST, CACHED = "cast", "cached"       # in each micro-batch, or once an update
 
 
 def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *, compiled: bool,

@@ -108,8 +108,8 @@ NORMS: dict[str, Kind] = {
     "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
 }
 MLPS: dict[str, Kind] = {
-    "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.layers:GeluMLP"),
-    "swiglu": Kind(operations=swiglu_mlp, implementation="lpkit.nn.layers:SwigluMLP",
+    "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.mlps:GeluMLP"),
+    "swiglu": Kind(operations=swiglu_mlp, implementation="lpkit.nn.mlps:SwigluMLP",
                    source="Shazeer 2020, https://arxiv.org/abs/2002.05202"),
 }
 BLOCKS: dict[str, Kind] = {

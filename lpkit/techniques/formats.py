@@ -2,7 +2,7 @@
 
 A magnitude code c of a format with m mantissa bits splits into c >> m, the exponent field, and c &
 (2^m - 1). Field 0 holds the subnormals, evenly spaced from zero; the whole of an integer format is
-such a row. What a value becomes in one, bit for bit, is in `lpkit.precision.formats`.
+such a row. What a value becomes in one, bit for bit, is in `notebooks/lessons/number_formats.py`.
 """
 
 import math

@@ -48,6 +48,9 @@ KERNELS: dict[str, Row] = {name: Row(
          "the same with one slot, by the same kernel"),
     )}
 
+OF_KERNEL = "kernel:"       # before its name, among a run's choices
+LOSS = "cross-entropy"      # the kernel of a loss in pieces
+
 
 def asked_of(asked: str, kernel: str) -> str:
     """The version of `kernel` that `system.kernels` asks for: its own, else that of all."""

@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Annotated, Any, Literal, get_args
 
 from lpkit.errors import ConfigError, nearest, pick
@@ -170,23 +170,30 @@ class Recipe(Row):
     implementation: str = "lpkit.precision.linear:ScaledLinear"
     make: Callable[[Settings], "Recipe"] | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def products(self) -> dict[str, Casts]:
         """The products that are cast."""
         found = {"y": self.y, "dx": self.dx, "dw": self.dw}
         return {name: casts for name, casts in found.items() if casts is not None}
 
-    @property
+    @cached_property
     def all_casts(self) -> list[Cast]:
         """The casts of both operands of these products."""
         return [cast for pair in self.products.values() for cast in pair]
 
-    @property
+    @cached_property
+    def cast_of(self) -> dict[tuple[str, str], Cast | None]:
+        """The cast of each operand: of a product, and the tensor that it is there."""
+        casts = {name: getattr(self, name) or (None, None) for name in PRODUCTS}
+        return {(name, role): cast for name, roles in PRODUCTS.items()
+                for role, cast in zip(roles, casts[name])}
+
+    @cached_property
     def tile(self) -> int:
         """The number whose multiples tile every operand; sides are powers of two."""
         return max((max(cast.tile) for cast in self.all_casts), default=1)
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         return any(cast.rounding == "stochastic" for cast in self.all_casts)
 

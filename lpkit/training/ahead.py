@@ -1,18 +1,12 @@
-"""A GPU never waits for the host: an update's numbers are read when they have arrived, and its
-batch is there before it is asked for."""
+"""A GPU never waits for the host: an update's numbers are read when they have arrived."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
-from lpkit.contracts import Batch, DataPolicy, StatePlacement
-from lpkit.memory.state import on_host
 
 AHEAD = 2       # updates in the device's queue at most, whose numbers the host has not read
 
@@ -73,37 +67,3 @@ class Arriving:
         self.at.wait()
         names, sent = self.sent
         return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
-
-
-class Prefetched(DataPolicy):
-    """`policy`, whose batches one thread makes, the next one while this one is used: they go into
-    the memory of `lane` (pinned), and from there to `device` beside the computation."""
-
-    def __init__(self, policy: DataPolicy, device: torch.device, lane: StatePlacement,
-                 initializer: Callable[[], None] | None = None):
-        self.policy, self.device, self.lane = policy, device, lane
-        self.thread = ThreadPoolExecutor(1, "lpkit-batches", initializer)
-        self.next: tuple[int, Future | None] = (-1, None)
-
-    def batch(self, step: int) -> Batch:
-        expected, future = self.next
-        if future is None or step != expected:
-            future = self.thread.submit(self._make, step)
-        if expected != step + 1:
-            self.next = step + 1, self.thread.submit(self._make, step + 1)
-        names, arrived = future.result()
-        return Batch.of(dict(zip(names, arrived())))
-
-    def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:
-        present = self.policy.batch(step).present
-        stored = [self.lane.store(t) for t in present.values()]
-        return list(present), self.lane.prefetch(stored, self.device)
-
-
-def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
-    """Returns a policy that makes batches ahead; on a CPU, which has nothing to wait for, `policy`
-    itself."""
-    if device.type != "cuda":
-        return policy
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return Prefetched(policy, device, on_host(device), partial(torch.cuda.set_device, index))

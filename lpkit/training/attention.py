@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.hardware import multiplies_tiles
-from lpkit.kernels.choose import choose as raced
-from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import sees
 from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention import EVERY_KEY, Rule
@@ -36,6 +34,9 @@ from lpkit.techniques.attention_backends import (
     interpreted,
     why_not,
 )
+
+if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
+    from lpkit.kernels.kernel import Kernel
 
 ON_A_CPU = ("sdpa", "blocked")      # are raced there; none keeps scores
 IN_16_BITS = (*ON_A_CPU, "blocked-wide")
@@ -81,6 +82,8 @@ def flops(model: ModelConfig) -> float:
 def race(given: Attending, batch: int, device: torch.device) -> Choice:
     """The fastest of those that are right, forward and backward at a run's shapes; on a CPU, of
     as many sequences, groups of heads and at last tokens as make RACED_FLOPS."""
+    from lpkit.kernels.choose import choose as raced
+
     m, within = given.model, GPU_SECONDS
     kernel, offered, groups, T = of_backends(given), candidates(given), m.G, m.T
     if given.device == "cpu":
@@ -101,6 +104,8 @@ def race(given: Attending, batch: int, device: torch.device) -> Choice:
 def verified(name: str, given: Attending, batch: int, device: torch.device) -> None:
     """Raises ConfigError where `name` differs from the definition, or fails; on a GPU, at a run's
     shapes too."""
+    from lpkit.kernels.choose import choose as raced
+
     m, on_gpu = given.model, given.device == "gpu"
     whole = [drawn(given, device, batch=batch, groups=m.G, T=m.T)] if on_gpu else None
     raced(_name(given), of_backends(given), name, at_hand(given, device), raced=whole,
@@ -125,6 +130,8 @@ def _name(given: Attending) -> str:
 
 def of_backends(given: Attending) -> Kernel:
     """Attention under a rule as a kernel: arguments q, k, v, documents, sinks."""
+    from lpkit.kernels.kernel import Kernel
+
     return Kernel(definition=_told("plain", given.rule), gradients=(0, 1, 2, 4), slack=SLACK,
                   grain=GRAIN, examples=lambda draw, device: examples(given, draw, device))
 

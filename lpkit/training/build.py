@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,7 +24,6 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice, Loss, ObjectiveContext, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels import wide_product
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
@@ -32,13 +31,14 @@ from lpkit.nn.init import initialise
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
-from lpkit.precision import backends, weight_cache
+from lpkit.precision import backends
 from lpkit.precision.compute import LowPrecision, autocast
 from lpkit.techniques import layouts
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS
 from lpkit.techniques.data import SIZES
+from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import MicroBatch
@@ -48,8 +48,10 @@ from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.kernels import LOSS, OF_KERNEL, Kernels
 from lpkit.training.start import Start
+
+if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
+    from lpkit.training.kernels import Kernels
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
@@ -163,6 +165,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
               "backend": backend}
     if (device.type == "cpu" and recipe.compute == "bfloat16" and compiled.used == OFF
             and backends.BACKENDS[backend.used].wide is not None):
+        from lpkit.kernels import wide_product
+
         chosen["products"] = wide_product.choose_for(
             (tokens, m.D, max(m.F, m.V)), config.system.products, before=begun.get("products"))
     elif config.system.products != "auto":
@@ -171,6 +175,8 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
                           f"{device.type.upper()}, compile {compiled.used}; use system.products="
                           f"auto")
     if config.precision.cache_weight_casts:
+        from lpkit.precision import weight_cache
+
         forwards = config.grad_accum_steps * (2 if rows_of(config)["recompute"].repeats else 1)
         chosen["weight_casts"] = weight_cache.choose(
             name, recipe, backends.BACKENDS[backend.used], device,
@@ -185,9 +191,11 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
     return Decisions(device=device, recipe=recipe, choices=chosen, kernels=kernels)
 
 
-def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
+def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
     """The transform that chooses the model's kernels and the loss's; its `choices` belong to those
     of the run."""
+    from lpkit.training.kernels import Kernels
+
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
                    before=decisions.kernels, ranks=ranks,
                    in_block=decisions.choices["compile"].used != OFF,
@@ -196,7 +204,7 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> Kernels:
                    batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
 
 
-def build_model(config: Config, decisions: Decisions, kernels: Kernels,
+def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
                 sharding: Sharding, start: Start | None = None) -> nn.Module:
     """Initialised, moved to its device, changed by its techniques' transforms. What the transforms
     that `config` names do to weights nobody knows: with them it is whole until it is sharded. Each
@@ -210,7 +218,7 @@ def build_model(config: Config, decisions: Decisions, kernels: Kernels,
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)
-    transforms = [*rows["param_dtype"].load()(), precision, *named, kernels,
+    transforms = [*rows["param_dtype"].load()(), precision, *named, *filter(None, [kernels]),
                   *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from lpkit.contracts import Batch, Choice, Loss, Stage, Transform
 from lpkit.errors import ConfigError
-from lpkit.kernels import jit
 
 BLOCKS, MODEL, OFF = "blocks", "model", "off"
 NUMBERS = count()       # of compiled functions
@@ -38,6 +37,8 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
                       why="on a CPU compiling takes longer than a short run")
     if asked is False:
         return Choice(asked="false", used=OFF, why="asked for")
+    from lpkit.kernels import jit
+
     if (problem := jit.why_no_compiler(device.type)) and asked == "auto":
         return Choice(asked="auto", used=OFF, why=problem)
     if problem:
@@ -52,6 +53,8 @@ def compiled(function: Callable[..., Any], backend: str | Callable = "inductor")
     """`function`, compiled for whoever asked alone. PyTorch keeps what it compiled by code object,
     and runs the ninth variant eagerly; by file, line and name it remembers sizes, and makes them
     dynamic where a second model brings others."""
+    from lpkit.kernels import jit
+
     # Nor does its cache on disk know the vectors that a graph was generated for: what a processor
     # with AVX-512 has left there computes NaN on one without.
     caches = torch.compiler.config

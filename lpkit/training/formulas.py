@@ -19,7 +19,7 @@ from lpkit.config import Config
 from lpkit.contracts import RunAccount
 from lpkit.errors import ConfigError, RunFailedError, out_of_memory
 from lpkit.parallel.sharding import local
-from lpkit.precision import weight_cache
+from lpkit.precision.compute import CACHED
 from lpkit.predict.fit import Fit, fit, largest
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.units import quantity
@@ -37,7 +37,7 @@ def fit_here(config: Config, decisions: Decisions, processes: int = 1) -> Fit:
     used = {key: choice.used for key, choice in decisions.choices.items()}
     config = config.replace({
         "precision.recipe": used["precision"], "system.attention": used["attention"],
-        "precision.cache_weight_casts": used.get("weight_casts") == weight_cache.CACHED})
+        "precision.cache_weight_casts": used.get("weight_casts") == CACHED})
     return fit(config, hardware.room(decisions.device, processes), compiled=used["compile"] != OFF)
 
 

@@ -1,7 +1,7 @@
 """`system.kernels` chooses the version of each kernel that a model runs.
 
 A layer names the kernels that it calls, by attribute (`lpkit.nn.layers`), and so does what casts
-for it (`lpkit.precision.backends.ScaledMM`). On a GPU each is verified and raced on the tensors
+for it (`lpkit.precision.scaled_mm.ScaledMM`). On a GPU each is verified and raced on the tensors
 that its first layer is given (`lpkit.kernels.choose`), as a compiled block runs it where blocks are
 compiled, and what won stands in every layer. On a CPU PyTorch's own stay, unless others are asked
 for.
@@ -23,11 +23,10 @@ from lpkit.contracts import Choice, Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import candidates, choose, version
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.kernels import KERNELS, asked_of, by_name
+from lpkit.techniques.kernels import KERNELS, LOSS, OF_KERNEL, asked_of, by_name
 
-OF_KERNEL = "kernel:"       # before its name, among a run's choices
 FEW = 256                   # tokens: a definition in float64 holds 50 times what it is given
-LOSS, LOGITS = "cross-entropy", 32      # the kernel of a loss in pieces, and tokens of it
+LOGITS = 32                 # tokens of them that the loss in pieces is held against
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,7 @@ class Kernels(Transform):
     def __call__(self, model: nn.Module) -> nn.Module:
         first, named = next(model.parameters()), by_name(self.asked)
         on_cpu = first.device.type != "cuda"
-        # a trace runs nothing that could be raced
-        if isinstance(first, FakeTensor) or (on_cpu and set(named.values()) == {"auto"}):
+        if isinstance(first, FakeTensor):       # a trace runs nothing that could be raced
             return model
         at_hand = self._at_hand(model)
         for name in named.keys() - at_hand.keys() - {"", self.besides}:

@@ -18,7 +18,6 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, RunAccount, StepRecord
 from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
-from lpkit.precision.linear import nonfinite_report
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
 from lpkit.training.build import environment
@@ -366,6 +365,8 @@ def _finite(record: StepRecord) -> bool:
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:
     if not _finite(record):
         happened = f"step {record.step}: loss={record.loss}, grad_norm={record.grad_norm}"
+        from lpkit.precision.linear import nonfinite_report  # of runs that cast, and of them alone
+
         if casts := nonfinite_report(training.model):
             happened += f"; {casts}"
         raise RunFailedError(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lpkit.contracts import Batch, Loss
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
-from lpkit.precision.linear import advance
 from lpkit.techniques.data import SIZES
 
 
@@ -108,3 +107,16 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     if scaler is not None:
         scaler.unscale(sharding.owned.values() or model.parameters(), ranks)
     return ranks.mean(torch.stack(losses).sum())
+
+
+def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:
+    """Called after the backward of every micro-batch, for each part that has `advance()`, as
+    `linear.ScaledLinear` has. `agree` makes of numbers the largest that any rank has, in place:
+    histories are the same on all of them."""
+    if agree is not None and (amaxes := [
+            t for module in model.modules() if hasattr(module, "advance") and module.recipe.delayed
+            for t in module.of_roles("amax")]):
+        torch._foreach_copy_(amaxes, list(agree(torch.stack(amaxes)).unbind()))
+    for module in model.modules():
+        if hasattr(module, "advance"):
+            module.advance()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,25 +26,19 @@ from torch.optim import Optimizer
 from lpkit import records
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
-from lpkit.datasets.policies import Ramped, scored
-from lpkit.datasets.prepared import prepare
-from lpkit.files import sha256
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
-from lpkit.parallel.ranks import Ranks, Share
+from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding, local, sharding
-from lpkit.precision.compute import compute_dtype
-from lpkit.precision.weight_cache import CACHED, weights_cached
+from lpkit.precision.compute import CACHED, compute_dtype
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.data import POLICIES, SIZES
+from lpkit.techniques.kernels import by_name
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import fused
 from lpkit.techniques.optimizers import OptimizerSettings, estimating
-from lpkit.techniques.row import Settings, chosen
 from lpkit.training import build, seams
 from lpkit.training import start as starting
-from lpkit.training.ahead import prefetched
 from lpkit.training.build import Decisions
 from lpkit.training.checkpoint import EVALUATED, evaluated_weights
 from lpkit.training.control import GivenUp
@@ -53,8 +46,6 @@ from lpkit.training.graphs import ON, Graphs
 from lpkit.training.runs import RunFailedError
 from lpkit.training.start import Start
 from lpkit.training.steps import Executor, LossScaler, Phases
-
-VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
 
 
 class RandomTokens(DataPolicy):
@@ -124,27 +115,14 @@ class Training:
         decisions = decisions or build.decide(config, before=before, ranks=ranks)
         val, tokenizer, tokens = data, {}, {}
         if data is None:
-            files = prepare(config.data, vocab=config.model.vocab)
-            tokenizer = files.tokenizer.to_dict()
-            tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
-            asked = config.data.policy
-            batch = config.global_batch
-            data = _policy(config, asked, files.train, batch, config.seed)
-            if scores := config.data.scores:
-                data = scored(data, scores, len(files.train))
-                tokens["scores"] = sha256(Path(scores))
-            if SIZES[config.sizes.name].at:
-                data = Ramped(data, batch, config.sizes_at)
-            data = Share(data, ranks, batch, config.sizes_at)
-            data = prefetched(data, decisions.device)
-            # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-            other = POLICIES[asked.name].evaluation
-            piece = batch // config.grad_accum_steps        # on any number of ranks
-            piece = -(-piece // ranks.world) * ranks.world
-            val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
-                                files.val, piece, config.seed + VALIDATION), ranks, piece)
+            from lpkit.training.data import corpus
+
+            text = corpus(config, ranks, decisions.device)
+            data, val, tokenizer, tokens = text.data, text.val, text.tokenizer, text.tokens
         rows, device, m = rows_of(config), decisions.device, config.memory
-        kernels = build.kernels(config, decisions, ranks)
+        kernels = None      # on a CPU PyTorch's own stay, unless others are asked for
+        if device.type == "cuda" or set(by_name(config.system.kernels).values()) != {"auto"}:
+            kernels = build.kernels(config, decisions, ranks)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
         start = starting.read(config, records.digest(tokenizer) if tokenizer else "")
@@ -166,10 +144,12 @@ class Training:
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
-        choices = stepper.recorded(optimizer, decisions.choices | kernels.choices
-                                   | seams.governing(governors))
+        choices = stepper.recorded(optimizer, decisions.choices | seams.governing(governors)
+                                   | (kernels.choices if kernels else {}))
         cached_casts: Callable[[nn.Module], AbstractContextManager] = nullcontext
         if "weight_casts" in choices and choices["weight_casts"].used == CACHED:
+            from lpkit.precision.weight_cache import weights_cached
+
             cached_casts = weights_cached
         loss = build.build_loss(config, replace(decisions, choices=choices))
         return cls(
@@ -437,12 +417,6 @@ class Training:
                 local(t).copy_(self.sharding.part(name.removeprefix("model/"), state[name]))
             elif not name.startswith("governor/"):
                 t.copy_(state[name])
-
-
-def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int) -> DataPolicy:
-    settings = {key: value for key, value in vars(asked).items() if key != "name"}
-    return POLICIES[asked.name].load()(tokens=tokens, batch=batch, context=config.model.context,
-                                       seed=seed, **settings)
 
 
 def _saved(part: str, module: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from lpkit.nn.layers import GeluMLP
+from lpkit.nn.mlps import GeluMLP
 from lpkit.techniques.blocks import MLPS, gelu_mlp
 from lpkit.techniques.operation import Kind
 

@@ -5,7 +5,8 @@ from functools import cache
 from typing import NamedTuple
 
 from lpkit.measure.matrix import backends_of
-from lpkit.precision.backends import BACKENDS, Library
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.libraries import Library
 from lpkit.techniques.hardware import (
     CAPABILITY,
     FNUZ,

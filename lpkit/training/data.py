@@ -1,0 +1,113 @@
+"""The text of a run becomes batches: tokens, by a policy, some sequences for each rank, on its
+device before they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lpkit.config import Config
+from lpkit.contracts import Batch, DataPolicy, StatePlacement
+from lpkit.datasets.policies import Ramped, scored
+from lpkit.datasets.prepared import prepare
+from lpkit.errors import ConfigError
+from lpkit.files import sha256
+from lpkit.memory.state import on_host
+from lpkit.parallel.ranks import Ranks
+from lpkit.techniques.data import POLICIES, SIZES
+from lpkit.techniques.row import Settings, chosen
+
+VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    data: DataPolicy
+    val: DataPolicy
+    tokenizer: dict[str, Any]
+    tokens: dict[str, str]      # SHA-256 of the training and the validation tokens, and of scores
+
+
+def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
+    """Prepares the text of `config`, where that was not done before. Raises ConfigError."""
+    files = prepare(config.data, vocab=config.model.vocab)
+    tokens = {split: one["sha256"] for split, one in files.header["splits"].items()}
+    asked, batch = config.data.policy, config.global_batch
+    data = _policy(config, asked, files.train, batch, config.seed)
+    if scores := config.data.scores:
+        data = scored(data, scores, len(files.train))
+        tokens["scores"] = sha256(Path(scores))
+    if SIZES[config.sizes.name].at:
+        data = Ramped(data, batch, config.sizes_at)
+    data = prefetched(Share(data, ranks, batch, config.sizes_at), device)
+    # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
+    other = POLICIES[asked.name].evaluation
+    piece = batch // config.grad_accum_steps        # on any number of ranks
+    piece = -(-piece // ranks.world) * ranks.world
+    val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
+                        files.val, piece, config.seed + VALIDATION), ranks, piece)
+    return Corpus(data=data, val=val, tokenizer=files.tokenizer.to_dict(), tokens=tokens)
+
+
+def _policy(config: Config, asked: Settings, tokens: Any, batch: int, seed: int) -> DataPolicy:
+    settings = {key: value for key, value in vars(asked).items() if key != "name"}
+    return POLICIES[asked.name].load()(tokens=tokens, batch=batch, context=config.model.context,
+                                       seed=seed, **settings)
+
+
+class Share(DataPolicy):
+    """One rank's sequences of each batch of `policy`, which has so many."""
+
+    def __init__(self, policy: DataPolicy, ranks: Ranks, sequences: int,
+                 sizes: Callable[[int], tuple[int, int]] | None = None):
+        self.policy, self.ranks = policy, ranks
+        self.sizes = sizes or (lambda step: (sequences, 0))
+
+    def batch(self, step: int) -> Batch:
+        batch, (sequences, _) = self.policy.batch(step), self.sizes(step)
+        if len(batch.tokens) != sequences:
+            raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
+                              f"sequences, and all are to have {sequences}; let it begin "
+                              f"again where its text ends")
+        return batch.chunk(self.ranks.world)[self.ranks.rank]
+
+
+class Prefetched(DataPolicy):
+    """`policy`, whose batches one thread makes, the next one while this one is used: they go into
+    the memory of `lane` (pinned), and from there to `device` beside the computation."""
+
+    def __init__(self, policy: DataPolicy, device: torch.device, lane: StatePlacement,
+                 initializer: Callable[[], None] | None = None):
+        self.policy, self.device, self.lane = policy, device, lane
+        self.thread = ThreadPoolExecutor(1, "lpkit-batches", initializer)
+        self.next: tuple[int, Future | None] = (-1, None)
+
+    def batch(self, step: int) -> Batch:
+        expected, future = self.next
+        if future is None or step != expected:
+            future = self.thread.submit(self._make, step)
+        if expected != step + 1:
+            self.next = step + 1, self.thread.submit(self._make, step + 1)
+        names, arrived = future.result()
+        return Batch.of(dict(zip(names, arrived())))
+
+    def _make(self, step: int) -> tuple[list[str], Callable[[], list[Tensor]]]:
+        present = self.policy.batch(step).present
+        stored = [self.lane.store(t) for t in present.values()]
+        return list(present), self.lane.prefetch(stored, self.device)
+
+
+def prefetched(policy: DataPolicy, device: torch.device) -> DataPolicy:
+    """Returns a policy that makes batches ahead; on a CPU, which has nothing to wait for, `policy`
+    itself."""
+    if device.type != "cuda":
+        return policy
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return Prefetched(policy, device, on_host(device), partial(torch.cuda.set_device, index))
