@@ -9,13 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.activations import kept
 from lessons.saved import saved_bytes
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.nn.adapters import Adapter, Dora
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import cross_entropy
-from lpkit.predict.activations import kept
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
