@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lpkit.kernels.scales import cast, packed
 from lpkit.optim.moments import from_blocks, to_blocks
 from lpkit.precision.formats import values
-from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.adapters import QuantisedBaseSettings
+from lpkit.techniques.formats import FORMATS
 
 NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
