@@ -3,6 +3,7 @@
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -135,6 +136,24 @@ def on_ranks(parent):
             return running.wait()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def parent_of_lessons(parent):
+    """Has imported the lessons, too, as each rank would otherwise that judges."""
+    from lpkit.parallel.processes import Processes
+
+    with Processes("tests.course:imported", world=1, parent=parent) as running:
+        running.wait()
+    return parent
+
+
+@pytest.fixture
+def judged_on_ranks(parent_of_lessons, monkeypatch):
+    """Ranks of one parent judge all answers, which have one each elsewhere."""
+    from lessons import on_ranks
+
+    monkeypatch.setattr(on_ranks, "on_ranks", functools.partial(on_ranks.on_ranks, parent=parent_of_lessons))
 
 
 @pytest.fixture(scope="session")

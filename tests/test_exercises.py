@@ -42,6 +42,7 @@ def stub(*args):
     raise NotImplementedError
 
 
+@pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])     # those: test_kernel_exercises.py
 def test_exercise(name):
     exercise = EXERCISES[name]
