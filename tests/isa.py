@@ -39,8 +39,9 @@ JUDGES = re.compile(r"^from (lpkit\.course|lessons)(\.| import .*)(exercises|jud
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
 # these ask a judge, but about processes, pages, files and other machines; each of their exercises is in test_exercises
 NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner", "notebooks"}
-# plays a processor that rounds otherwise, on every one alike
-PLAYED = "test_a_processor_that_rounds_otherwise_does_not_decide"
+# nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is NumPy, which no path here changes: what
+# kernels do to it, and the mutants of kernels (planted bugs stay)
+NO_PATH = "rounds_otherwise or changes_of_each_kernel or interpreter or whatever_a_kernel_does"
 HERE = Path(__file__).parent
 
 
@@ -84,7 +85,7 @@ def quick() -> int:
     other = environment | path
     same = " (which changes nothing here)" * (bits(environment) == bits(other))
     print(f"{', '.join(VERDICTS)}, once more under {' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True)
-    words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-k", f"not {PLAYED}",
+    words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-k", f"not ({NO_PATH})",
              *(f"tests/test_{name}.py" for name in VERDICTS)]
     return subprocess.run(words, env=other).returncode
 
