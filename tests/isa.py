@@ -39,9 +39,9 @@ JUDGES = re.compile(r"^from (lpkit\.course|lessons)(\.| import .*)(exercises|jud
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
 # these ask a judge, but about processes, pages, files and other machines; each of their exercises is in test_exercises
 NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner", "notebooks"}
-# nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is NumPy, which no path here changes: what
-# kernels do to it, and the mutants of kernels (planted bugs stay)
-NO_PATH = "rounds_otherwise or changes_of_each_kernel or interpreter or whatever_a_kernel_does"
+# nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is NumPy, which no path here changes: wrong kernels
+# (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to it
+NO_PATH = "rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or into_a_kernel or interpreter or whatever_a_kernel_does"
 HERE = Path(__file__).parent
 
 
