@@ -64,7 +64,6 @@ KINDS = {
 MODELS = {**{name: config.model for name, config in PRESETS.items()}, **ODD}
 SOFTMAX = [name for name, row in ATTENTION.items() if row.implementation]
 CPU = replace(CATALOGUE["h200"], name="this", kind="cpu")
-odd = pytest.mark.parametrize("model", ODD.values(), ids=ODD)
 
 
 def on_meta(model: ModelConfig, backend: str = "plain") -> Transformer:
