@@ -3,6 +3,7 @@
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -55,6 +56,14 @@ def pytest_runtest_call(item):
         if "_scaled_mm only supports per-tensor scaling for CPU" not in str(error):
             raise
     pytest.skip("torch 2.11 multiplies FP8 on a CPU with one scale a tensor alone")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """What `-m prove` and `-m "not prove"` leave out whole is not imported, either: several seconds of each process."""
+    if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
+        return None
+    marks, proof = config.option.markexpr, collection_path.stem in PROOF
+    return (marks == "not prove" and proof) or (marks == "prove" and not proof and "mark.prove" not in collection_path.read_text()) or None
 
 
 def pytest_collection_modifyitems(items):
@@ -135,6 +144,24 @@ def on_ranks(parent):
             return running.wait()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def parent_of_lessons(parent):
+    """Has imported the lessons, too, as each rank would otherwise that judges."""
+    from lpkit.parallel.processes import Processes
+
+    with Processes("tests.course:imported", world=1, parent=parent) as running:
+        running.wait()
+    return parent
+
+
+@pytest.fixture
+def judged_on_ranks(parent_of_lessons, monkeypatch):
+    """Ranks of one parent judge all answers, which have one each elsewhere."""
+    from lessons import on_ranks
+
+    monkeypatch.setattr(on_ranks, "on_ranks", functools.partial(on_ranks.on_ranks, parent=parent_of_lessons))
 
 
 @pytest.fixture(scope="session")

@@ -7,3 +7,7 @@ from lpkit.course.lessons import exercises
 EXERCISES = exercises()
 PUZZLES = {name: one for name, one in EXERCISES.items() if isinstance(one, Puzzle)}
 ON_RANKS = {name: one for name, one in EXERCISES.items() if isinstance(one, OnRanks)}
+
+
+def imported(place, told):
+    """In a rank: whose parent has imported this module, and with it the lessons."""

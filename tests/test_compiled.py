@@ -40,14 +40,17 @@ TINY = Config().replace({
 LOSSES = {"full": {}, "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 32}}
 
 
+COUNTED = pytest.mark.parametrize("graphs", ["eager"], indirect=True, ids=["counted"])       # they are counted, and not differentiated ahead
+
+
 @pytest.fixture
-def graphs(monkeypatch) -> list:
+def graphs(request, monkeypatch) -> list:
     """Those that are compiled, in order."""
     found, compile = [], torch.compile
 
     def backend(graph, inputs):
         found.append(graph.graph)
-        return lookup_backend("aot_eager")(graph, inputs)
+        return lookup_backend(getattr(request, "param", "aot_eager"))(graph, inputs)
 
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, backend=backend))
@@ -85,9 +88,10 @@ def test_compiled_updates_are_the_eager_ones(graphs, loss, how):
         assert all(map(torch.equal, training.model.parameters(), eager.model.parameters()))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("more", [{}, {"memory.recompute": "block"}, {"precision.recipe": "fp8-tensorwise", "precision.backend": "scaled_mm"}],
-                         ids=["plain", "recomputed", "fp8"])
+@COUNTED
+@pytest.mark.parametrize("loss, more", [        # what a block does and what the head does are graphs of their own
+    ("full", {}), ("chunked", {}), ("full", {"memory.recompute": "block"}),
+    ("full", {"precision.recipe": "fp8-tensorwise", "precision.backend": "scaled_mm"})], ids=["plain", "chunked", "recomputed", "fp8"])
 def test_compile_time_does_not_grow_with_depth(graphs, loss, more):
     """One graph for all blocks, one for the last norm, one for head and loss; a loss in pieces is a kernel of its own."""
     counts = []
@@ -108,6 +112,7 @@ def test_logits_stay_in_the_graph(graphs, how):
 
 
 @pytest.mark.slow
+@COUNTED
 def test_each_training_compiles_for_itself(graphs):
     """PyTorch runs the ninth variant of a function eagerly, and gives the second one dynamic sizes: a bench of ten recipes or sizes
     would time something else."""

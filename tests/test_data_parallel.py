@@ -147,6 +147,7 @@ def sends_float32(rows, rank, ranks, all_reduce_max, all_gather_bytes):
     return all_gather_bytes(rows)
 
 
+@pytest.mark.usefixtures("judged_on_ranks")
 def test_an_all_gather_of_bytes_takes_bytes():
     verdict = check(EXERCISES["15.eight_bits"], sends_float32)
     assert verdict.status == "wrong" and "all_gather_bytes sends uint8, and this is torch.float32" in verdict.detail
@@ -168,6 +169,7 @@ def waits_for_ever(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
     return all_gather(m) if rank else w, m
 
 
+@pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("attempt, said", [(one_rank_raises, "rank 1 of 2: it raised RuntimeError: no, in line "),
                                            (uneven, "that does not come out even"), (waits_for_ever, "got no further for 3 s"),
                                            (len, "write it as a function")])

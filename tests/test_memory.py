@@ -1,5 +1,6 @@
 """Memory techniques: the same gradient as without, or within the error that they state; and the bytes that they take away."""
 
+import functools
 import gc
 from contextlib import closing
 from functools import partial
@@ -172,29 +173,35 @@ def test_a_budget_keeps_its_share_and_is_forgotten():
             assert (g - want).norm() <= 1e-5 * want.norm()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
-@pytest.mark.parametrize("recompute", ["block", "selective", "core-attention"])
-def test_recomputation_is_compiled_with_the_rest(recompute, recipe):
-    """The same loss, gradients and state as the compiled model without, bit for bit, from one graph."""
-    config, found = SMALL.replace({"precision.recipe": recipe, "model.layers": 1}), []
+@functools.cache
+def compiled_step(recipe: str, recompute: str) -> dict:
+    """Loss, state and gradients of two steps, the second by the history of the first; from one graph."""
+    config = SMALL.replace({"precision.recipe": recipe, "model.layers": 1, "memory.recompute": recompute})
     if RECIPES[recipe].products:
         config = config.replace({"precision.recipe.high_precision_layers": ("head",)})
-    for name in ("none", recompute):
-        torch._dynamo.reset()
-        built = built_from(config.replace({"memory.recompute": name}))
-        built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-        for _ in range(2):      # the second by the history of the first
-            built.model.zero_grad()
-            loss = built.loss(built.model, batch(config))
-            loss.backward()
-            advance(built.model)
-        counts = "nonfinite"    # what is counted is seen twice
-        state = {name: t for name, t in built.model.named_buffers() if counts not in name}
-        found.append({"loss": loss.detach(), **state, **{name: p.grad for name, p in built.model.named_parameters()}})
-    assert same(*found)
+    torch._dynamo.reset()
+    built = built_from(config)
+    built.model.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    for _ in range(2):
+        built.model.zero_grad()
+        loss = built.loss(built.model, batch(config))
+        loss.backward()
+        advance(built.model)
+    counts = "nonfinite"    # what is counted is seen twice
+    state = {name: t for name, t in built.model.named_buffers() if counts not in name}
+    return {"loss": loss.detach(), **state, **{name: p.grad for name, p in built.model.named_parameters()}}
+
+
+# Each recipe's casts and each kind of recomputation, and the one recipe with a history by all kinds; every pair is held above, not compiled.
+@pytest.mark.parametrize("recompute, recipe", [("block", "fp8-delayed"), ("selective", "fp8-delayed"), ("core-attention", "fp8-delayed"),
+                                               ("block", "bf16"), ("selective", "nvfp4")])
+def test_recomputation_is_compiled_with_the_rest(recompute, recipe):
+    """The same loss, gradients and state as the compiled model without, bit for bit."""
+    assert same(compiled_step(recipe, "none"), compiled_step(recipe, recompute))
 
 
 @pytest.mark.slow
+@pytest.mark.prove      # inductor compiles three runs
 def test_a_compiled_run_within_a_budget_and_with_chunked_loss_resumes(small, tmp_path):
     torch._dynamo.reset()
     run = resumes(small.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.3, "memory.cross_entropy": "chunked",

@@ -12,7 +12,9 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from papermill.__main__ import papermill
 
 from lessons import learner
 from lpkit import processes
@@ -296,15 +298,16 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
     (["-r", "steps", "many"], "steps must be a whole number, got 'many'"),
     (["-r", "steps", "7", "-p", "compiled", "false", "-y", "widths: [8, 16]"], None),
 ])
-def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, options, said):
-    """A notebook's second cell calls check_parameters; papermill warns of an unknown name, and takes any value."""
+def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, monkeypatch, options, said):
+    """A notebook's second cell calls check_parameters; papermill warns of an unknown name, and takes any value. Its command, in this process."""
     sets = "from lpkit.course.notebooks import check_parameters\n\ncheck_parameters()"
     write(tmp_path / "a.ipynb", sets, "print([steps, compiled, widths])")
-    done = subprocess.run([sys.executable, "-m", "papermill", "a.ipynb", "out.ipynb", *options], cwd=tmp_path, capture_output=True, text=True)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(papermill, ["a.ipynb", "out.ipynb", "--no-progress-bar", *options])
     if said is None:
-        assert done.returncode == 0 and printed(tmp_path / "out.ipynb") == "[7, False, (8, 16)]\n", done.stderr
+        assert done.exit_code == 0 and printed(tmp_path / "out.ipynb") == "[7, False, (8, 16)]\n", done.exception
     else:
-        assert done.returncode == 1 and f"ConfigError: {said}" in done.stderr, done.stderr
+        assert done.exit_code == 1 and f"ConfigError: {said}" in str(done.exception), done.exception
 
 
 @pytest.mark.parametrize("cell", ["import sys; sys.exit(0)", "exit"])

@@ -212,9 +212,9 @@ def without_cache(training, ids, count):
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], list(range(20, 36)), list(range(40)), [3, 1, 4]]
 
 
-@POSITION
-@KIND
-@pytest.mark.parametrize("format", CACHES)
+# every kind in every format; each of them with both positions
+@pytest.mark.parametrize("kind, more, format", [pytest.param(kind, ({}, ROPE)[(i + j) % 2], format, id=f"{name}-{('learned', 'rope')[(i + j) % 2]}-{format}")
+                                                for i, (name, kind) in enumerate(KINDS.items()) for j, format in enumerate(CACHES)])
 def test_several_prompts_are_continued_as_each_alone(kind, more, format):
     """Of different lengths, one with a single token, one as long as the context, one longer; and far past the context."""
     training = training_of(kind, **more)
