@@ -229,7 +229,7 @@ def test_peaks_of_drawn_configs(seed):
     assert -0.05 < formula / trace - 1 < 0.02, str(config.to_dict()["model"])      # low where blocks run again: what their forward makes
 
 
-@pytest.mark.parametrize("name", ["lora", "pissa", "ia3", "bottleneck"])
+@pytest.mark.parametrize("name", ["lora", "dora", "pissa", "ia3", "bottleneck"])
 def test_a_run_keeps_its_adapter_alone_and_resumes_bit_for_bit(name, tmp_path):
     base = lpkit.train(SMALL, out=tmp_path / "base")
     config = of_base(name=name).replace({"start.run": str(base.path), "steps": 6, "checkpoint_every": 3})
@@ -243,6 +243,21 @@ def test_a_run_keeps_its_adapter_alone_and_resumes_bit_for_bit(name, tmp_path):
     kept = {key for key in saved if key.startswith("model/")}
     assert kept and not any(".base." in key or "norm" in key for key in kept)
     assert lpkit.sample(whole, prompt="def ", tokens=4) == lpkit.sample(parts, prompt="def ", tokens=4)
+
+
+@pytest.mark.parametrize("name", ["lora", "dora"])
+def test_it_learns_what_an_adapter_of_the_matrix_that_its_codes_stand_for_does(name):
+    coded = built(of_base(name=name))
+    plain = Training.build(SMALL.replace({"model.changes": [{"name": name, **OPTIONS[name]}]}), data=coded.data)
+    made = {f"{path}.weight": one.weight for path, one in coded.model.named_modules() if isinstance(one, QuantisedLinear)}
+    assert len(made) == 8 and not plain.model.load_state_dict({**coded.model.state_dict(), **made}, strict=False).missing_keys
+    losses = [[float(run.update(step).loss) for step in range(6)] for run in (coded, plain)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][-1] != losses[0][0]
+
+
+def test_dora_has_a_length_of_codes_in_16_bits_too():
+    run = built(of_base(SMALL.replace({"memory.param_dtype": "bf16", "precision.recipe": "bf16"}), "dora"))
+    assert all(math.isfinite(run.update(step).loss) for step in range(3))
 
 
 def test_without_another_run_the_checkpoint_has_the_codes(tmp_path):

@@ -76,7 +76,8 @@ class Dora(Lora):
     def norm(self) -> Tensor:
         """(out,), in float32 at least. No matrix of W's size is made for it:
         |w + s A^T b|^2 = |w|^2 + b (2 s A w + s^2 A A^T b)."""
-        w, s, found = self.base.weight, self.scale, []
+        # a base in codes gives its matrix in float32
+        w, s, found = self.base.weight.type_as(self.A.weight), self.scale, []
         wide = torch.promote_types(w.dtype, torch.float32)
         rows = [B.out_features // self.groups for B in self.B]
         parts = w.unflatten(0, (self.groups, -1)).split(rows, dim=1)
