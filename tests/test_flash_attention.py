@@ -38,7 +38,7 @@ RULES = {
     "table": BlockSparse(block=20, table=("00000", "11100", "00000", "10010", "00101")).rule(83),
     "blocks and documents": Rule(block=16, documents=True, blocks=tuple(tuple((a + b) % 3 != 1 for b in range(6)) for a in range(6))),
     "cap and sinks": Rule(soft_cap=1.5, sinks=True),
-    "everything": Rule(window=30, global_tokens=5, documents=True, soft_cap=2.0, sinks=True, block=16,
+    "everything": Rule(documents=True, soft_cap=2.0, sinks=True, block=16,
                        blocks=tuple(tuple((a * b) % 4 != 3 for b in range(6)) for a in range(6))),
 }
 

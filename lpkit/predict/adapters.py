@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from lpkit.errors import ConfigError
+from lpkit.predict.attention import qkv_numbers
 from lpkit.techniques.adapters import (
     AdapterSettings,
     BottleneckSettings,
@@ -163,7 +164,7 @@ def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
                     saved_bytes=(here if s.attends_again else there).saved_bytes)
     own = Op(name="attention.prefix", part="attention", params=P * 2 * m.G * m.E,
              shape=(P, 2 * m.G * m.E),
-             moved_bytes=2 * longer.tokens * (m.H + 2 * m.G) * m.E * s.compute_bytes)
+             moved_bytes=2 * longer.tokens * qkv_numbers(m) * s.compute_bytes)
     block = []
     for op in ops.block:
         block += [own, there.frozen] if op is here else [op.frozen]

@@ -41,7 +41,7 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
     `out` bytes of gradients of q, k and v; they are turned back in float32, with halves exchanged;
     then their parts and the whole lie side by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
-    whole, given = tokens * _qkv(m) * compute, tokens * m.H * m.E * compute
+    whole, given = tokens * qkv_numbers(m) * compute, tokens * m.H * m.E * compute
     turned = POSITIONS[m.position].turns
     turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
     held = tokens * numbers * compute + saved
@@ -64,7 +64,7 @@ def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
     What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
     m, views, masked = s.model, _given(s), s.rule not in (Rule(), EVERY_KEY)
-    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
                       out=grads, saves_result=True,
@@ -77,7 +77,7 @@ def tiled(s: MicroBatch) -> Op:
     """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
     free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
     m, T, views = s.model, int(s.model.T), _given(s)
-    sums, grads = s.tokens * m.H * FP32, s.tokens * _qkv(m) * s.compute_bytes
+    sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
     side = min(TILE, T)
     copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
     wide = FP32 // s.compute_bytes
@@ -114,7 +114,7 @@ def plain(s: MicroBatch) -> Op:
     after it."""
     m, heads = s.model, s.model.H * s.model.E
     is_view = s.heads_are_views and not s.turns and not 1 < m.G < m.H
-    q = _qkv(m) if is_view else heads
+    q = qkv_numbers(m) if is_view else heads
     probability = s.compute_bytes
     if s.kind == "gpu" and s.compute_bytes < FP32:
         probability += FP32
@@ -134,7 +134,7 @@ def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     meet: documents count as one, which has the most."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
-    views, grads = _given(s), s.tokens * _qkv(m) * s.compute_bytes
+    views, grads = _given(s), s.tokens * qkv_numbers(m) * s.compute_bytes
     pairs = masks = near = 0
     for first, last, spans in query_blocks(rule, T):
         pairs += (last - first) * keys_in(spans)
@@ -160,7 +160,7 @@ def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: flo
     """An operator that keeps what it is given and works in float32: forward `moves` numbers for
     each token, and backward holds `work` numbers at the most, its gradients among them."""
     padded = chunk_of(s.model.T)[1]
-    grads = s.tokens * _qkv(s.model) * s.compute_bytes
+    grads = s.tokens * qkv_numbers(s.model) * s.compute_bytes
     op = _attention(s, views=_given(s), work=FP32 * work, out=grads, pairs=pairs,
                     score_passes=(4, 8), **facts)
     return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * moves * FP32)
@@ -217,9 +217,9 @@ def quadratic(s: MicroBatch) -> Op:
 
 def delta_steps(s: MicroBatch) -> Op:
     """The delta rule token by token: each keeps the state that it leaves, in float32."""
-    m, grads = s.model, s.tokens * _qkv(s.model) * s.compute_bytes
+    m, grads = s.model, s.tokens * qkv_numbers(s.model) * s.compute_bytes
     states = s.tokens * m.G * m.E * m.E * FP32
-    mapped = 2 * s.tokens * _qkv(m) * FP32
+    mapped = 2 * s.tokens * qkv_numbers(m) * FP32
     return _attention(s, numbers=_given(s), views=_given(s), saved=states + mapped, gates=m.G,
                       work=grads, out=grads, score_passes=(5, 8), pairs=(
                           Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
@@ -235,7 +235,7 @@ def delta_gates(s: MicroBatch) -> Iterator[Op]:
                  input_is_saved=not s.mixed)
 
 
-def _qkv(m: Any) -> int:
+def qkv_numbers(m: Any) -> int:
     return (m.H + 2 * m.G) * m.E
 
 
@@ -244,14 +244,14 @@ def _given(s: MicroBatch) -> int:
     which norms may have saved the product before; q and k that are turned are no copies besides."""
     m = s.model
     turned = (m.H + m.G) * m.E if s.turns else m.H * m.E if 1 < m.G < m.H else 0
-    return turned + (m.G * m.E if s.made_anew else 0 if s.norms_save_qkv else _qkv(m))
+    return turned + (m.G * m.E if s.made_anew else 0 if s.norms_save_qkv else qkv_numbers(m))
 
 
 def head_norms(s: MicroBatch) -> Iterator[Op]:
     """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388).
     Saves its input, a number of each head, and, on a CPU, what it makes of its input."""
     m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
-    product = tokens * _qkv(m) * s.compute_bytes
+    product = tokens * qkv_numbers(m) * s.compute_bytes
     for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
         numbers = tokens * heads * m.E
         wide = given = numbers * FP32
@@ -284,8 +284,8 @@ def attention(s: MicroBatch) -> Iterator[Op]:
     attend = attend(s)
     if kind.products:
         yield from resolve_name(kind.products)(s)
-    yield linear("attention.qkv", s, m.D, _qkv(m), cut="column", bias=m.biased_qkv)
-    parts = Hold(nbytes=s.tokens * _qkv(m) * s.compute_bytes)      # beside the whole, in backward
+    yield linear("attention.qkv", s, m.D, qkv_numbers(m), cut="column", bias=m.biased_qkv)
+    parts = Hold(nbytes=s.tokens * qkv_numbers(m) * s.compute_bytes)      # beside the whole, in backward
     yield Op(name="attention.split", part="", backward=(parts,))
     if m.qk_norm:
         yield from head_norms(s)

@@ -2,8 +2,8 @@
 
     lpkit bench adapter-step --rounds 15 --out data/measured       3 minutes, beside nothing else
 
-The check: an adapter that begins as the model that it adapts has the same loss at the first step, and
-trains the numbers that its description says. FLOPs are those of the formula, and torch's counter
+The check: an adapter that begins as the model that it adapts has the same loss at the first step (beside a base in codes
+nearly), and trains the numbers that its description says. FLOPs are those of the formula, and torch's counter
 has them too (tests/test_adapters.py).
 """
 
@@ -18,8 +18,9 @@ ON_A_CPU = Config().replace({"model.layers": 6, "model.width": 384, "model.heads
                              "system.device": "cpu", "optimizer.lr": 1e-4})
 ON_A_GPU = ON_A_CPU.replace({"model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024, "model.vocab": 50_304,
                              "global_batch": 8, "system.device": "cuda", "precision.recipe": "bf16"})
-KINDS = {"lora": {"name": "lora", "rank": 8}, "lora, one A": {"name": "lora", "rank": 8, "shared": True},
-         "ia3": {"name": "ia3"}, "bottleneck": {"name": "bottleneck", "width": 64}}
+KINDS = {"lora": "lora:rank=8", "lora, one A": [{"name": "lora", "rank": 8, "shared": True}], "dora": "dora:rank=8",
+         "lora, base in NF4": "lora:rank=8,quantised-base", "lora, base in INT8": "lora:rank=8,quantised-base:format=int8",
+         "ia3": "ia3", "bottleneck": "bottleneck:width=64"}
 TARGETS = {"lora": 0.75}        # at most, of a step of the whole model
 MOST_SECONDS = 150
 FIRST_LOSS_TOLERANCE = 1e-3     # relative: sums of bf16 products in another order
@@ -32,7 +33,7 @@ def run(rounds: int) -> list[Result]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     base = ON_A_GPU if gpu else ON_A_CPU
     data = RandomTokens(base, base.system.device) if gpu else None
-    configs = {"whole": base} | {name: base.replace({"model.changes": [row]}) for name, row in KINDS.items()}
+    configs = {"whole": base} | {name: base.replace({"model.changes": row}) for name, row in KINDS.items()}
     configs = {name: config.replace({"steps": rounds + WARM_UP}) for name, config in configs.items()}
     runs = {name: Training.build(config, data=data) for name, config in configs.items()}
     seconds, losses = steps_in_turns(runs, rounds, warm_up=WARM_UP, within_seconds=MOST_SECONDS)
