@@ -21,7 +21,7 @@ from lpkit.errors import ConfigError
 from lpkit.files import PACKAGE
 from lpkit.predict.evidence import MEASURED, efficiency
 from lpkit.presets import resolve
-from lpkit.techniques.attention_backends import AMPERE
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.hardware import HARDWARE
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
@@ -243,7 +243,7 @@ def test_the_page_says_what_there_is():
     assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate", "data", "docs", "sweep", "submitit", "ray"}
     needs = {f"{major}.{minor}" for row in HARDWARE.values() for (major, minor), *_ in row.values()}
     assert {*re.findall(r"^\| (\d+\.\d) \|", page, re.M)} == needs | {"8.0"}, "bf16's, and the kit's flash attention's"
-    assert AMPERE == (8, 0)
+    assert ATTENTION["triton"].why_not.capability == (8, 0)
     for command in re.findall(r"lpkit (bench [\w-]+)", page):
         assert command.split()[1] in BENCHES or command.endswith(" NAME")
     assert "(docs/gpu.md)" in (PACKAGE.parent / "README.md").read_text()

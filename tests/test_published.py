@@ -131,7 +131,7 @@ def test_every_row_says_where_it_is_from():
         assert run.source.url.startswith("https://") and run.at, run
         if "/blob/" in run.source.url:
             assert re.search(r"/blob/[0-9a-f]{40}/", run.source.url), run.source
-    assert {path.stem for path in FOLDER.glob("*.csv")} == {source.name for source in sources()} | {"sources", "collectives", "fits", "products", "linears", "casts"}
+    assert {path.stem for path in FOLDER.glob("*.csv")} == {source.name for source in sources()} | {"sources", "adapters", "collectives", "fits", "products", "linears", "casts"}
 
 
 def test_nothing_published_is_above_what_the_machine_can_do():
