@@ -5,6 +5,7 @@ import torch
 
 import lpkit
 from lpkit import cli
+from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.nn.adapters import Lora
 from lpkit.training.adapted import bring_adapter, rebuilt
@@ -193,3 +194,32 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
     assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
     began = dict(trained(start).model.named_parameters())
     assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters() if p.requires_grad)     # 50 steps of 0.002
+
+
+def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
+    """Of Qwen2 transformers takes its own class whatever a folder says, so there the plain one is asked."""
+    export(base, tmp_path / "out")
+    asked = transformers.PreTrainedTokenizerFast if base.config.model.biased_qkv and not base.config.model.bias else transformers.AutoTokenizer
+    theirs, ours, text = asked.from_pretrained(tmp_path / "out"), tokenizer_from_dict(base.tokenizer), "def main():\n    return 10  # \u00e9te\u0301\n"
+    assert theirs.encode(text, add_special_tokens=False) == list(ours.encode(text)) and theirs.eos_token_id == ours.end
+
+
+@pytest.mark.prove
+def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
+    """The adapted run merged, and the adapter beside the model that it adapts, as lm-evaluation-harness reads them."""
+    lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
+    from lm_eval.api.instance import Instance
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run = adapted(base, tmp_path, {"name": "lora", "rank": 4, "shared": True})
+    export(run, tmp_path / "merged")
+    export(base, tmp_path / "model")
+    export(run, tmp_path / "adapter", adapter=True)
+    text = "def main():\n    return 0\n"
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
+    for files in ({"pretrained": str(tmp_path / "merged")}, {"pretrained": str(tmp_path / "model"), "peft": str(tmp_path / "adapter")}):
+        lm = lm_eval.HFLM(**files, device="cpu", dtype="float32", batch_size=1)
+        tokens = torch.tensor([[lm.prefix_token_id, *lm.tok_encode(text)]])
+        assert 1 < tokens.shape[1] <= run.config.model.T
+        ours = torch.log_softmax(logits(run, tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None]).sum().item()
+        assert lm.loglikelihood_rolling([request]) == [pytest.approx(ours, rel=1e-5)]

@@ -57,6 +57,12 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
         if library := run.tokenizer.get("model"):
             (folder / "tokenizer.json").write_text(json.dumps(library))
-            about["eos_token_id"] = tokenizer_from_dict(run.tokenizer).end
+            about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
+            # else a class is chosen by the model's name, which may split text in another way
+            named = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            spelled = {one["id"]: one["content"] for one in library["added_tokens"]}
+            if end in spelled:
+                named["eos_token"] = spelled[end]
+            (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=1) + "\n")
         (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
     return out
