@@ -197,7 +197,7 @@ def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
 
 
 def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
-    """Of Qwen2 transformers takes its own class whatever a folder says, so there the plain one is asked."""
+    """transformers takes its own class for Qwen2 whatever a folder says, so there the plain one is asked."""
     export(base, tmp_path / "out")
     asked = transformers.PreTrainedTokenizerFast if base.config.model.biased_qkv and not base.config.model.bias else transformers.AutoTokenizer
     theirs, ours, text = asked.from_pretrained(tmp_path / "out"), tokenizer_from_dict(base.tokenizer), "def main():\n    return 10  # \u00e9te\u0301\n"

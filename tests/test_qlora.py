@@ -21,7 +21,7 @@ from lpkit.training.checkpoint import load_latest
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
-from tests.test_adapters import OPTIONS, SMALL, VIRTUAL, drawn
+from tests.test_adapters import OPTIONS, SMALL, VIRTUAL, drawn, whole_and_parts
 from tests.test_promise import _cpu
 
 FORMATS = ("nf4", "e4m3fn", "int8", "int4")
@@ -232,14 +232,7 @@ def test_peaks_of_drawn_configs(seed):
 
 @pytest.mark.parametrize("name", ["lora", "dora", "pissa", "ia3", "bottleneck"])
 def test_a_run_keeps_its_adapter_alone_and_resumes_bit_for_bit(name, tmp_path):
-    base = lpkit.train(SMALL, out=tmp_path / "base")
-    config = of_base(name=name).replace({"start.run": str(base.path), "steps": 6, "checkpoint_every": 3})
-    whole = lpkit.train(config, out=tmp_path / "whole")
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
-    assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
+    whole, parts = whole_and_parts(of_base(name=name), tmp_path)
     saved = load_latest(whole.checkpoints)[0].tensors
     kept = {key for key in saved if key.startswith("model/")}
     assert kept and not any(".base." in key or "norm" in key for key in kept)

@@ -213,8 +213,8 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
     precision = LowPrecision(recipe=recipe, backend=backend,
                              seed=config.seed + (sharding.ranks.rank << 24),
-                             tokens=config.micro_batch * config.model.T
-                             + config.micro_batch * virtual(config.model, "prompt"))
+                             tokens=config.micro_batch
+                             * (config.model.T + virtual(config.model, "prompt")))
     recomputation = rows["recompute"].load()(m.recompute)
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)
