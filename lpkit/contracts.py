@@ -31,11 +31,11 @@ class Stage(IntEnum):
     """The moment when a model transform must run. Stages are sorted, so that a Config cannot get
     the order wrong."""
 
-    STORAGE = 0     # the dtype of the parameters, before anything is made of them
-    PRECISION = 1   # swap Linears, before anything wraps them
-    KERNELS = 2     # which version of a kernel a layer calls: a forward shows the tensors at hand
-    PIPELINE = 3    # keep this rank's layers
-    TENSOR = 4      # shard inside a layer
+    PIPELINE = 0    # keep this rank's layers, before anything moves to its device
+    TENSOR = 1      # keep a part of each layer
+    STORAGE = 2     # the dtype of the parameters, before anything is made of them
+    PRECISION = 3   # swap Linears, before anything wraps them
+    KERNELS = 4     # which version of a kernel a layer calls: a forward shows the tensors at hand
     RECOMPUTE = 5   # activation checkpointing
     COMPILE = 6
     DATA = 7        # FSDP or DDP wraps what is left

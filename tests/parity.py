@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
+from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.techniques.layouts import GATHERED, Layout
@@ -182,8 +182,8 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_weights(training: Training) -> torch.Tensor:
     """All of them, one after the other; all ranks call this."""
     state = training.state_dict()
-    whole = (state[f"model/{name}"].detach() for name in training.sharding.owned)
-    return torch.cat([(t.full_tensor() if isinstance(t, DTensor) else t).flatten() for t in whole])
+    whole = (state[f"model/{name}"] for name in training.sharding.shapes)
+    return torch.cat([(t.full_tensor() if isinstance(t, Cut) else t.detach()).flatten() for t in whole])
 
 
 def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, *,

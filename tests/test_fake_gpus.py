@@ -259,7 +259,7 @@ def test_the_doctor_tries_nccl_on_a_gpu_for_each_rank(on_ranks, tiny):
 def test_a_rank_takes_its_gpu_before_it_meets_the_others(tiny, tmp_path):
     with gpus(2) as fake, nccl() as asked, joined(tiny.replace({"system.device": "cuda"}), rank=0, world=1, local_rank=1, local_world=1,
                                                   init_method=f"file://{tmp_path}/store") as ranks:
-        assert fake.told[0] == ("MainThread", 1) and asked == ["cpu:gloo,cuda:nccl"] and ranks.mesh.device_type == "cuda"
+        assert fake.told[0] == ("MainThread", 1) and asked == ["cpu:gloo,cuda:nccl"] and ranks.device == "cuda"
         assert ranks.mean(torch.ones(2, device="cuda")).device == torch.device("cuda:1")
 
 

@@ -82,7 +82,7 @@ def test_shapes_are_the_models_in_its_order(changes):
 def test_a_count_knows_each_kind_and_leaves_control_apart():
     with _world(Layout(shard=4), "cpu") as ranks, MessageCount() as count:
         dist.all_reduce(torch.ones(5))
-        all_gather(torch.ones(8), torch.ones(2), group=ranks.mesh.get_group("shard"))
+        all_gather(torch.ones(8), torch.ones(2), group=ranks.groups["shard"])
         reduce_scatter(torch.ones(2), torch.ones(8))
         ranks.told(3)
         ranks.agreed({"a": 1})
@@ -92,8 +92,8 @@ def test_a_count_knows_each_kind_and_leaves_control_apart():
 
 
 def test_what_does_not_train_sends_nothing_that_is_known():
-    with pytest.raises(ConfigError, match=r"parallel\.tensor=2 can be predicted, but training has"):
-        messages(SMALL, layout=Layout(tensor=2))
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline=2 can be predicted, but training has"):
+        messages(SMALL, layout=Layout(pipeline=2))
 
 
 # ---- memory

@@ -36,11 +36,12 @@ def lines(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-LAYOUTS = [{"shard": 4}, {"shard": 2, "zero": 1}, {}, {"shard": 3, "zero": 2}, {"data": 2, "shard": 2, "zero": 1}, {"data": 2}]
+LAYOUTS = [{"shard": 4}, {"tensor": 2}, {"shard": 2, "zero": 1}, {"tensor": 2, "shard": 2}, {}, {"shard": 3, "zero": 2}, {"tensor": 4},
+           {"data": 2, "shard": 2, "zero": 1}, {"tensor": 2, "shard": 2, "zero": 1}, {"data": 2}]
 
 
 def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path):
-    """4 -> 2 -> 1 -> 3 -> 4 -> 2 ranks, two updates each, against one process all along. Float32 sums in another order
+    """4 -> 2 -> 1 -> 3 -> 4 -> 2 ranks and so on, two updates each, against one process all along. Float32 sums in another order
     differ by some 2^-24 of the loss an update; 1e-5 at the end allows for their growth."""
     for i, layout in enumerate(LAYOUTS):
         config = SMALL.replace({"steps": 2 * (i + 1), **{f"parallel.{axis}": n for axis, n in layout.items()}})
@@ -139,28 +140,28 @@ def test_buckets():
 def test_alone_nothing_is_sent():
     """No process group is there."""
     ranks, t = Ranks(), torch.tensor(2.0)
-    assert ranks.mean(t) is t and ranks.largest(t) is t and ranks.told(3) == 3 and Sharding().norm(t) is t
+    assert ranks.mean(t) is t and ranks.largest(t) is t and ranks.told(3) == 3 and Sharding().norm([t], []) == t
     ranks.refuse_differences({"code": 1})
 
 
-@pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: row.key)
+@pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: f"{row.axis}{row.key}")
 def test_what_does_not_go_together_is_refused(row):
     value = {"memory.optimizer_step": "in-backward", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
-             "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16"}.get(row.key)
+             "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16", "model.changes": "lora"}.get(row.key)
     if value is None:
         pytest.skip("rows of governors come from outside")
-    config = SMALL.replace({"parallel.shard": 2, "parallel.zero": max(row.stage, 1), row.key: value, "optimizer.clip": 0,
-                            "grad_accum_steps": 1})
-    with pytest.raises(ConfigError, match=rf"{row.key}=.*; set {row.key}={row.only}"):
+    layout = {f"parallel.{row.axis}": 2} if row.axis else {"parallel.shard": 2, "parallel.zero": max(row.stage, 1)}
+    config = SMALL.replace({**layout, row.key: value, "optimizer.clip": 0, "grad_accum_steps": 1})
+    with pytest.raises(ConfigError, match=rf"{row.key}=.*; set {row.key}={'' if row.only == () else row.only}"):
         refuse_untrainable(config)
-    if row.stage:
+    if row.stage and not row.axis:
         refuse_untrainable(config.replace({"parallel.zero": row.stage - 1}))
-    refuse_untrainable(config.replace({"parallel.shard": 1}))
+    refuse_untrainable(config.replace(dict.fromkeys(layout, 1)))
 
 
 def test_axes_that_only_predict():
-    with pytest.raises(ConfigError, match=r"parallel.tensor=2 can be predicted, but training has the axes data and shard so far"):
-        refuse_untrainable(SMALL.replace({"parallel.tensor": 2}))
+    with pytest.raises(ConfigError, match=r"parallel.pipeline=2 can be predicted, but training has the axes data, shard and tensor so far"):
+        refuse_untrainable(SMALL.replace({"parallel.pipeline": 2}))
 
 
 def test_one_process_says_how_to_start_two(tmp_path):

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
 from lpkit.datasets import RandomWindows, prepare
+from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques import attention, data, objectives, optimizers
 from lpkit.techniques.attention import AttentionKind, Rule, Softmax
@@ -228,8 +228,8 @@ def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> lis
     assert losses[updates // 2:] == [other.update(step).loss.item() for step in range(updates // 2, updates)]
     state = training.state_dict()
     weights = [state[f"model/{name}"] for name in training.sharding.owned]
-    return [losses, training.evaluate(), torch.cat([whole(t.detach()).flatten() for t in weights]).tolist()]
+    return [losses, training.evaluate(), torch.cat([whole(t).detach().flatten() for t in weights]).tolist()]
 
 
 def whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return t.full_tensor() if isinstance(t, Cut) else t

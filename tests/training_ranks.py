@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import DTensor
 
 from lpkit import measure
 from lpkit.config import Config
@@ -27,6 +26,7 @@ from lpkit.kernels.choose import choose
 from lpkit.measure import ranks as doctor_ranks
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
+from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place
 from lpkit.precision.linear import scaled_linears
@@ -58,7 +58,7 @@ def on_gpus(place: Place, told: dict) -> dict:
         training = Training.build(config, ranks=ranks)
         losses = [training.update(step).loss.item() for step in range(3)]
         devices = {str(p.device) for p in training.sharding.owned.values()}
-        return {"losses": losses, "backends": asked, "mesh": ranks.mesh.device_type, "set": [index for _, index in fake.told], "first": begun[0][1],
+        return {"losses": losses, "backends": asked, "mesh": ranks.device, "set": [index for _, index in fake.told], "first": begun[0][1],
                 "devices": sorted(devices), "races": fake.races}
 
 
@@ -182,7 +182,7 @@ def gathers(place: Place, told: dict) -> dict:
             training = Training.build(config, ranks=ranks)
             with MessageCount() as count:
                 training.update(0)
-            saved = {name: _whole(t).clone() if torch.is_tensor(t) else t for name, t in training.state_dict().items()}
+            saved = {name: _whole(t).clone() if isinstance(t, (torch.Tensor, Cut)) else t for name, t in training.state_dict().items()}
             assert all(t.dtype == torch.float32 for name, t in saved.items() if name.startswith("model/"))
             second = training.update(1)
             after = _weights(training)
@@ -199,11 +199,11 @@ def gathers(place: Place, told: dict) -> dict:
 def _weights(training: Training) -> torch.Tensor:
     """Whole ones."""
     state = training.state_dict()
-    return _flat(state[f"model/{name}"] for name in training.sharding.owned)
+    return _flat(state[f"model/{name}"] for name in training.sharding.shapes if f"model/{name}" in state)
 
 
 def _flat(tensors) -> torch.Tensor:
-    return torch.cat([_whole(t.detach()).flatten() for t in tensors])
+    return torch.cat([_whole(t).detach().flatten() for t in tensors])
 
 
 def digest_of(tensors) -> str:
@@ -211,7 +211,7 @@ def digest_of(tensors) -> str:
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t
+    return t.full_tensor() if isinstance(t, Cut) else t
 
 
 def _digest(t: torch.Tensor) -> str:
@@ -353,7 +353,7 @@ def saves(place: Place, told: dict) -> list:
         training = Training.build(config, data=RandomTokens(config), ranks=ranks)
         training.update(0)
         state = training.state_dict()
-        tensors = {name: t for name, t in state.items() if torch.is_tensor(t)}
+        tensors = {name: t for name, t in state.items() if isinstance(t, (torch.Tensor, Cut))}
         numbers = {name: t for name, t in state.items() if name not in tensors}
         checkpoint.save(Path(told["out"]), 1, tensors, {"optimizer": numbers}, keep=1)
         return [_state_digest(training)]
@@ -374,8 +374,8 @@ def goes_on(place: Place, told: dict) -> list:
 
 
 def _state_digest(training: Training) -> str:
-    return digest_of(t.double() for name, t in sorted(training.state_dict().items())
-                     if torch.is_tensor(t) and not name.startswith("rng/"))
+    return digest_of(_whole(t).double() for name, t in sorted(training.state_dict().items())
+                     if isinstance(t, (torch.Tensor, Cut)) and not name.startswith("rng/"))
 
 
 def out_of_memory(place: Place, told: dict) -> None:

@@ -39,7 +39,7 @@ from lpkit.errors import ConfigError
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.optim import moments
-from lpkit.parallel.ranks import Ranks, mesh_of
+from lpkit.parallel.ranks import Ranks, groups_of
 from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory
 from lpkit.predict.units import quantity
@@ -118,7 +118,8 @@ def _world(layout: Layout, device: str) -> Iterator[Ranks]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices)
     try:
-        yield Ranks(world=layout.devices, mesh=mesh_of(layout, device))
+        yield Ranks(world=layout.devices, layout=layout, device=device,
+                    groups=dict(groups_of(layout, 0)))
     finally:
         dist.destroy_process_group()
 

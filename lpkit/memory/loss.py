@@ -18,6 +18,7 @@ float32 rounding: of the exponential, and of the head's gradient, a sum over pie
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
@@ -34,6 +35,9 @@ from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.transformer import cross_entropy
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
+
+# logits, targets, weights -> nats; logits become the gradient (`kernels.cross_entropy`)
+NatsOf = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 # Of the rows of `lpkit.techniques.memory.CROSS_ENTROPY`.
 
@@ -53,11 +57,16 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
     targets = batch.targets
     if targets.is_floating_point():
         targets = labels(logits, targets)
-    if batch.weights is None:
+    weights, vocabulary = batch.weights, getattr(model, "vocabulary", None)
+    if weights is None and vocabulary is None:
         return cross_entropy(logits, targets)
-    nats = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(),
-                                    reduction="none")
-    return _mean(nats, batch.weights.flatten().float())
+    nats_of = vocabulary.nats if vocabulary else _nats_of
+    nats = nats_of(logits.flatten(0, 1), targets.flatten())
+    return _mean(nats, None if weights is None else weights.flatten().float())
+
+
+def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), targets, reduction="none")
 
 
 def labels(logits: Tensor, at: Tensor) -> Tensor:
@@ -72,19 +81,21 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time. `by`: the version of
     the kernel; empty: what the device has."""
     weights = None if batch.weights is None else batch.weights.flatten().float()
+    vocabulary = getattr(model, "vocabulary", None)
+    nats_ = vocabulary.cross_entropy_ if vocabulary else partial(cross_entropy_, by=by)
     with autocast:
         h = model.hidden(batch.tokens, **batch.beside).flatten(0, 1)
-        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights, by)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights, nats_)
 
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
-                         weights: Tensor | None = None, by: str = "") -> Tensor:
+                         weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
     """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, by, *_trained(head))
+        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, nats_, *_trained(head))
     nats = _nats(h)
     for each, part, at, w in _pieces(nats, h, y, weights, chunk):
-        each.copy_(cross_entropy_(head(part), at, w, by))
+        each.copy_(nats_(head(part), at, w))
     return _mean(nats, weights)
 
 
@@ -95,13 +106,13 @@ def _trained(head: nn.Module) -> list[nn.Parameter]:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
-                by: str, *parameters: Tensor) -> Tensor:
+                nats_: NatsOf, *parameters: Tensor) -> Tensor:
         # all that outlives a piece is there before the first: else the allocator finds no room for
         # the next piece's logits where the last one's were
         nats, dh = _nats(h), torch.empty_like(h)
         dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
-            d_part.copy_(_gradients(head, part, each, at, w, dp, by))
+            d_part.copy_(_gradients(head, part, each, at, w, dp, nats_))
         ctx.save_for_backward(dh, *dp)
         ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
         return _mean(nats, weights)
@@ -116,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
-               dp: list[Tensor], by: str) -> Tensor:
+               dp: list[Tensor], nats_: NatsOf) -> Tensor:
     """The gradient of `part`. Those of the head are added to `dp`, each token's nats go to
     `nats`."""
     with torch.enable_grad():
@@ -124,7 +135,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
         logits = head(part)
     g = logits.detach()
     y = labels(g, y) if y.is_floating_point() else y
-    nats.copy_(cross_entropy_(g, y, weights, by))
+    nats.copy_(nats_(g, y, weights))
     if type(head) not in (nn.Linear, WideLinear) or head.bias is not None:
         # as any backward: under autocast the gradients' products would be cast once more
         with torch.autocast(g.device.type, enabled=False):

@@ -14,27 +14,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 OptimizerStep = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
-OfAll = Callable[[Tensor], Tensor]      # the norm of one rank's gradients -> that of all ranks'
+# norms of the gradients of one rank's parameters, and these -> the norm of all ranks' gradients
+OfAll = Callable[[Sequence[Tensor], Sequence[nn.Parameter]], Tensor]
 
 
 def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
-          of_all: OfAll = lambda norm: norm) -> OptimizerStep:
+          of_all: OfAll | None = None) -> OptimizerStep:
     """Clip by the global norm, step, and free every gradient. clip=0: no clipping."""
-    return partial(_after, optimizer, parameters, clip or math.inf, of_all)
+    return partial(_after, optimizer, parameters, clip or math.inf, of_all or global_norm)
 
 
 def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
            of_all: OfAll) -> Tensor:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = of_all(_global_norm(torch._foreach_norm(gradients, 2, torch.float32)
-                               if gradients else ()))
+    trained = [p for p in parameters if p.grad is not None]
+    norm = of_all(torch._foreach_norm([p.grad for p in trained], 2, torch.float32)
+                  if trained else (), trained)
     nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
 
 
-def _global_norm(norms: Sequence[Tensor]) -> Tensor:
+def global_norm(norms: Sequence[Tensor], _: Sequence[nn.Parameter] = ()) -> Tensor:
     """Returns the global norm, from those of each gradient, float32 (); 0: none. clip_grad_norm_
     answers bf16 in bf16."""
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
@@ -49,8 +50,8 @@ class InBackward:
     """
 
     def __init__(self, optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
-                 of_all: OfAll = lambda norm: norm):
-        self.of_all = of_all
+                 of_all: OfAll | None = None):
+        self.of_all = of_all or global_norm
         self.optimizer, self.parameters = optimizer, parameters
         self.group = {p: group for group in optimizer.param_groups for p in group["params"]}
         self.norms: dict[nn.Parameter, Tensor] = {}
@@ -68,6 +69,6 @@ class InBackward:
         p.grad = None
 
     def __call__(self) -> Tensor:
-        norms = [self.norms[p] for p in self.parameters if p in self.norms]
-        self.norms.clear()
-        return self.of_all(_global_norm(norms))
+        trained = [p for p in self.parameters if p in self.norms]
+        norms = [self.norms.pop(p) for p in trained]
+        return self.of_all(norms, trained)

@@ -5,7 +5,7 @@ What it is given decides which technique sits where; it does not know what is qu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +98,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype."""
+    """tokens (B, T) int64 -> logits (B, T, V) in the compute dtype.
+
+    vocabulary: how nats are found where the logits are a part of all
+                (`lpkit.parallel.tensor.Vocabulary`)
+    """
+
+    vocabulary: Any = None
 
     def __init__(self, config: ModelConfig, attend: Attend = sdpa):
         super().__init__()

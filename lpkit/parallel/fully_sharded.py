@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
 from lpkit.parallel.drawn import drawing
-from lpkit.parallel.ranks import Waits
+from lpkit.parallel.ranks import Waits, shard_mesh
 from lpkit.parallel.sharding import OfRows
 from lpkit.techniques.layouts import GATHERED
 
@@ -111,13 +111,13 @@ class FullySharded(OfRows):
         self.gathers: list[CastGather] = []
         self.drawn: dict[nn.Parameter, Tensor] = {}
         self.autocasts = gathered is None
-        mesh = self.ranks.mesh if self.layout.data > 1 else self.ranks.mesh["shard"]
-        self.transforms = (Shard(mesh=mesh, compute=gathered, zero=self.layout.zero,
+        self.transforms = (Shard(mesh=shard_mesh(self.ranks), compute=gathered, zero=self.layout.zero,
                                  drawn=self.drawn, entry=self.entry),)
 
     @contextmanager
     def making(self, device: torch.device) -> Iterator[None]:
-        if isinstance(torch.empty(0), FakeTensor):      # a whole one takes no memory, and less time
+        # a whole one takes no memory, and less time; tensor parallelism cuts columns, of whole ones
+        if isinstance(torch.empty(0), FakeTensor) or self.layout.tensor > 1:
             yield
             return
         with drawing(self.rows, device) as drawn:
@@ -155,3 +155,4 @@ class FullySharded(OfRows):
             owned.data = shard.detach().to_local()      # FSDP2 may have put them elsewhere
             owned.grad = None if shard.grad is None else shard.grad.to_local()
             shard.grad = None
+        super().reduce()

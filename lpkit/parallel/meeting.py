@@ -44,8 +44,8 @@ import lpkit
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named
 from lpkit.parallel.processes import STRANGER, told
-from lpkit.parallel.ranks import Ranks, distributed, mesh_of
-from lpkit.techniques.layouts import TRAINED, refuse_untrainable, wrong_world
+from lpkit.parallel.ranks import Ranks, distributed, groups_of
+from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
@@ -87,11 +87,11 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     try:
         with meeting(BACKENDS[device], rank=rank, world=world, local_world=local_world,
                      init_method=init_method) as prove:
-            mesh = mesh_of(layout, device)
-            for axis in TRAINED:
-                prove(axis, mesh.get_group(axis))
+            groups = dict(groups_of(layout, rank))
+            for name, group in groups.items():
+                prove(name, group)
         ranks = Ranks(rank=rank, world=world, local_rank=local_rank, local_world=local_world,
-                      mesh=mesh)
+                      layout=layout, groups=groups, device=device)
         ranks.refuse_differences({**flat(config), "lpkit code": _code(), "Python": sys.version,
                                   "PyTorch": torch.__version__})
         yield ranks

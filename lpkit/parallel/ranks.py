@@ -1,7 +1,7 @@
 """The processes that train together: which one this is, and what they tell one another.
 
-PyTorch's own: `torch.distributed`, a DeviceMesh with the axes `data` and `shard`. On GPUs tensors
-travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for. How
+PyTorch's own: `torch.distributed`, and a process group for each of `layouts.GROUPS` that has several
+ranks. On GPUs tensors travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for. How
 they meet is in `lpkit.parallel.meeting`.
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lpkit import records
 from lpkit.errors import ConfigError, packed, unpacked
-from lpkit.techniques.layouts import TRAINED, Layout
+from lpkit.techniques.layouts import GROUPS, Layout
 
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,14 +45,25 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among those that train together. Alone, nothing is sent."""
+    """This process among those that train together. Alone, nothing is sent.
+
+    groups: by a name of `layouts.GROUPS`, the process group of this rank; none where it is alone in
+            it. Empty: there is no process group at all
+    device: the type of what the ranks compute on
+    """
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0     # among those of this machine,
     local_world: int = 1    # which are this many
-    mesh: DeviceMesh | None = None
+    layout: Layout = field(default_factory=Layout)
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    device: str = "cpu"
     waits: Waits = field(default_factory=Waits, compare=False)
+
+    def __deepcopy__(self, _: Any) -> Ranks:
+        """A copy of what trains belongs to the same ranks."""
+        return self
 
     @property
     def first(self) -> bool:
@@ -60,7 +72,7 @@ class Ranks:
 
     def mean(self, t: Tensor) -> Tensor:
         """Returns the mean of a tensor that each has."""
-        if self.mesh is None:
+        if not self.groups:
             return t
         total = t.detach().clone()
         with self.waits:
@@ -69,14 +81,14 @@ class Ranks:
 
     def largest(self, t: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Takes the largest of what all (of `group`) have, number by number, in place."""
-        if self.mesh is not None:
+        if self.groups:
             with self.waits:
                 dist.all_reduce(t, dist.ReduceOp.MAX, group=group)
         return t
 
     def told(self, number: int) -> int:
         """Returns what the first process says; by the host, so that no device is waited for."""
-        if self.mesh is None:
+        if not self.groups:
             return number
         said = torch.tensor([number])
         dist.broadcast(said, 0)
@@ -84,16 +96,16 @@ class Ranks:
 
     def by_first(self, work: Callable[[], Any]) -> Any:
         """Does as the function `by_first`; alone, `work` is done here."""
-        return work() if self.mesh is None else by_first(work)
+        return work() if not self.groups else by_first(work)
 
     def agreed(self, what: Any) -> Any:
         """Returns what the first process has, which becomes JSON; the others' is not looked at."""
-        return what if self.mesh is None else _said(what)
+        return what if not self.groups else _said(what)
 
     def refuse_differences(self, facts: Mapping[str, Any]) -> None:
         """Raises ConfigError, on all, when `facts` are not the same on all: it names who differs,
         and in what."""
-        if self.mesh is None:
+        if not self.groups:
             return
         everybody = everybodys(records.plain(dict(facts)))
         for rank, theirs in enumerate(everybody):
@@ -144,6 +156,28 @@ def distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def mesh_of(layout: Layout, device: str) -> DeviceMesh:
-    """Makes the mesh of the process group. `device`: its type."""
-    return init_device_mesh(device, (layout.data, layout.shard), mesh_dim_names=TRAINED)
+def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Makes the groups of a layout in which `rank` is not alone, by name: those of the same ranks
+    are one. All ranks call it alike."""
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.devices)): dist.group.WORLD}
+    for name, axes in GROUPS.items():
+        each = sorted({tuple(layout.peers(one, axes)) for one in range(layout.devices)})
+        for ranks in each if len(each[0]) > 1 else ():
+            if ranks not in made:
+                made[ranks] = dist.new_group(ranks)
+        mine = tuple(layout.peers(rank, axes))
+        if mine in made:
+            yield name, made[mine]
+
+
+def shard_mesh(ranks: Ranks) -> DeviceMesh:
+    """Returns the mesh of those that keep parts of the same model states, for FSDP2; with replicas
+    of it its two axes, `data` first."""
+    layout, groups = ranks.layout, ranks.groups
+    with _disable_current_modes():      # a trace has real ranks, of fake tensors
+        if layout.data == 1:
+            return DeviceMesh.from_group(groups["shard"], ranks.device, mesh_dim_names=("shard",))
+        those = torch.tensor(layout.peers(ranks.rank, GROUPS["replicas"]), device="cpu")
+        return DeviceMesh.from_group([groups["data"], groups["shard"]], ranks.device,
+                                     mesh=those.view(layout.data, -1),
+                                     mesh_dim_names=("data", "shard"))

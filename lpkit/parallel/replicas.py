@@ -100,12 +100,12 @@ class Replicas(Sharding):
         flat = _flatten_dense_tensors([p.grad for p in used])
         for p, part in zip(used, _unflatten_dense_tensors(flat, used)):
             p.grad = part
-        work = dist.all_reduce(flat, async_op=True)
+        work = dist.all_reduce(flat, group=self.ranks.groups["replicas"], async_op=True)
 
         def arrived() -> None:
             with self.ranks.waits:
                 work.wait()
-            flat.div_(self.ranks.world)
+            flat.div_(self.layout.replicas)
 
         return arrived
 
@@ -114,6 +114,7 @@ class Replicas(Sharding):
 
     def reduce(self) -> None:
         self.messages.finish()
+        super().reduce()
 
 
 class ShardedOptimizer(OfRows):
@@ -121,7 +122,7 @@ class ShardedOptimizer(OfRows):
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shapes = {name: p.shape for name, p in whole.items()}
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.owned = {name: nn.Parameter(self.rows(p.detach())) for name, p in whole.items()}
         self.of = {p: self.owned[name] for name, p in whole.items()}
         self.messages = Messages(list(whole.values()), self.layout.reduction, self._scatter)
@@ -132,6 +133,7 @@ class ShardedOptimizer(OfRows):
 
     def reduce(self) -> None:
         self.messages.finish()
+        super().reduce()
 
     def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
         """Leaves the mean of this rank's rows of each gradient; the whole ones are freed."""
@@ -150,8 +152,8 @@ class ShardedOptimizer(OfRows):
             parts = None        # no message reads it any more
             if self.layout.data > 1:
                 with self.ranks.waits:
-                    dist.all_reduce(mine, group=self.ranks.mesh.get_group("data"))
-            mine.div_(self.ranks.world)
+                    dist.all_reduce(mine, group=self.ranks.groups["data"])
+            mine.div_(self.layout.replicas)
             at = 0
             for p, there in zip(bucket, used):
                 rows = self.of[p]

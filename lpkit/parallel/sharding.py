@@ -4,10 +4,12 @@ ways, named by `lpkit.techniques.layouts.STAGES`; this one, `Sharding`, is one d
 An optimizer is given what a rank owns, as plain tensors: whole parameters, or its rows of each. So
 every optimizer, format of moments and rounding is what it is on one device. Rows are cut as FSDP2
 cuts them, ceil(rows / ranks) to each, the last ranks have fewer or none; in a checkpoint they are
-DTensors, which any other layout can read. A parameter has one name for each of its forms:
+pieces with their places (`cut`), which any other layout can read. A parameter has one name for each
+of its forms:
 
     stand_in    in the model while that is made in ZeRO 2 and 3: a shape without memory (`drawn`)
     whole       all of it, in one process; in ZeRO 2 and 3 one at a time
+    part        what tensor parallelism leaves this rank of it (`tensor`); else the same as whole
     rows        this rank's rows of it, a plain tensor
     shard       the DTensor over these rows that the model has in ZeRO 2 and 3 (`fully_sharded`)
     owned       the plain parameter over the same rows that the optimizer updates
@@ -18,6 +20,7 @@ Source: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,11 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Parameter, Transform
+from lpkit.memory.update import global_norm
+from lpkit.parallel.cut import Cut, Split, pieces
 from lpkit.parallel.ranks import Ranks, all_gather
-from lpkit.techniques.layouts import STAGES, Layout
+from lpkit.techniques.layouts import GROUPS, STAGES, Layout
 
 
 @dataclass(kw_only=True)
@@ -43,11 +49,14 @@ class Sharding:
     entry: str | None = None
 
     autocasts = True        # whether the model computes under autocast
-    index = 0               # of the part that this rank owns
+    index = 0               # of the rows that this rank owns
+    by_rows = False         # each rank of the group `shard` owns rows
 
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
+        self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
+        self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
 
     def making(self, device: torch.device) -> AbstractContextManager:
         """A context around what makes the model and initialises it."""
@@ -55,6 +64,7 @@ class Sharding:
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Returns what this rank updates of the built and transformed model, by name."""
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
         self.owned = {name: p for name, p in model.named_parameters() if p.requires_grad}
         return self.owned
 
@@ -63,10 +73,40 @@ class Sharding:
 
     def reduce(self) -> None:
         """Called after it: what is owned then has the gradients of the whole batch."""
+        self._sum_alike()
 
-    def norm(self, norm: Tensor) -> Tensor:
-        """Returns the norm of all gradients, from that of the owned ones."""
-        return norm
+    def _sum_alike(self) -> None:
+        """Ranks of a tensor group have met a part of the tokens with what each has all of: a
+        norm's weights."""
+        if self.layout.tensor == 1:
+            return
+        for name, split in self.splits.items():
+            if split.dim is None and split.index and self.owned[name].grad is not None:
+                self.owned[name].grad.zero_()       # the first rank's alone: zeros stay zeros
+        alike = [p for name, p in self.owned.items()
+                 if name not in self.splits and p.grad is not None]
+        for dtype in {p.dtype for p in alike}:
+            these = [p.grad for p in alike if p.dtype == dtype]
+            flat = _flatten_dense_tensors(these)
+            with self.ranks.waits:
+                dist.all_reduce(flat, group=self.ranks.groups["tensor"])
+            torch._foreach_copy_(these, list(_unflatten_dense_tensors(flat, these)))
+
+    def norm(self, norms: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Returns the norm of all gradients, from those of the owned `parameters`."""
+        over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1))
+                if cut]
+        if not over:
+            return global_norm(norms)
+        if self.layout.tensor > 1:      # what all have is counted once
+            names = {p: name for name, p in self.owned.items()}
+            norms = [norm if names[p] in self.splits else norm / self.layout.tensor**0.5
+                     for norm, p in zip(norms, parameters, strict=True)]
+        squares = global_norm(norms).square()
+        for name in over:
+            with self.ranks.waits:
+                dist.all_reduce(squares, group=self.ranks.groups[name])
+        return squares.sqrt()
 
     def spread(self) -> None:
         """Is called after the optimizer's step: every rank then has the new weights that it is to
@@ -76,13 +116,39 @@ class Sharding:
         """Returns what a rule may ask of an owned parameter."""
         return Parameter(name, tuple(self.owned[name].shape))
 
-    def whole(self, name: str, t: Tensor) -> Tensor:
-        """`t`, which belongs to the owned part of a parameter, as a checkpoint has it."""
-        return t
+    def first_row(self, name: str) -> int:
+        """Returns which row of its part of a parameter is the first that this rank owns."""
+        return 0
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """The other way: what belongs to the owned part."""
-        return whole
+    def saved(self, name: str, p: Tensor) -> Tensor | Cut:
+        """A parameter of the model, as a checkpoint has it."""
+        return self._whole(name, local(p).detach(), isinstance(p, DTensor))
+
+    def whole(self, name: str, t: Tensor) -> Tensor | Cut:
+        """`t`, which belongs to the owned rows of a parameter, as a checkpoint has it."""
+        return self._whole(name, t, self.by_rows)
+
+    def _whole(self, name: str, t: Tensor, by_rows: bool) -> Tensor | Cut:
+        split, part = self.splits.get(name), self.shapes[name]
+        if not (by_rows or split) or not part.numel() or not t.ndim:
+            return t
+        cut = {*(("shard", "context") if by_rows else ()), *(("tensor",) if split else ())}
+        owners = self.layout.peers(self.ranks.rank, {*GROUPS["stage"]} - cut)
+        return Cut(shape=part if split is None else split.shape(part), dtype=t.dtype,
+                   pieces=pieces(t, self.first_row(name) if by_rows else 0, part, split),
+                   owners=tuple(owners))
+
+    def part(self, name: str, whole: Tensor | Cut) -> Tensor:
+        """The other way: what belongs to the owned rows."""
+        own = self.owned[name]
+        if isinstance(whole, Tensor) and (not (self.by_rows or name in self.splits)
+                                          or whole.shape != self.whole(name, own).shape):
+            return whole
+        if isinstance(whole, Cut) and [t.shape for _, t in whole.pieces] == [own.shape]:
+            return whole.pieces[0].data
+        mine = torch.zeros(own.shape, dtype=whole.dtype)
+        self.whole(name, mine).copy_(whole)
+        return mine
 
 
 def local(t: Tensor) -> Tensor:
@@ -91,10 +157,17 @@ def local(t: Tensor) -> Tensor:
 
 
 def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
+    if not ranks.groups:        # who reads a run of several ranks, alone
+        return Sharding(ranks=ranks, **of_run)
     # one rank would send itself copies
-    alone = ranks.mesh is None or (layout.devices == 1 and not layout.stage)
+    alone = layout.replicas == 1 and not layout.stage
     kind = Sharding if alone else STAGES[layout.stage].load()
-    return kind(ranks=ranks, layout=layout, **of_run)
+    shards = kind(ranks=ranks, layout=layout, **of_run)
+    if layout.tensor > 1:
+        from lpkit.parallel.tensor import TensorParallel
+
+        shards.transforms = (TensorParallel(ranks=ranks, splits=shards.splits), *shards.transforms)
+    return shards
 
 
 @dataclass(frozen=True)
@@ -127,11 +200,12 @@ class CutParameter(Parameter):
 class OfRows(Sharding):
     """Each rank of the group `shard` owns some rows of every parameter."""
 
+    by_rows = True
+
     def __post_init__(self):
         super().__post_init__()
-        self.shapes: dict[str, torch.Size] = {}
-        self.group = self.ranks.mesh.get_group("shard")
-        self.size, self.index = self.layout.shard, self.ranks.mesh.get_local_rank("shard")
+        self.group = self.ranks.groups["shard"]
+        self.size, self.index = self.layout.state_ranks, dist.get_rank(self.group)
 
     def rows(self, whole: Tensor) -> Tensor:
         """A view of those of this rank."""
@@ -139,24 +213,9 @@ class OfRows(Sharding):
         start = min(self.index * each, whole.shape[0])
         return whole[start:start + each]
 
-    def norm(self, norm: Tensor) -> Tensor:
-        squares = norm.square()
-        with self.ranks.waits:
-            dist.all_reduce(squares, group=self.group)
-        return squares.sqrt()
-
     def told(self, name: str) -> Parameter:
         return CutParameter(name, tuple(self.shapes[name]), self)
 
-    def whole(self, name: str, t: Tensor) -> Tensor:
-        shape = self.shapes[name]
-        if t.shape != self.owned[name].shape or not shape:      # a number for the whole parameter
-            return t
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(t, self.ranks.mesh, [Replicate(), Shard(0)], run_check=False,
-                                  shape=shape, stride=stride)
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        if isinstance(whole, DTensor):
-            return whole.to_local()
-        return self.rows(whole) if whole.shape == self.shapes[name] else whole
+    def first_row(self, name: str) -> int:
+        rows = self.shapes[name][0]
+        return min(self.index * -(-rows // self.size), rows)

@@ -18,7 +18,7 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +118,11 @@ class Layout(Checked):
         return self.data * self.shard
 
     @property
+    def replicas(self) -> int:
+        """Ranks that read different tokens by the same weights."""
+        return self.data * self.state_ranks
+
+    @property
     def state_ranks(self) -> int:
         """Ranks over which ZeRO spreads model states; a context group holds the same weights."""
         return self.shard * self.context
@@ -126,6 +131,29 @@ class Layout(Checked):
     def stage(self) -> int:
         """ZeRO's, where there are ranks to shard over."""
         return self.zero if self.state_ranks > 1 else 0
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Returns where `rank` stands on each axis."""
+        found = {}
+        for axis in FASTEST_FIRST:
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def peers(self, rank: int, axes: Collection[str]) -> list[int]:
+        """Returns the ranks, in order, that stand where `rank` does but on `axes`."""
+        step, found = 1, [rank]
+        for axis in FASTEST_FIRST:
+            size = getattr(self, axis)
+            if axis in axes:
+                first = -(rank // step % size)
+                found = [one + (first + i) * step for i in range(size) for one in found]
+            step *= size
+        return sorted(found)
+
+    def batch_rank(self, rank: int) -> int:
+        """Returns which of the `batch_ranks` it belongs to."""
+        at = self.coordinates(rank)
+        return at["data"] * self.shard + at["shard"]
 
     def __str__(self) -> str:
         axes = [f"{axis} {getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
@@ -185,9 +213,11 @@ def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsharded:
-    """A setting that must be `only` where training has ZeRO's `stage` or above on several ranks."""
+    """A setting that must be `only` where training has ZeRO's `stage` or above on several ranks, or
+    several on `axis`."""
 
-    stage: int
+    stage: int = len(STAGES)
+    axis: str = ""
     key: str
     only: Any
     why: str
@@ -207,8 +237,26 @@ UNSHARDED = (
     Unsharded(stage=2, key="memory.param_dtype", only="fp32",
               why="leaves no float32 weights to gather from"),
     Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows"),
+    Unsharded(axis="tensor", key="memory.moment_format", only="float32",
+              why="has scales of blocks that cross the parts of two ranks"),
+    Unsharded(axis="tensor", key="precision.telemetry_every", only=0,
+              why="looks at whole weights, and a rank has parts"),
+    Unsharded(axis="tensor", key="governors", only=(),
+              why="change whole weights, and a rank has parts"),
+    Unsharded(axis="tensor", key="transforms", only=(),
+              why="change whole weights, and a rank has parts"),
+    Unsharded(axis="tensor", key="model.changes", only=(),
+              why="change whole matrices, and a rank has parts"),
+    Unsharded(axis="tensor", key="objective", only="next-token",
+              why="reads all logits of a token, and a rank has a part"),
 )
-TRAINED = ("data", "shard")     # the axes
+TRAINED = ("data", "shard", "tensor")       # the axes
+# The ranks that talk, by what they are to one another: the axes on which they differ.
+GROUPS = {
+    "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
+    "tensor": ("tensor",), "context": ("context",), "pipeline": ("pipeline",),
+    "stage": ("data", "shard", "context", "tensor"),
+}
 
 
 def untrained(layout: Layout) -> list[str]:
@@ -262,7 +310,7 @@ def refuse_untrainable(config: "Config") -> None:
     changes: dict[str, Any] = {f"parallel.{axis}": 1 for axis in untrained(layout)}
     why = ""
     if changes:
-        (axis, *_), kept = untrained(layout), " and ".join(TRAINED)
+        (axis, *_), kept = untrained(layout), f"{', '.join(TRAINED[:-1])} and {TRAINED[-1]}"
         why = (f"parallel.{axis}={getattr(layout, axis)} can be predicted, but training has the "
                f"axes {kept} so far")
         changes |= {"parallel.interleave": 1} if layout.interleave > 1 else {}
@@ -271,11 +319,17 @@ def refuse_untrainable(config: "Config") -> None:
     for row in UNSHARDED if left.devices > 1 else ():
         value = functools.reduce(getattr, row.key.split("."), config)
         value = getattr(value, "name", value)
-        if left.stage >= row.stage and value != row.only:
+        asked = getattr(left, row.axis) > 1 if row.axis else left.stage >= row.stage
+        if asked and value != row.only:
             said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
             why = why or f"{row.key}={said} {row.why}"
             changes[row.key] = row.only
-            lower = min(lower, row.stage - 1)
+            lower = lower if row.axis else min(lower, row.stage - 1)
+    m = config.model
+    if layout.tensor > 1 and m.attention.rule(m.T) is None:
+        why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
+                      f"heads so far")
+        changes["parallel.tensor"] = 1
     if not why:
         return
     words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())
@@ -298,7 +352,8 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
     sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
     below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
     words = f"{name} may be {' or '.join(map(str, below + above))}"
-    return f"{words} in a prediction; training has parallel.{name}=1" if name in AXES else words
+    only = name in AXES and name not in TRAINED
+    return f"{words} in a prediction; training has parallel.{name}=1" if only else words
 
 
 def wrong_world(config: "Config", layout: Layout, devices: int) -> str:

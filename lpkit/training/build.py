@@ -22,7 +22,7 @@ from torch import nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Loss, ObjectiveContext, Transform
+from lpkit.contracts import Choice, Loss, ObjectiveContext, Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
@@ -128,13 +128,15 @@ def refuse_sizes(config: Config) -> None:
     """Raises ConfigError for updates that are no whole micro-batches of all ranks, or too large."""
     whole = config.micro_batch * config.parallel.batch_ranks
     steps = range(config.steps if SIZES[config.sizes.name].at else 1)
+    parts = config.parallel.tensor
     for step, (count, tokens) in enumerate(map(config.sizes_at, steps)):
         if not (0 < count <= config.global_batch and count % whole == 0
-                and 0 < tokens <= config.model.context):
+                and 0 < tokens <= config.model.context and tokens % parts == 0):
+            of = f"a multiple of {parts} and " if parts > 1 else ""
             raise ConfigError(
                 f"sizes={config.sizes.name} gives update {step + 1} {count} sequences of {tokens} "
                 f"tokens; let it give a multiple of {whole} (a micro-batch of every rank), at most "
-                f"global_batch={config.global_batch}, and at most "
+                f"global_batch={config.global_batch}, and {of}at most "
                 f"model.context={config.model.context} tokens")
 
 
@@ -160,6 +162,12 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
         if why := MODEL_CHANGES[change.name].problem(config, recipe):
             raise ConfigError(f"model.changes={change.name} {why}")
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
+    if compiled.used != OFF and config.parallel.tensor > 1:
+        why = f"parallel.tensor={config.parallel.tensor} sends messages inside of a block"
+        if compiled.asked != "auto":
+            raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
+                              f"set system.compile=false")
+        compiled = Choice(asked="auto", used=OFF, why=why)
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
@@ -224,7 +232,9 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
         transforms.append(Compile(what=what, backend=recomputation.compiler))
     with nullcontext() if named else sharding.making(decisions.device):
         model = made(config, choices["attention"].used, start)
-    return transformed(moved(model, decisions.device), transforms)
+    splits = [one for one in transforms if one.stage < Stage.STORAGE]
+    model = moved(transformed(model, splits), decisions.device)
+    return transformed(model, [one for one in transforms if one.stage >= Stage.STORAGE])
 
 
 def build_loss(config: Config, decisions: Decisions) -> Loss:

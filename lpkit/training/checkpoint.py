@@ -56,7 +56,7 @@ def save(root: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[st
     `run`: whose it is, the hash of its identity. `lines`: as Checkpoint's, of process 0. `write`
     puts the tensors into a folder, in `shards.file_names`.
 
-    A tensor may be a DTensor: each process writes its own pieces. What is not one is the same on
+    A tensor may be a `Cut`: each process writes its own pieces. What is not one is the same on
     all processes, and one of them writes it; `state` is that of process 0.
     Raises OSError (a full disk, a read-only folder) with nothing visible written, ConfigError for a
     link where a folder is needed.

@@ -50,7 +50,7 @@ def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
     # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
     other = POLICIES[asked.name].evaluation
     piece = batch // config.grad_accum_steps        # on any number of ranks
-    piece = -(-piece // ranks.world) * ranks.world
+    piece = -(-piece // ranks.layout.batch_ranks) * ranks.layout.batch_ranks
     val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
                         files.val, piece, config.seed + VALIDATION), ranks, piece)
     return Corpus(data=data, val=val, tokenizer=files.tokenizer.to_dict(), tokens=tokens)
@@ -76,7 +76,8 @@ class Share(DataPolicy):
             raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
                               f"sequences, and all are to have {sequences}; let it begin "
                               f"again where its text ends")
-        return batch.chunk(self.ranks.world)[self.ranks.rank]
+        layout = self.ranks.layout
+        return batch.chunk(layout.batch_ranks)[layout.batch_rank(self.ranks.rank)]
 
 
 class Prefetched(DataPolicy):

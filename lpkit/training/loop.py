@@ -18,6 +18,7 @@ from lpkit.config import Config
 from lpkit.contracts import Observer, RunAccount, StepRecord
 from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
+from lpkit.parallel.cut import Cut
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
 from lpkit.training.build import environment
@@ -278,7 +279,7 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
     if training.ranks.first:
         sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
-    tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
+    tensors = {name: value for name, value in state.items() if isinstance(value, (torch.Tensor, Cut))}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:

@@ -35,7 +35,7 @@ def refuse(config: Config) -> None:
                           f"ZeRO {config.parallel.stage} gives each rank rows; set parallel.zero=1")
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
         refuse_overwritten(config)
-        if config.parallel.stage:
+        if config.parallel.stage or config.parallel.tensor > 1:
             refuse_rows(config)
 
 
@@ -67,19 +67,25 @@ def refuse_overwritten(config: Config) -> None:
 
 def refuse_rows(config: Config) -> None:
     """Refuses an optimizer that updates a parameter otherwise than its rows one by one."""
+    layout = config.parallel
     for settings in optimizers.rules(config.optimizer):
-        _refuse_rows(settings, config.parallel.stage)
+        if layout.tensor > 1:
+            _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part of it",
+                          "parallel.tensor=1")
+        if layout.stage and not optimizers.find(settings.name).told:
+            _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
+                          "parallel.zero=0, or let its row be told, and its rule ask "
+                          "contracts.Parameter for norms and whole tensors")
 
 
-def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
+def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: str) -> None:
+    """Tries it on halves along `dim`, and on the whole."""
     row = optimizers.find(settings.name)
-    if row.told:        # it asks for what it needs of other rows
-        return
     rule, draw = row.load(), torch.Generator().manual_seed(0)
-    w = torch.randn(32, 16, generator=draw)
-    w[16:] *= 100       # a norm of the whole is another one than that of its rows
-    g = torch.randn(32, 16, generator=draw)
-    g[:16] *= 100
+    w = torch.randn(32, 32, generator=draw)
+    g = torch.randn(32, 32, generator=draw)
+    w.narrow(dim, 16, 16).mul_(100)       # a norm of the whole is another one than that of its rows
+    g.narrow(dim, 0, 16).mul_(100)
 
     def updated(w: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         w, shapes = w.clone(), [slot.shape(tuple(w.shape), settings) for slot in row.slots]
@@ -88,13 +94,13 @@ def _refuse_rows(settings: OptimizerSettings, zero: int) -> None:
             rule(w, g.clone(), slots, settings, update)
         return w
 
-    apart = torch.cat([updated(w[rows], g[rows]) for rows in (slice(16), slice(16, None))])
-    if not torch.allclose(updated(w, g), apart, rtol=1e-6, atol=1e-7):
-        raise ConfigError(
-            f"optimizer={settings.name} reads a parameter as a whole, and ZeRO "
-            f"{zero} gives each rank rows of it, which it would update otherwise; set "
-            f"parallel.zero=0, or let its row be told, and its rule ask contracts.Parameter for "
-            f"norms and whole tensors")
+    apart = None
+    if not row.told:
+        halves = [updated(*both) for both in zip(w.chunk(2, dim), g.chunk(2, dim))]
+        apart = torch.cat(halves, dim)
+    if apart is None or not torch.allclose(updated(w, g), apart, rtol=1e-6, atol=1e-7):
+        raise ConfigError(f"optimizer={settings.name} reads a parameter as a whole, and {parts}, "
+                          f"which it would update otherwise; set {way_out}")
 
 
 def governing(governors: Mapping[str, Governor]) -> dict[str, Choice]:

@@ -1,7 +1,7 @@
 """Tensors in safetensors files, one file per process, however tensors are cut.
 
-A process writes its pieces of each DTensor, and of the tensors that several have alike each writes
-some. A piece keeps its place in the whole tensor, `saved_offsets`, in the file's header, where the
+A process writes its pieces of each `Cut` tensor, and of what several have alike each writes some. A
+piece keeps its place in the whole tensor, `saved_offsets`, in the file's header, where the
 HuggingFaceStorageReader of `torch.distributed.checkpoint` (DCP) looks too. Who reads maps all
 files, and fills each piece of its own from the parts of those that overlap it. So nothing has to be
 planned together: DCP plans by collectives that unpickle what arrives, and keeps such places in a
@@ -10,8 +10,10 @@ pickle, and reading a pickle runs what it says.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,19 +23,18 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lpkit.errors import packed, unpacked
 from lpkit.files import sync
+from lpkit.parallel.cut import Cut, Offsets, Piece
 from lpkit.parallel.ranks import distributed, everybodys
 
+MORE = "//piece-"                   # between the name and number of a file's further piece of a tensor
 SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several in any order
 WRITE_BUFFER_BYTES = 2**22          # more than safetensors wants beside the tensors
 
-Offsets = tuple[int, ...]
 Prefix = str | tuple[str, ...]      # of a name; of several, any
-Blank = Callable[[str, torch.Size, torch.dtype], Tensor]
+Blank = Callable[[str, torch.Size, torch.dtype], Tensor | Cut]
 
 
 def file_names(processes: int) -> list[str]:
@@ -62,7 +63,7 @@ def load(paths: list[Path], *, only: Prefix = "", blank: Blank = whole) -> dict[
     """The tensors in `paths` whose name starts with `only`.
 
     What one file has whole is mapped, and takes no memory. What lies in several is read into what
-    `blank` makes for its name, shape and dtype; all of it, unless that is a DTensor.
+    `blank` makes for its name, shape and dtype; all of it, unless that is a `Cut`.
     Every process of a group calls this. Raises OSError, on all.
     """
     saved = {name: one for name, one in _mapped(paths).items() if name.startswith(only)}
@@ -86,27 +87,27 @@ def _together(what: str, work: Callable, *args: Any) -> None:
             raise OSError(f"{what}{where}: {cause}") from raised or cause
 
 
-def _piece(t: Tensor) -> tuple[Offsets, Tensor, list[int]]:
-    """Returns this process's part of a tensor: where it begins in the whole, and who has the
-    same."""
-    if not isinstance(t, DTensor):
-        return (0,) * t.ndim, t.detach(), list(range(dist.get_world_size() if distributed() else 1))
-    mesh, own = t.device_mesh, t.device_mesh.get_coordinate()
-    alike = tuple(slice(None) if one.is_replicate() else at for one, at in zip(t.placements, own))
-    _, offsets = compute_local_shape_and_global_offset(t.shape, mesh, t.placements)
-    return tuple(offsets), t.detach().to_local(), mesh.mesh[alike].flatten().tolist()
+def _pieces(t: Tensor | Cut) -> tuple[Sequence[Piece], tuple[int, ...]]:
+    """Returns this process's pieces of a tensor, and who has the same."""
+    if isinstance(t, Cut):
+        return t.pieces, t.owners
+    everybody = tuple(range(dist.get_world_size() if distributed() else 1))
+    return [Piece((0,) * t.ndim, t.detach())], everybody
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """This process writes every n-th, by size, of the pieces that n processes have."""
+    """This process writes every n-th, by size, of the pieces that n processes have. Others may know
+    other names: those of another stage."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
-    pieces, places = {}, {}
+    pieces, places, turns = {}, {}, Counter[tuple[int, ...]]()
     by_size = sorted(tensors, key=lambda name: (-tensors[name].nbytes, name))
-    for number, name in enumerate(by_size):
-        offsets, piece, owners = _piece(tensors[name])
-        # who has no row of a tensor says nothing of it; an empty tensor is said by one
-        if owners[number % len(owners)] == rank and (piece.numel() or not tensors[name].numel()):
-            pieces[name], places[name] = piece, list(offsets)
+    for name in by_size:
+        here, owners = _pieces(tensors[name])
+        turns[owners] += 1
+        if owners[turns[owners] % len(owners)] == rank:
+            for more, (offsets, piece) in enumerate(here):
+                key = f"{name}{MORE}{more}" if more else name   # a file has a name once
+                pieces[key], places[key] = piece.detach(), list(offsets)
     path = folder / file_names(world)[rank]
     _save_file(path, pieces, places)
     if distributed():           # here, where it was written; the caller syncs the whole folder
@@ -136,9 +137,9 @@ def _mapped(paths: list[Path]) -> dict[str, _Saved]:
     for path in paths:
         with safe_open(path, framework="pt") as file:
             places = json.loads(file.metadata()[SHARDING])
-            for name in file.keys():
-                piece, offsets = file.get_tensor(name), tuple(places[name]["saved_offsets"])
-                one = saved.setdefault(name, _Saved(piece.dtype, piece.shape))
+            for key in file.keys():
+                piece, offsets = file.get_tensor(key), tuple(places[key]["saved_offsets"])
+                one = saved.setdefault(key.partition(MORE)[0], _Saved(piece.dtype, piece.shape))
                 ends = [start + length for start, length in zip(offsets, piece.shape)]
                 one.size = torch.Size(map(max, one.size, ends))
                 one.pieces.append((offsets, piece))
@@ -147,12 +148,10 @@ def _mapped(paths: list[Path]) -> dict[str, _Saved]:
 
 def _fill(wanted: Mapping[str, Tensor], saved: Mapping[str, _Saved]) -> None:
     for name, t in wanted.items():
-        begin, target, _ = _piece(t)
-        for start, piece in saved[name].pieces:
-            part = target
+        for (begin, target), (start, piece) in itertools.product(_pieces(t)[0], saved[name].pieces):
             for dim, (ours, theirs) in enumerate(_overlap(begin, target, start, piece)):
-                part, piece = part.narrow(dim, *ours), piece.narrow(dim, *theirs)
-            part.copy_(piece)
+                target, piece = target.narrow(dim, *ours), piece.narrow(dim, *theirs)
+            target.copy_(piece)
 
 
 def _overlap(a: Offsets, one: Tensor, b: Offsets, other: Tensor

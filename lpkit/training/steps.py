@@ -36,7 +36,7 @@ class LossScaler(nn.Module):
         """The gradients of what this rank owns; it is dropped everywhere, or nowhere."""
         scale, parameters = self.scale.item(), list(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, (ranks.world if ranks else 1) / scale)
+        torch._foreach_mul_(grads, (ranks.layout.replicas if ranks else 1) / scale)
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
         if ranks is not None:
@@ -99,7 +99,7 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
             # of fewer micro-batches each is a larger part, and overflows at the scale of one device
-            (part if scaler is None else part * (scaler.scale / ranks.world)).backward()
+            (part if scaler is None else part * (scaler.scale / ranks.layout.replicas)).backward()
             advance(model, ranks.largest if ranks.world > 1 else None)
             if i == parts - 1:
                 sharding.reduce()

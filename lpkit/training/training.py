@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lpkit import records
@@ -28,8 +27,9 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
+from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
-from lpkit.parallel.sharding import Sharding, local, sharding
+from lpkit.parallel.sharding import Sharding, sharding
 from lpkit.precision.compute import CACHED, compute_dtype
 from lpkit.techniques import schedules
 from lpkit.techniques.changes import GOVERNORS
@@ -337,18 +337,19 @@ class Training:
         """True if a tensor of the optimizer's state is cut as p is."""
         return not isinstance(self.optimizer, Stepper) or self.optimizer.is_cut(p, slot)
 
-    def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Makes the tensor that one of a checkpoint is read into: where this rank has rows of it,
-        those alone, as a DTensor."""
+    def blank(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | Cut:
+        """Makes the tensor that one of a checkpoint is read into: where this rank has pieces of it,
+        those alone."""
         part, _, rest = name.partition("/")
         parameter, _, slot = rest.partition("/")
-        owned = self.sharding.owned.get(parameter)
-        if owned is not None and (part in ("model", "evaluated") or (
+        owned, like = self.sharding.owned.get(parameter), None
+        if part == "model" and parameter in self.sharding.shapes:
+            like = self.sharding.saved(parameter, self.model.get_parameter(parameter))
+        elif owned is not None and (part == "evaluated" or (
                 part == "optimizer" and self._is_cut(owned, slot))):
-            like = self.sharding.whole(parameter, torch.empty_like(owned, dtype=dtype))
-            ours = self.model.get_parameter(parameter) if part == "model" else like
-            if isinstance(ours, DTensor) and ours.shape == shape:
-                return like
+            like = self.sharding.whole(parameter, owned)
+        if isinstance(like, Cut) and like.shape == shape:
+            return like.empty(dtype)
         return torch.empty(shape, dtype=dtype)
 
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
@@ -359,8 +360,10 @@ class Training:
         governed = [name for name in state
                     if name.startswith("governor/") and name.split("/")[1] in self.governors]
         self._load(self._tensors(), state, source,
-                   beside=["rng/cpu", "rng/cuda", *slots, *governed,
-                           *(name for name in state if name.startswith(EVALUATED))])
+                   beside=["rng/cpu", "rng/cuda", *governed,
+                           *(name for name in state if name.startswith(EVALUATED) or (
+                               name.startswith("optimizer/")
+                               and name.split("/")[1] in self.sharding.shapes))])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
@@ -368,7 +371,7 @@ class Training:
         for name in slots:
             _, parameter, slot = name.split("/")
             value = state[name]
-            if torch.is_tensor(value):
+            if isinstance(value, (Tensor, Cut)):
                 if self._is_cut(parameters[parameter], slot):
                     value = self.sharding.part(parameter, value)
                 value = self.state_placement.store(value.to(self.device))
@@ -380,10 +383,12 @@ class Training:
         """The weights that evaluation reads and the buffers alone, for sampling."""
         self._load(self._weights(), evaluated_weights(state), source)
 
-    def _weights(self) -> dict[str, Tensor]:
+    def _weights(self) -> dict[str, Tensor | Cut]:
         """Returns the weights without those that are read from another run."""
         saved = _saved("model", self.model)
-        return {name: t for name, t in saved.items() if name not in self.start.frozen}
+        named = self.sharding.shapes
+        return {name: self.sharding.saved(key, t) if (key := name.partition("/")[2]) in named else t
+                for name, t in saved.items() if name not in self.start.frozen}
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = self._weights()
@@ -413,9 +418,7 @@ class Training:
                     f"{source} holds {name} as {theirs.dtype} {tuple(theirs.shape)}, and this run "
                     f"has it as {t.dtype} {tuple(t.shape)}; {way_out}")
         for name, t in ours.items():
-            if isinstance(t, DTensor):
-                local(t).copy_(self.sharding.part(name.removeprefix("model/"), state[name]))
-            elif not name.startswith("governor/"):
+            if not name.startswith("governor/"):
                 t.copy_(state[name])
 
 

@@ -1,0 +1,122 @@
+"""A tensor of which a rank has pieces, and how a parameter is cut into them.
+
+Tensor parallelism cuts a parameter along one dimension, ZeRO cuts what is left by rows. Gate and up
+lie in one matrix, one after the other, and a rank has rows of each; so what it has of a parameter
+may be several pieces of the whole. A checkpoint keeps each with its place, and any other layout
+reads what overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Offsets = tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    offsets: Offsets        # of its first number in the whole tensor
+    data: Tensor            # a view of what this rank has
+
+
+@dataclass(frozen=True)
+class Split:
+    """The part of rank `index` of `ranks`: of each of `parts` equal stretches of dimension `dim`,
+    its share. dim None: the first rank has all, and others have nothing."""
+
+    dim: int | None
+    index: int
+    ranks: int
+    parts: int = 1
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of a tensor, as one tensor."""
+        if self.dim is None:
+            return torch.zeros_like(whole) if self.index else whole
+        stretches = whole.chunk(self.parts, self.dim)
+        return torch.cat([one.chunk(self.ranks, self.dim)[self.index] for one in stretches], self.dim)
+
+    def shape(self, part: torch.Size) -> torch.Size:
+        """Returns the shape of the whole, from that of a part."""
+        sizes = list(part)
+        if self.dim is not None:
+            sizes[self.dim] *= self.ranks
+        return torch.Size(sizes)
+
+    def spans(self, part: torch.Size) -> Iterator[tuple[int, int, int]]:
+        """Yields stretches along `dim`: where each begins in the part, where in the whole, and its
+        length."""
+        length = part[self.dim] // self.parts
+        for one in range(self.parts):
+            yield one * length, (one * self.ranks + self.index) * length, length
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of `shape`, of which this rank has `pieces`; `owners` are the ranks that have the
+    same ones."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def empty(self, dtype: torch.dtype) -> Cut:
+        """Returns one that is cut alike, to be filled."""
+        made = (Piece(offsets, torch.empty(t.shape, dtype=dtype)) for offsets, t in self.pieces)
+        return replace(self, dtype=dtype, pieces=tuple(made))
+
+    def copy_(self, source: Tensor | Cut) -> None:
+        """Fills the pieces from the whole tensor, or from one that is cut alike."""
+        if isinstance(source, Cut):
+            for (_, ours), (_, theirs) in zip(self.pieces, source.pieces, strict=True):
+                ours.copy_(theirs)
+            return
+        for offsets, ours in self.pieces:
+            ours.copy_(_there(source, offsets, ours))
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole, to the bit. All ranks call it alike."""
+        whole = torch.zeros(self.shape, dtype=self.dtype)
+        if dist.get_rank() == self.owners[0]:
+            replace(self, pieces=tuple(Piece(at, _there(whole, at, t)) for at, t in self.pieces)
+                    ).copy_(self)
+        dist.all_reduce(whole.view(-1).view(torch.uint8))       # others have zeros
+        return whole
+
+
+def _there(whole: Tensor, offsets: Offsets, like: Tensor) -> Tensor:
+    return whole[tuple(slice(at, at + size) for at, size in zip(offsets, like.shape))]
+
+
+def pieces(t: Tensor, first: int, shape: torch.Size, split: Split | None) -> tuple[Piece, ...]:
+    """The pieces that `t` is, the rows from `first` of a part of `shape`, which is cut by
+    `split`."""
+    if split is None or split.dim is None:
+        spans, dim = ([(0, 0, shape[0])] if split is None or not split.index else []), 0
+    else:
+        spans, dim = list(split.spans(shape)), split.dim
+    found = []
+    for at, place, length in spans:
+        offsets, piece = [0] * t.ndim, t
+        if dim:
+            piece, offsets[0], offsets[dim] = t.narrow(dim, at, length), first, place
+        else:
+            begin, end = max(at, first), min(at + length, first + len(t))
+            piece, offsets[0] = t[begin - first:max(begin, end) - first], place + begin - at
+        if piece.numel():
+            found.append(Piece(tuple(offsets), piece))
+    return tuple(found)

@@ -1,0 +1,209 @@
+"""Tensor parallelism: each rank has a part of each matrix, and between the matrices a part of each
+sequence (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053; Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198).
+
+    h  (B, T / t, D)    a norm's result
+    gather              (B, T, D) on every rank
+    column              rows of qkv, or of gate and up: some heads, some of the MLP's width
+    row                 columns of out, or of down: (B, T, D), a summand of the result
+    scatter             the sum over ranks, of which each keeps its T / t tokens
+
+Two products in a row need one gather and one scatter, and each is the other's backward. What is
+there once for all tokens (norms) has met a part of them on each rank, so that its gradients are
+summed. A bias after the sum, and learned positions, are the first rank's: the others add zeros.
+
+Embedding and head are cut by the vocabulary. The loss then needs of each token the largest logit of
+all ranks, the sum of exponentials, and the target's logit: three numbers, where the logits would be
+V. Tensors are plain ones, so that every recipe casts a rank's part as it casts a matrix: a scale is
+that of the part, at least as fine as that of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.contracts import Stage, Transform
+from lpkit.parallel.cut import Split
+from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.operation import MicroBatch, fused
+
+
+def gathered(x: Tensor, ranks: Ranks) -> Tensor:
+    """(B, T / t, D) -> (B, T, D): the tokens of all ranks of the tensor group."""
+    parts = x.new_empty(ranks.layout.tensor, *x.shape)
+    with ranks.waits:
+        all_gather(parts.view(-1), x.contiguous().view(-1), group=ranks.groups["tensor"])
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def scattered(x: Tensor, ranks: Ranks) -> Tensor:
+    """(B, T, D) -> (B, T / t, D): this rank's tokens, summed over the tensor group."""
+    parts = x.unflatten(1, (ranks.layout.tensor, -1)).transpose(0, 1).contiguous()
+    mine = x.new_empty(parts.shape[1:])
+    with ranks.waits:
+        reduce_scatter(mine.view(-1), parts.view(-1), group=ranks.groups["tensor"])
+    return mine
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return gathered(x, ranks)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return scattered(g, ctx.ranks), None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return scattered(x, ranks)
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return gathered(g, ctx.ranks), None
+
+
+class CutEmbedding(nn.Module):
+    """Looks up this rank's rows, from token `first`, and gives zeros for others: a summand."""
+
+    def __init__(self, weight: nn.Parameter, first: int):
+        super().__init__()
+        self.weight, self.first = weight, first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        at = tokens - self.first
+        mine = (at >= 0) & (at < len(self.weight))
+        return F.embedding(at * mine, self.weight) * mine[..., None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """Cross-entropy of logits (N, V / t) of which each rank has those from token `first`."""
+
+    first: int
+    ranks: Ranks
+
+    def cross_entropy_(self, logits: Tensor, targets: Tensor,
+                       weights: Tensor | None = None) -> Tensor:
+        """Returns nats (N,) float32 without the weights; logits become the gradient of the weighted
+        sum, as in `lpkit.kernels.cross_entropy`."""
+        group, at = self.ranks.groups["tensor"], targets - self.first
+        mine = (at >= 0) & (at < logits.shape[1])
+        at = (at * mine)[:, None]
+        top = logits.amax(1).float()
+        self.ranks.largest(top, group)
+        e = logits.float() - top[:, None]
+        sums = torch.stack((e.gather(1, at)[:, 0] * mine, e.exp_().sum(1)))
+        with self.ranks.waits:
+            dist.all_reduce(sums, group=group)
+        of_target, total = sums
+        e /= total[:, None]
+        e.scatter_add_(1, at, -mine.float()[:, None])
+        if weights is not None:
+            e *= weights[:, None]
+        logits.copy_(e)
+        return total.log() - of_target
+
+    def nats(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Nats (N,) float32, which have a gradient."""
+        return _Nats.apply(logits, targets, self)
+
+
+class _Nats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        gradient = logits.clone()
+        nats = vocabulary.cross_entropy_(gradient, targets)
+        ctx.save_for_backward(gradient)
+        return nats
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * g[:, None].type_as(gradient), None, None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel(Transform):
+    """Keeps this rank's part of a whole model, and says in `splits`, which fills up, how each
+    parameter was cut."""
+
+    ranks: Ranks
+    splits: dict[str, Split]
+    stage = Stage.TENSOR
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        size = self.ranks.layout.tensor
+        index = dist.get_rank(self.ranks.groups["tensor"])
+        split = partial(Split, index=index, ranks=size)
+        names = {p: name for name, p in model.named_parameters()}
+        first = index * model.config.V // size
+        for p, how in self._cuts(model, split):
+            self.splits[names[p]] = how
+            p.data = how.part(p.data)
+        gather, scatter = (partial(_apply, function=one.apply, ranks=self.ranks)
+                           for one in (Gather, Scatter))
+        for block in model.blocks:
+            block.attention.G //= size
+            for op in self._cut_operations(model):
+                _, linear = _linear(block, op)
+                linear.out_features, linear.in_features = linear.weight.shape
+            for part in {_linear(block, op)[0] for op in self._cut_operations(model)}:
+                part.register_forward_pre_hook(lambda _, given: (gather(given[0]), *given[1:]))
+                part.register_forward_hook(lambda _, given, summand: scatter(summand))
+        model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
+        model.norm.register_forward_hook(lambda _, given, h: gather(h))
+        model.embed = CutEmbedding(model.embed.weight, first)
+        model.head.out_features = len(model.head.weight)
+        model.vocabulary = Vocabulary(first=first, ranks=self.ranks)
+        return model
+
+    def _cut_operations(self, model: nn.Module) -> list[Any]:
+        return [op for op in operations(MicroBatch(model=model.config)).block if op.cut]
+
+    def _cuts(self, model: nn.Module, split: Any) -> Iterator[tuple[nn.Parameter, Split]]:
+        yield model.embed.weight, split(0)
+        if model.head.weight is not model.embed.weight:
+            yield model.head.weight, split(0)
+        for p in model.positions.parameters():
+            yield p, split(None)
+        for block in model.blocks:
+            for op in self._cut_operations(model):
+                _, linear = _linear(block, op)
+                by_rows = op.cut == "column"
+                rows = fused(model.config, f"{op.name}.weight")
+                # heads take turns by group, and an even split is one of groups
+                parts = len(rows) if sum(rows) == linear.out_features else 1
+                yield linear.weight, split(0, parts=parts) if by_rows else split(1)
+                if linear.bias is not None:
+                    yield linear.bias, split(0, parts=parts) if by_rows else split(None)
+            for p in block.attention.kind.parameters(recurse=False):
+                yield p, split(0)       # a number a head
+
+
+def _linear(block: nn.Module, op: Any) -> tuple[nn.Module, nn.Module]:
+    """Returns the part of a block that has an operation's Linear, and that."""
+    return block.get_submodule(op.name.partition(".")[0]), block.get_submodule(op.name)
+
+
+def _add_scattered(add: Callable[[Tensor, Any], Tensor], ranks: Ranks, x: Tensor,
+                   start: Any) -> Tensor:
+    """Adds positions to this rank's summand of the embeddings, and keeps its tokens of the sum."""
+    return Scatter.apply(add(x, start), ranks)
+
+
+def _apply(x: Tensor, function: Any, ranks: Ranks) -> Tensor:
+    return function(x, ranks)
