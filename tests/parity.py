@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -58,6 +58,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ZeRO {zero}, {gathered}": {"shard": 2, "zero": zero, "gathered": gathered}
        for gathered in GATHERED for zero in (2, 3)},
     "hybrid": {"data": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+    "tensor": {"tensor": 2},
+    "tensor, ZeRO 1": {"tensor": 2, "shard": 2, "zero": 1},
+    "tensor, ZeRO 3": {"tensor": 2, "shard": 2, "zero": 3, "gathered": "float32"},
 }
 
 
@@ -91,6 +94,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     order: int = 0
     weights: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)       # of CONFIG
 
     @property
     def mixed(self) -> bool:
@@ -104,7 +108,7 @@ class Case:
 
     @property
     def config(self) -> Config:
-        config = CONFIG.replace({"precision.recipe": self.recipe})
+        config = CONFIG.replace({"precision.recipe": self.recipe, **self.changes})
         kind = OneRank if self.world == 1 and self.mixed else Layout
         return replace(config, parallel=kind(**self.layout))
 
@@ -186,18 +190,19 @@ def whole_weights(training: Training) -> torch.Tensor:
     return torch.cat([(t.full_tensor() if isinstance(t, Cut) else t.detach()).flatten() for t in whole])
 
 
-def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, *,
-            updates: int = UPDATES, orders: int = ORDERS) -> list[Row]:
+def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str, Any]] = LAYOUTS, *,
+            updates: int = UPDATES, orders: int = ORDERS,
+            changes: Mapping[str, Any] | None = None) -> list[Row]:
     """A row for each recipe and layout that go together. Processes are started once for each
     number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         cases: dict[Any, Case] = {}
         for recipe in recipes:
             path = f"{folder}/{recipe}"
-            alone = Case(recipe=recipe, weights=f"{path}.npy")
+            alone = Case(recipe=recipe, weights=f"{path}.npy", changes=dict(changes or {}))
             mixed = replace(alone, layout={"gathered": "compute"}, weights=f"{path}-16.npy")
-            layout_cases = {name: replace(alone, layout=LAYOUTS[name]) for name in layouts
-                            if _goes(recipe, LAYOUTS[name])}
+            layout_cases = {name: replace(alone, layout=dict(layout))
+                            for name, layout in layouts.items() if _goes(recipe, layout)}
             if any(case.mixed for case in layout_cases.values()):
                 cases[recipe, MIXED] = mixed
             cases |= {(recipe, order): replace(alone, order=order) for order in range(orders + 1)}
@@ -212,10 +217,10 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, 
                                parent=parent) as running:
                     found |= zip(mine, running.wait()[0])
     return [_row(recipe, layout, case.mixed, found, orders)
-            for (recipe, layout), case in cases.items() if layout in LAYOUTS]
+            for (recipe, layout), case in cases.items() if layout in layouts]
 
 
-def _goes(recipe: str, layout: dict[str, Any]) -> bool:
+def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
     """Not where the recipe has no cast to gather, or is in float32 whatever is gathered."""
     row = GATHERED[layout.get("gathered", "float32")]
     return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)

@@ -32,7 +32,6 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Parameter, Transform
-from lpkit.memory.update import global_norm
 from lpkit.parallel.cut import Cut, Split, pieces
 from lpkit.parallel.ranks import Ranks, all_gather
 from lpkit.techniques.layouts import GROUPS, STAGES, Layout
@@ -94,19 +93,18 @@ class Sharding:
 
     def norm(self, norms: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
         """Returns the norm of all gradients, from those of the owned `parameters`."""
-        over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1))
-                if cut]
-        if not over:
-            return global_norm(norms)
         if self.layout.tensor > 1:      # what all have is counted once
             names = {p: name for name, p in self.owned.items()}
             norms = [norm if names[p] in self.splits else norm / self.layout.tensor**0.5
                      for norm, p in zip(norms, parameters, strict=True)]
-        squares = global_norm(norms).square()
+        norm = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
+        over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1))
+                if cut]
+        squares = norm.square()
         for name in over:
             with self.ranks.waits:
                 dist.all_reduce(squares, group=self.ranks.groups[name])
-        return squares.sqrt()
+        return squares.sqrt() if over else norm
 
     def spread(self) -> None:
         """Is called after the optimizer's step: every rank then has the new weights that it is to
