@@ -27,11 +27,14 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch import nn
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
@@ -40,11 +43,15 @@ from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.recipes import RECIPES
+from lpkit.training import build
+from lpkit.training.build import made
 from lpkit.training.training import Training
+from tests import cut_in_one
 from tests.pages import markdown_table
 
 UPDATES, ORDERS = 20, 3
 MIXED = "one rank that gathers in 16 bits"
+IN_PARTS = "one process that multiplies {} parts of each matrix"
 SIGMAS = 3.0
 FLOAT32 = 1e-5
 # Every recipe tiles, and two ranks have whole blocks of 128 rows; a micro-batch is one sequence
@@ -95,6 +102,7 @@ class Case:
     order: int = 0
     weights: str = ""
     changes: dict[str, Any] = field(default_factory=dict)       # of CONFIG
+    parts: int = 1      # of each matrix, in one process
 
     @property
     def mixed(self) -> bool:
@@ -164,7 +172,11 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
                 ranks = until_end.enter_context(joined(
                     config, local_rank=place.local_rank,
                     **place.among | {"init_method": f"{place.store}-{i}"}))
+            if case.parts > 1:
+                until_end.enter_context(patch.object(build, "made", partial(_made_in_parts, case.parts)))
             training = Training.build(config, ranks=ranks)
+            if case.parts > 1:
+                training.model.head = cut_in_one.HeadParts(training.model.head, case.parts)
             if case.order:
                 training = replace(training, data=Reordered(training.data, case.order))
             losses, norms = [], []
@@ -174,6 +186,8 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
                 losses.append(done.loss.item())
                 norms.append(done.grad_norm.item())
             weights, distance = whole_weights(training), 0.0
+            if case.parts > 1:
+                weights = cut_in_one.whole_weights(training.model, config.model)
         if path.exists():
             due = torch.from_numpy(np.load(path))
             distance = ((weights - due).norm() / due.norm()).item()
@@ -181,6 +195,10 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
             np.save(path, weights.numpy())
         found.append({"losses": losses, "norms": norms, "weights": distance})
     return found
+
+
+def _made_in_parts(parts: int, *how: Any) -> nn.Module:
+    return cut_in_one.cut(made(*how), parts)
 
 
 def whole_weights(training: Training) -> torch.Tensor:
@@ -206,8 +224,15 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
             if any(case.mixed for case in layout_cases.values()):
                 cases[recipe, MIXED] = mixed
             cases |= {(recipe, order): replace(alone, order=order) for order in range(orders + 1)}
-            cases |= {(recipe, name): replace(case, weights=mixed.weights) if case.mixed else case
-                      for name, case in layout_cases.items()}
+            for name, case in layout_cases.items():
+                if (parts := case.layout.get("tensor", 1)) > 1:
+                    own = replace(alone, parts=parts, weights=f"{path}-{parts}.npy")
+                    cases[recipe, IN_PARTS.format(parts), 0] = own
+                    cases |= {(recipe, IN_PARTS.format(parts), order): replace(
+                        own, order=order, changes=own.changes | _pieces_of_loss(order))
+                        for order in range(1, orders + 1)}
+                    case = replace(case, weights=own.weights)
+                cases[recipe, name] = replace(case, weights=mixed.weights) if case.mixed else case
         found: dict[Any, dict[str, Any]] = {}
         with WarmParent() as parent:
             for world in sorted({case.world for case in cases.values()}):
@@ -216,8 +241,12 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
                 with Processes("tests.parity:run", told, world=world,
                                parent=parent) as running:
                     found |= zip(mine, running.wait()[0])
-    return [_row(recipe, layout, case.mixed, found, orders)
-            for (recipe, layout), case in cases.items() if layout in layouts]
+    return [_row(recipe, layout, case, found, orders)
+            for (recipe, layout, *_), case in cases.items() if layout in layouts]
+
+
+def _pieces_of_loss(order: int) -> dict[str, Any]:
+    return {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 16 * order}
 
 
 def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
@@ -226,10 +255,13 @@ def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
     return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)
 
 
-def _row(recipe: str, layout: str, mixed: bool, found: dict[Any, Any], orders: int) -> Row:
+def _row(recipe: str, layout: str, case: Case, found: dict[Any, Any], orders: int) -> Row:
     alone = found[recipe, 0]
-    due = found[recipe, MIXED] if mixed else alone
+    due = found[recipe, MIXED] if case.mixed else alone
     noise = [_distance(found[recipe, order + 1], alone) for order in range(orders)]
+    if (parts := case.layout.get("tensor", 1)) > 1:
+        due, *others = (found[recipe, IN_PARTS.format(parts), order] for order in range(orders + 1))
+        noise = [_distance(one, due) for one in others]
     # what is compared are numbers in float32, half of whose last bit is noise
     sigma = Distance(**{key: max(_rms([getattr(one, key) for one in noise]), 2.0**-24)
                         for key in asdict(noise[0])})
