@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
 from lpkit.values import Checked, Count
@@ -107,6 +108,7 @@ class Layout(Checked):
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
+    schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
 
     @property
     def devices(self) -> int:
