@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lpkit.contracts import Stage, Transform
 from lpkit.kernels import operator
+from lpkit.precision.deferred import in_same
 from lpkit.techniques.memory import Budget, EveryBlock
 from lpkit.techniques.row import Settings
 
@@ -76,6 +77,8 @@ def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], 
 def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], *given) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*given)
+    if not torch.compiler.is_compiling():
+        forward = in_same(forward)
     return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

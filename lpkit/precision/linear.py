@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from lpkit.kernels.cast import Noise, seed_words
 from lpkit.kernels.scales import Scaled
 from lpkit.precision.backends import Backend, sharing, tiles
+from lpkit.precision.deferred import QUEUE, apart, defer
 from lpkit.techniques.recipes import PRODUCTS, Cast, Recipe
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ScaledMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: ScaledLinear,
-                dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
+                dtype: torch.dtype, trained: bool, w: Tensor, leave: Callable | None) -> Tensor:
         x_trained, w_trained = (ctx.needs_input_grad[:2] if trained else (False, False))
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
         with torch.autocast(x.device.type, enabled=False):
@@ -74,6 +75,7 @@ class ScaledMatmul(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
         ctx.dtypes = x.dtype, carrier.dtype
+        ctx.leave = leave
         # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
         # the product before a cast that did nothing, and zeros to y
         return y.view_as(y) if torch.compiler.is_compiling() else y
@@ -87,7 +89,7 @@ class ScaledMatmul(torch.autograd.Function):
         def saved_operand() -> Scaled:
             return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
 
-        dx = dw = None
+        dx = dw = db = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 cast_g, g_T = layer.operands("dx", "dw", "g", g, dtype,                 # g_T (N, M)
@@ -98,10 +100,16 @@ class ScaledMatmul(torch.autograd.Function):
             else:
                 g_T = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
-                dw = product(g_T(), saved_operand(), dtype, fast="dw" in fast)      # (N, K)
-                dw = dw.to(ctx.dtypes[1])
-            db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
+                dw = partial(product, g_T(), saved_operand(), dtype, fast="dw" in fast)     # (N, K)
+                if ctx.leave is None:
+                    dw = dw()
+                    dw = dw.to(ctx.dtypes[1])
+            if ctx.needs_input_grad[2]:
+                db = g.sum(0, dtype=torch.float32).to(g.dtype)
+        if ctx.leave is not None:
+            ctx.leave(dw, db)
+            dw = db = None
+        return dx, dw, db, None, None, None, None, None
 
 
 class Arithmetic(Backend):
@@ -181,7 +189,12 @@ class ScaledLinear(nn.Linear):
             x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
             bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
         carrier = w if self.carrier is None else self.carrier
-        y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach())
+        leave = None        # backward gives what it makes to w and bias
+        if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
+            leave = partial(defer, queue, carrier, bias)
+            carrier, bias = apart(carrier), apart(bias)
+        y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach(),
+                               leave)
         return y[:M, :self.out_features].unflatten(0, shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,
