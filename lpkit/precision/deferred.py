@@ -10,8 +10,8 @@ Here it is asked once: B leaves a closure, which is W.
 
     queue = []
     with deferring(queue):
-        loss = model(tokens)
-    loss.backward()             # B, and the gradients of what is no Linear
+        y = model(x)
+    y.backward(g)               # B, and the gradients of what is no Linear
     while queue:
         queue.pop(0)()          # W, after other micro-batches if need be
 
