@@ -3,7 +3,7 @@
     B:  dx = g @ w      the stage before waits for it
     W:  dw = g.T @ x    nobody waits for it before the optimizer: it fills the pipeline's bubbles
 
-(Qi et al. 2023, section 2, https://arxiv.org/abs/2401.10241). PyTorch's pipelines split a backward
+(Qi et al. 2024, section 2, https://arxiv.org/abs/2401.10241). PyTorch's pipelines split a backward
 by asking the graph twice, first for dx and then for dw. A Function in Python, as a Linear in low
 precision is, then multiplies both each time (https://github.com/pytorch/pytorch/issues/166577).
 Here it is asked once: B leaves a closure, which is W.
