@@ -188,8 +188,7 @@ class ScaledLinear(nn.Linear):
         carrier = w if self.carrier is None else self.carrier
         leave = None        # backward gives what it makes to w and bias
         if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
-            leave = partial(defer, queue, carrier, bias)
-            carrier, bias = apart(carrier), apart(bias)
+            leave, carrier, bias = partial(defer, queue, carrier, bias), apart(carrier), apart(bias)
         y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach(),
                                leave)
         return y[:M, :self.out_features].unflatten(0, shape[:-1])
