@@ -127,7 +127,7 @@ def choice(asked: str, threads: int) -> Choice:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias under autocast, x (M, K); may be overridden, as F.linear may."""
+    """F.linear under autocast, x (M, K); as that it may be overridden."""
     if has_torch_function_unary(x):
         return handle_torch_function(wide_linear, (x,), x, weight, bias)
     dtype = torch.get_autocast_dtype("cpu")

@@ -74,8 +74,7 @@ class ScaledMatmul(torch.autograd.Function):
             saved += x_T().stored if w_trained else ()
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
-        ctx.dtypes = x.dtype, carrier.dtype
-        ctx.leave = leave
+        ctx.dtypes, ctx.leave = (x.dtype, carrier.dtype), leave
         # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
         # the product before a cast that did nothing, and zeros to y
         return y.view_as(y) if torch.compiler.is_compiling() else y
@@ -89,7 +88,7 @@ class ScaledMatmul(torch.autograd.Function):
         def saved_operand() -> Scaled:
             return Scaled(data=next(saved), scale=next(saved), tensor=next(saved))
 
-        dx = dw = db = None
+        dx = dw = None
         with torch.autocast(g.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 cast_g, g_T = layer.operands("dx", "dw", "g", g, dtype,                 # g_T (N, M)
@@ -104,11 +103,9 @@ class ScaledMatmul(torch.autograd.Function):
                 if ctx.leave is None:
                     dw = dw()
                     dw = dw.to(ctx.dtypes[1])
-            if ctx.needs_input_grad[2]:
-                db = g.sum(0, dtype=torch.float32).to(g.dtype)
+            db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
         if ctx.leave is not None:
-            ctx.leave(dw, db)
-            dw = db = None
+            dw, db = ctx.leave(dw, db)
         return dx, dw, db, None, None, None, None, None
 
 
@@ -191,8 +188,7 @@ class ScaledLinear(nn.Linear):
         carrier = w if self.carrier is None else self.carrier
         leave = None        # backward gives what it makes to w and bias
         if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
-            leave = partial(defer, queue, carrier, bias)
-            carrier, bias = apart(carrier), apart(bias)
+            leave, carrier, bias = partial(defer, queue, carrier, bias), apart(carrier), apart(bias)
         y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach(),
                                leave)
         return y[:M, :self.out_features].unflatten(0, shape[:-1])
