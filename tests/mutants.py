@@ -259,6 +259,7 @@ SAME = (
     ("03.mx_cast", FP8_CLAMPS, "between 432 and 464 all is rounded to 448"),
     ("05.is_lost", ("update <= 2.0",), "half way is not asked: it goes to the even one"),
     ("05.with_masters", ("master = weight",), "bf16 less float32 is float32"),
+    ("17.step", ("4: if True:",), "what has been found is found again"),
     ("19.sign_flip", ("product((1, -1)",), "in another order"),
     ("20.orthogonalised", ("gram @ (2.0315 * gram)",), "a number goes through a product"),
     ("21.mup_rate", ("('head', 'hidden')",), "in another order"),

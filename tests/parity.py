@@ -41,6 +41,7 @@ from lpkit.contracts import Batch, DataPolicy
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import everybodys
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training import build
@@ -68,6 +69,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "tensor, ZeRO 1": {"tensor": 2, "shard": 2, "zero": 1},
     "tensor, ZeRO 3": {"tensor": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+    "pipeline": {"pipeline": 2},
+    "pipeline, ZB-H1": {"pipeline": 2, "schedule": "zero-bubble"},
+    "pipeline, DualPipeV": {"pipeline": 2, "schedule": "dualpipev", "interleave": 2},
 }
 
 
@@ -204,8 +208,16 @@ def _made_in_parts(parts: int, *how: Any) -> nn.Module:
 def whole_weights(training: Training) -> torch.Tensor:
     """All of them, one after the other; all ranks call this."""
     state = training.state_dict()
-    whole = (state[f"model/{name}"] for name in training.sharding.shapes)
-    return torch.cat([(t.full_tensor() if isinstance(t, Cut) else t.detach()).flatten() for t in whole])
+    shapes = {name: state[f"model/{name}"].shape for name in training.sharding.shapes}
+    shapes = {name: shape for of_rank in everybodys(shapes) for name, shape in of_rank.items()}
+    return torch.cat([_whole(training, state, f"model/{name}", shapes[name]).flatten() for name in sorted(shapes)])
+
+
+def _whole(training: Training, state: dict[str, Any], name: str, shape: Sequence[int]) -> torch.Tensor:
+    here = Cut(shape=torch.Size(shape), dtype=torch.float32, pieces=(), owners=(-1,))   # another stage has it
+    if name in state:
+        here = training.sharding.placed(name, state[name])
+    return here.full_tensor() if isinstance(here, Cut) else here.detach()
 
 
 def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str, Any]] = LAYOUTS, *,

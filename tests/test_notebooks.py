@@ -20,6 +20,7 @@ from papermill.inspection import inspect_notebook
 import lpkit
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
+from lessons import l17_pipelines as pipelines
 from lessons import l19_is_it_progress as chance
 from lessons import l20_optimizers as optimizers
 from lessons import l21_batch_schedule_search as batches
@@ -338,6 +339,43 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
     assert f"from {min(times):.1f} to {max(times):.1f} in this table" in said
 
 
+def test_what_is_said_of_pipelines_is_the_clock():
+    said = " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("17")), 4)).split())
+    answers = answers_of("17_pipelines")
+
+    def at(schedule, chunks=1, message=0.0, dw=1.0, m=8):
+        one = pipelines.path(schedule, 4, m, chunks)
+        found = pipelines.timed(one, 1.0, 1.0, dw, message)
+        return found.step_seconds, found.bubble_share, pipelines.held(one, found)
+
+    gpipe, plain = at("gpipe"), at("1f1b")
+    assert gpipe[:2] == plain[:2] and f"The update, {plain[0]:g}, and its bubble, {plain[1]:.1%}" in answers
+    assert (gpipe[2][0], plain[2][0], gpipe[2][-1], plain[2][-1]) == (8, 4, 8, 1)
+    thin = [at("interleaved", 2), at("interleaved", 2, 0.25), at("interleaved", 4), at("interleaved", 4, 0.25)]
+    assert f"{thin[0][0]:g} and {plain[0]:g} become {thin[1][0]:g} and {at('1f1b', 1, 0.25)[0]:g}" in answers and f"{thin[2][0]:g} becomes {thin[3][0]:g}" in answers
+    assert thin[3][0] > thin[1][0] and f"rank 0 holds {thin[0][2][0]:g} micro-batches" in answers
+    short, *long = [at("zero-bubble", dw=dw) for dw in (0.25, 1.0, 1.5, 3.0)]
+    assert f"{short[0] * short[1]:g} of {short[0]:g}." in answers and [round(step * share, 6) for step, share, _ in long] == [3, 3, 3] and "stays at 3" in answers
+    v = at("zbv")
+    assert v[0] * v[1] == pytest.approx(long[0][0] * long[0][1] / 2) and v[2] == long[0][2] == [4] * 4
+    assert f"with 32 of them its bubble is {at('1f1b', m=32)[1]:.0%}" in said
+    counts = {pipelines.WHOLE: (4, 8, 0), pipelines.LATER: (4, 4, 4), pipelines.TWICE: (4, 8, 8)}
+    found = {how: SimpleNamespace(products=dict(zip(pipelines.PARTS, parts))) for how, parts in counts.items()}
+    one, later, twice = (clocked for _, clocked in pipelines.by_products(found, 4, 8).values())
+    assert f"{twice.bubble_share:.0%} for {one.bubble_share:.0%}" in said
+    assert f"takes {1 - later.step_seconds / one.step_seconds:.0%} less than 1F1B or {twice.step_seconds / one.step_seconds - 1:.0%} more" in said
+
+
+def test_exercises_on_pipelines_are_the_kits():
+    for p, m in ((1, 1), (2, 5), (4, 4), (4, 9), (6, 7)):
+        one = pipelines.path("1f1b", p, m)
+        orders = [pipelines.one_f_one_b(rank, p, m) for rank in range(p)]
+        assert orders == [[f"{kind}{micro}" for _, kind, micro in one.order[rank]] for rank in range(p)]
+        found = pipelines.timed(one, 1.0, 1.5, 0.5)
+        assert pipelines.step_seconds(orders, 1.0, 2.0) == found.step_seconds and pipelines.bubble(p, m, 1) == pytest.approx(found.bubble_share)
+        assert found.rank_peaks == {rank: min(p - rank, m) for rank in range(p)}
+
+
 def test_newton_schulz_of_singular_values_is_muons():
     m, v = torch.randn(48, 20), torch.rand(48, 20)
     steps = muon.orthogonalised(m.double().clone())
@@ -374,7 +412,7 @@ def test_minutes_stand_below_the_title(book):
 RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
-         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
          "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "24.peak": 67, "24.time": 75}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lpkit.contracts import Choice
 from lpkit.kernels.choose import REFERENCE, choose
@@ -125,6 +126,15 @@ def choice(asked: str, threads: int) -> Choice:
     return Choice(asked=asked, used=used, why=chosen.why.replace(f"of {REFERENCE}", "of bf16"))
 
 
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear under autocast, x (M, K); as that it may be overridden."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(wide_linear, (x,), x, weight, bias)
+    dtype = torch.get_autocast_dtype("cpu")
+    bias = None if bias is None else bias.to(dtype)
+    return WideProduct.apply(x.to(dtype), weight.to(dtype), bias)
+
+
 class WideLinear(nn.Linear):
     """nn.Linear under bf16 autocast on a CPU where wide products are faster. A copy of the weight
     lives until its backward, where autocast's own stays to the end of forward too."""
@@ -133,8 +143,6 @@ class WideLinear(nn.Linear):
         flat = x.reshape(-1, x.shape[-1])
         if not (torch.is_autocast_enabled("cpu") and wins(flat, self.weight)):
             return super().forward(x)
-        dtype = torch.get_autocast_dtype("cpu")
-        bias = None if self.bias is None else self.bias.to(dtype)
-        y = WideProduct.apply(flat.to(dtype), self.weight.to(dtype), bias)
+        y = wide_linear(flat, self.weight, self.bias)
         # as F.linear does: nobody else has the flat one, and FSDP2 would warn of a view
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))

@@ -33,6 +33,7 @@ from lpkit.kernels.cross_entropy import cross_entropy_
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.wide_product import WideLinear
 from lpkit.nn.transformer import cross_entropy
+from lpkit.precision.deferred import deferring
 from lpkit.techniques.memory import Chunked
 from lpkit.techniques.row import Settings
 
@@ -130,7 +131,7 @@ def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: 
                dp: list[Tensor], nats_: NatsOf) -> Tensor:
     """The gradient of `part`. Those of the head are added to `dp`, each token's nats go to
     `nats`."""
-    with torch.enable_grad():
+    with torch.enable_grad(), deferring(None):
         part = part.detach().requires_grad_()
         logits = head(part)
     g = logits.detach()

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lpkit.contracts import Stage, Transform
 from lpkit.kernels import operator
+from lpkit.precision.deferred import QUEUE, deferring
 from lpkit.techniques.memory import Budget, EveryBlock
 from lpkit.techniques.row import Settings
 
@@ -76,6 +77,8 @@ def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], 
 def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], *given) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*given)
+    if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
+        forward = deferring(queue)(forward)     # also the second time, outside the context
     return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from lpkit.kernels.cast import Noise, seed_words
 from lpkit.kernels.scales import Scaled
 from lpkit.precision.backends import Backend, sharing, tiles
+from lpkit.precision.deferred import QUEUE, apart, defer
 from lpkit.techniques.recipes import PRODUCTS, Cast, Recipe
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class ScaledMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: ScaledLinear,
-                dtype: torch.dtype, trained: bool, w: Tensor) -> Tensor:
+                dtype: torch.dtype, trained: bool, w: Tensor, leave: Callable | None) -> Tensor:
         x_trained, w_trained = (ctx.needs_input_grad[:2] if trained else (False, False))
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
         with torch.autocast(x.device.type, enabled=False):
@@ -73,7 +74,7 @@ class ScaledMatmul(torch.autograd.Function):
             saved += x_T().stored if w_trained else ()
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
-        ctx.dtypes = x.dtype, carrier.dtype
+        ctx.dtypes, ctx.leave = (x.dtype, carrier.dtype), leave
         # a tensor of its own: up to torch 2.11 a graph gives gradients to the last that is y, say
         # the product before a cast that did nothing, and zeros to y
         return y.view_as(y) if torch.compiler.is_compiling() else y
@@ -98,10 +99,14 @@ class ScaledMatmul(torch.autograd.Function):
             else:
                 g_T = partial(layer.cast, "dw", "g", g.T, dtype, first=True)
             if ctx.needs_input_grad[1]:
-                dw = product(g_T(), saved_operand(), dtype, fast="dw" in fast)      # (N, K)
-                dw = dw.to(ctx.dtypes[1])
+                dw = partial(product, g_T(), saved_operand(), dtype, fast="dw" in fast)     # (N, K)
+                if ctx.leave is None:
+                    dw = dw()
+                    dw = dw.to(ctx.dtypes[1])
             db = g.sum(0, dtype=torch.float32).to(g.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
+        if ctx.leave is not None:
+            dw, db = ctx.leave(dw, db)
+        return dx, dw, db, None, None, None, None, None
 
 
 class Arithmetic(Backend):
@@ -181,7 +186,11 @@ class ScaledLinear(nn.Linear):
             x, w = (F.pad(t, (0, -t.shape[1] % tile, 0, -t.shape[0] % tile)) for t in (x, w))
             bias = bias if bias is None else F.pad(bias, (0, -len(bias) % tile))
         carrier = w if self.carrier is None else self.carrier
-        y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach())
+        leave = None        # backward gives what it makes to w and bias
+        if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
+            leave, carrier, bias = partial(defer, queue, carrier, bias), apart(carrier), apart(bias)
+        y = ScaledMatmul.apply(x, carrier, bias, self, dtype, torch.is_grad_enabled(), w.detach(),
+                               leave)
         return y[:M, :self.out_features].unflatten(0, shape[:-1])
 
     def cast(self, product: str, role: str, x: Tensor, dtype: torch.dtype, *,

@@ -259,7 +259,8 @@ class Plan:
         missed = (math.inf, "")     # the least bytes that one which does not fit misses by
         for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
             for interleave in self.chunks(layout, share):
-                variant = replace(layout, zero=zero, interleave=interleave)
+                schedule = "interleaved" if interleave > 1 else layout.schedule
+                variant = replace(layout, zero=zero, interleave=interleave, schedule=schedule)
                 for micro in MICRO_BATCH_SIZES:
                     if share % micro or (interleave > 1 and share // micro % layout.pipeline):
                         break

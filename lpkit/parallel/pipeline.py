@@ -1,0 +1,146 @@
+"""A rank's part of a pipeline: it computes its actions in the order of a schedule, and sends what
+they make to the ranks of the neighbouring stages.
+
+PyTorch's runtime asks for messages as early as its lowering sees them (pytorch #172668, #188833):
+one that comes late then stands before others. Here a rank asks one action before it needs them, so
+that they travel beside that action. gloo tells messages apart by tags. NCCL does not: from one rank
+to another they come in the order in which they were sent. So who receives asks for them in the
+order of the sender's actions, and each direction between two ranks has a communicator of its own
+(of two groups, `up` to higher ranks and `down`): what waits in one holds up nothing in another.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lpkit.errors import ConfigError
+from lpkit.precision.deferred import Queue, deferring
+from lpkit.techniques.pipelines import SCHEDULES, Action, Order, closed_order
+
+Message = tuple[str, int, int]          # F or B, the stage that reads it, micro-batch
+AHEAD = 1       # actions
+
+
+def order(name: str, ranks: int, chunks: int, m: int) -> Order:
+    """The actions of m micro-batches in this schedule, as PyTorch has it. Raises ConfigError."""
+    row = SCHEDULES[name]
+    if problem := row.problem(ranks, chunks, m):
+        raise ConfigError(f"parallel.schedule={name} has no order of {problem}")
+    if row.warm_up:
+        return closed_order(row, ranks, chunks, m)
+    stages = [SimpleNamespace(stage_index=stage, num_stages=ranks * chunks, group_rank=0,
+                              group_size=ranks, submod=None)
+              for stage in row.stages(0, ranks, chunks)]
+    return {rank: [(one.stage_index, one.computation_type.value, one.microbatch_index)
+                   for action in actions if action.is_compute_op
+                   for one in action.sub_actions or (action,)]
+            for rank, actions in row.load()(stages, m).pipeline_order_with_comms.items()}
+
+
+def message(action: Action, stages: int, hops: int) -> Message | None:
+    """What an action reads (0 hops) or leaves (1 hop) beside batch and loss."""
+    stage, kind, micro = action
+    at = stage + hops if kind == "F" else stage - hops
+    there = {"F": 0 < at < stages, "W": False}.get(kind, 0 <= at < stages - 1)
+    return ("F" if kind == "F" else "B", at, micro) if there else None
+
+
+def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple[Message, int]]]]:
+    """Returns to which rank each message of this one goes; and what it asks for before each of its
+    actions, and from which rank."""
+    rank_of = {stage: one for one, actions in order.items() for stage, _, _ in actions}
+    stages, sends, source_of = len(rank_of), {}, {}
+    sent: dict[int, deque[Message]] = {one: deque() for one in order}
+    for source, actions in order.items():
+        for made in filter(None, (message(one, stages, 1) for one in actions)):
+            to = rank_of[made[1]]
+            if source == rank != to:
+                sends[made] = to
+            elif to == rank != source:
+                source_of[made] = source
+                sent[source].append(made)
+    asks: list[list[tuple[Message, int]]] = [[] for _ in order[rank]]
+    for k, action in enumerate(order[rank]):
+        source = source_of.get(needed := message(action, stages, 0))
+        while source is not None and needed in sent[source]:    # with all that were sent before it
+            asks[max(0, k - AHEAD)].append((sent[source].popleft(), source))
+    return sends, asks
+
+
+class Pipeline:
+    """`groups`: `up` and `down`, which may be one on gloo. `waits`: around each wait."""
+
+    def __init__(self, order: Order, rank: int, *, groups: Sequence[dist.ProcessGroup],
+                 waits: AbstractContextManager | None = None):
+        self.rank, self.actions, self.groups = rank, order[rank], groups
+        self.sends, self.asks = routes(order, rank)
+        self.waits = waits or nullcontext()
+        self.stages = 1 + max(stage for actions in order.values() for stage, _, _ in actions)
+        self.split = {(stage, micro) for stage, kind, micro in self.actions if kind == "W"}
+
+    def step(self, forward: Callable[[int, int, Tensor | None], Tensor], like: Tensor,
+             before: Callable[[Action], None] = lambda action: None) -> None:
+        """`forward(stage, micro-batch, x)` gives what the next stage reads, a tensor as `like`, and
+        of the last what backward begins with. `before` is called before every action."""
+        self.like = like
+        self.here: dict[Message, Tensor] = {}               # or on their way here
+        self.coming: dict[Message, dist.Work] = {}
+        self.going: deque[tuple[dist.Work, Tensor]] = deque()
+        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        queues: dict[tuple[int, int], Queue] = {of: [] for of in self.split}
+        for action, asks in zip(self.actions, self.asks):
+            for asked, source in asks:
+                self._ask(asked, source)
+            stage, kind, micro = action
+            of = stage, micro
+            before(action)
+            got = self._take(message(action, self.stages, 0))
+            if kind == "F":
+                if got is not None:
+                    got.requires_grad_(torch.is_grad_enabled())
+                with deferring(queues.get(of)):
+                    made = forward(stage, micro, got)
+                if made.requires_grad:
+                    kept[of] = got, made
+                self._give(message(action, self.stages, 1), made.detach())
+            elif kind == "W":
+                for closure in queues.pop(of):
+                    closure()
+            else:
+                x, made = kept.pop(of)
+                torch.autograd.backward(made, got)
+                self._give(message(action, self.stages, 1), None if x is None else x.grad)
+            del got     # a message is freed with its last reader
+        with self.waits:
+            while self.going:
+                self.going.popleft()[0].wait()
+
+    def _ask(self, asked: Message, source: int) -> None:
+        self.here[asked] = torch.empty_like(self.like)
+        self.coming[asked] = dist.irecv(self.here[asked], group=self.groups[source > self.rank],
+                                        group_src=source, tag=self._tag(asked))
+
+    def _take(self, needed: Message | None) -> Tensor | None:
+        if needed in self.coming:
+            with self.waits:
+                self.coming.pop(needed).wait()
+        return self.here.pop(needed) if needed else None
+
+    def _give(self, given: Message | None, made: Tensor | None) -> None:
+        if given not in self.sends:
+            self.here |= {given: made} if given else {}     # a stage of this rank, or nobody
+            return
+        while self.going and self.going[0][0].is_completed():
+            self.going.popleft()
+        to, made = self.sends[given], made.contiguous()
+        self.going.append((dist.isend(made, group=self.groups[to < self.rank], group_dst=to,
+                                      tag=self._tag(given)), made))
+
+    def _tag(self, named: Message) -> int:
+        kind, stage, micro = named
+        return 2 * (micro * self.stages + stage) + (kind == "B")

@@ -1,0 +1,99 @@
+"""A clock for pipelines: when each action of a schedule begins and ends.
+
+A rank computes its actions in order. An action begins as soon as the rank is free and what it needs
+is there; what another rank made comes `message_seconds` later, beside whatever is computed. So a
+schedule is a graph without circles, and its longest path is the update (Narayanan et al. 2021,
+figures 3 and 4, https://arxiv.org/abs/2104.04473). The clock knows nothing of links that messages
+share, of kernels that run side by side, and of the optimizer.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lpkit.errors import ConfigError
+from lpkit.techniques.pipelines import Order
+
+Seconds = float | Sequence[float]                   # of every stage, or of each
+KEEPS = {"F": 1, "I": 0, "W": -1, "B": -1}          # micro-batches that a stage then holds more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """`begins` and `ends`: of the actions of each rank, in their order. `peaks`: how many
+    micro-batches each stage holds at most, each from its F until its B or W; `rank_peaks`: the
+    chunks of a rank together."""
+
+    begins: dict[int, list[float]]
+    ends: dict[int, list[float]]
+    peaks: list[int]
+    rank_peaks: dict[int, int]
+
+    @property
+    def step_seconds(self) -> float:
+        return max(ends[-1] for ends in self.ends.values())
+
+    @property
+    def bubble_share(self) -> float:
+        """The part of the ranks' time in which they compute nothing."""
+        busy = sum(map(sum, self.ends.values())) - sum(map(sum, self.begins.values()))
+        return 1 - busy / (len(self.ends) * self.step_seconds)
+
+
+def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
+          message_seconds: float = 0.0) -> Timed:
+    """Raises ConfigError for an order in which an action is lacking, comes twice, or waits for
+    ever."""
+    rank_of = {stage: rank for rank, actions in order.items() for stage, _, _ in actions}
+    stages, m = len(rank_of), 1 + max(one[2] for actions in order.values() for one in actions)
+    f, i, w = ([one] * stages if isinstance(one, (int, float)) else one
+               for one in (forward, dx, dw))
+    seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
+    # of a message to the next stage; a V turns without one
+    hop = [message_seconds * (rank_of[s] != rank_of[s + 1]) for s in range(stages - 1)]
+    each = stages * m       # numbers of all F; those of I and B follow, and those of W
+    done: list[float | None] = [None] * (3 * each)
+    waiting: dict[int, int] = {}        # which rank, for the action of which number
+    begins, ends = {rank: [] for rank in order}, {rank: [] for rank in order}
+    free, able = dict.fromkeys(order, 0.0), list(order)
+    held, peaks = [0] * stages, [0] * stages
+    load, rank_peaks = dict.fromkeys(order, 0), dict.fromkeys(order, 0)
+    while able:
+        rank = able.pop()
+        now, began, ended = free[rank], begins[rank], ends[rank]
+        for stage, kind, micro in order[rank][len(ended):]:
+            made, need, late = stage * m + micro, None, 0.0
+            if kind == "W":
+                made, need = made + 2 * each, made + each
+            elif kind != "F":
+                made, need = made + each, made          # the last stage has its own F
+                if stage < stages - 1:
+                    need, late = made + m, hop[stage]   # of the next stage
+            elif stage:
+                need, late = made - m, hop[stage - 1]
+            if need is not None:
+                if done[need] is None:
+                    waiting[need] = rank
+                    break
+                now = max(now, done[need] + late)
+            began.append(now)
+            now += seconds[kind][stage]
+            ended.append(now)
+            done[made] = now
+            held[stage] += KEEPS[kind]
+            peaks[stage] = max(peaks[stage], held[stage])
+            load[rank] += KEEPS[kind]
+            rank_peaks[rank] = max(rank_peaks[rank], load[rank])
+            if made in waiting:
+                able.append(waiting.pop(made))
+        free[rank] = now
+    stuck = {rank: actions[len(ends[rank])] for rank, actions in order.items()
+             if len(ends[rank]) < len(actions)}
+    for rank, (stage, kind, micro) in stuck.items():
+        raise ConfigError(f"rank {rank} waits for ever before {kind} of micro-batch {micro} in "
+                          f"stage {stage}; what that needs must come before")
+    has = Counter(kind for actions in order.values() for _, kind, _ in actions)
+    if not has["F"] == has["I"] + has["B"] == has["W"] + has["B"] == each:
+        raise ConfigError(f"the order has {dict(has)} actions for {m} micro-batches in {stages} "
+                          f"stages; each needs F, and B or I and W, once")
+    return Timed(begins=begins, ends=ends, peaks=peaks, rank_peaks=rank_peaks)

@@ -1,0 +1,131 @@
+"""A pipeline's schedule says in which order each rank computes the parts of an update.
+
+The layers are cut into stages, `chunks` of which lie on each rank; the batch is cut into
+micro-batches. An action is what one stage computes of one micro-batch: (stage, kind, micro-batch).
+
+    F   forward                     needs F of the stage before
+    B   whole backward, I and W     needs F, and I or B of the stage after
+    I   gradient of the input, dx   the same, and the stage before waits for it
+    W   gradients of weights, dw    needs I, and nobody waits for it: it can fill a bubble
+
+A rank that has nothing to do is in the bubble. The less of it there is, the more micro-batches are
+under way, and their activations are held. Sources are with the rows; Narayanan et al. 2021,
+https://arxiv.org/abs/2104.04473, explain the first three.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lpkit.techniques.row import Row
+
+Action = tuple[int, str, int]           # stage, kind, micro-batch
+Order = dict[int, list[Action]]         # of each rank
+# the ways in which stages lie on ranks -> stage of (rank, chunk, ranks)
+PLACES: dict[str, Callable[[int, int, int], int]] = {
+    "loop": lambda rank, chunk, ranks: chunk * ranks + rank,
+    "v": lambda rank, chunk, ranks: 2 * ranks - 1 - rank if chunk else rank,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSchedule(Row):
+    """`implementation`: PyTorch's. `places`: a row of PLACES. `splits`: backward is I and W.
+    `chunks`: the least and the most of a rank. `fits(ranks, m)`: there is an order of m
+    micro-batches; `needs` says when.
+
+    bubble:     (ranks, F, I, W) -> seconds of an update in which a rank computes nothing, where a
+                stage takes F, I and W, messages take nothing, and there are at least as many
+                micro-batches as stages. With `even` it holds if F, I and W take equally long
+    warm_up:    (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
+                backwards take turns. None: there is no closed form, and PyTorch is asked
+    """
+
+    places: str = "loop"
+    splits: bool = False
+    chunks: tuple[int, int] = (1, 1)
+    fits: Callable[[int, int], bool] = lambda ranks, m: True
+    needs: str = ""
+    bubble: Callable[[int, float, float, float], float] = lambda p, f, i, w: (p - 1) * (f + i + w)
+    even: bool = False
+    warm_up: Callable[[int, int, int, int], int] | None = None
+    breadth_first: bool = False     # a chunk computes all micro-batches in a row
+
+    def stages(self, rank: int, ranks: int, chunks: int) -> list[int]:
+        """Those of a rank, in the order of the layers."""
+        return [PLACES[self.places](rank, chunk, ranks) for chunk in range(chunks)]
+
+    def problem(self, ranks: int, chunks: int, m: int) -> str:
+        """Why there is no such order; empty: there is one."""
+        if chunks != (near := self.nearest_chunks(chunks)):
+            return f"{chunks} chunks a rank, but of {near}"
+        needs = f"{m} micro-batches over {ranks} ranks, but of {self.needs}"
+        return "" if self.fits(ranks, m) else needs
+
+    def nearest_chunks(self, chunks: int) -> int:
+        return min(max(chunks, self.chunks[0]), self.chunks[1])
+
+
+def whole_rounds(ranks: int, m: int) -> bool:
+    return m % max(1, m // ranks) == 0
+
+
+TORCH = "torch.distributed.pipelining.schedules:Schedule"
+MEGATRON = "Narayanan et al. 2021, https://arxiv.org/abs/2104.04473"
+ZERO_BUBBLE = "Qi et al. 2024, https://arxiv.org/abs/2401.10241"
+MANY, ROUNDS = 64, "a whole number in each of m // ranks rounds, such as multiples of the ranks"
+SCHEDULES = {
+    "gpipe": PipelineSchedule(
+        why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
+        source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
+        implementation=f"{TORCH}GPipe", warm_up=lambda rank, p, v, m: m * v),
+    "1f1b": PipelineSchedule(
+        why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
+            "holds as many as there are stages from it on",
+        source="Narayanan et al. 2020, https://arxiv.org/abs/2006.09503",
+        implementation=f"{TORCH}1F1B", fits=lambda p, m: m >= p, needs="one a rank or more",
+        warm_up=lambda rank, p, v, m: p - 1 - rank),
+    "interleaved": PipelineSchedule(
+        why="1f1b with chunks: the bubble of a chunk, for more messages and more that is held",
+        source=MEGATRON, implementation=f"{TORCH}Interleaved1F1B", chunks=(2, MANY),
+        fits=whole_rounds, needs=ROUNDS,
+        warm_up=lambda rank, p, v, m: (v - 1) * m + 2 * (p - 1 - rank)),
+    "looped-bfs": PipelineSchedule(
+        why="gpipe with chunks: a rank needs the weights of one chunk at a time",
+        source="Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953",
+        implementation=f"{TORCH}LoopedBFS", chunks=(2, MANY), breadth_first=True,
+        warm_up=lambda rank, p, v, m: m * v),
+    "zero-bubble": PipelineSchedule(
+        why="1f1b whose weight gradients fill the bubble (ZB-H1; with chunks its interleaved form)",
+        source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
+        chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
+        bubble=lambda p, f, i, w: (p - 1) * (f + max(0.0, i - w))),
+    "zbv": PipelineSchedule(
+        why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
+        source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
+        chunks=(2, 2), bubble=lambda p, f, i, w: (p - 1) * f, even=True),
+    "dualpipev": PipelineSchedule(
+        why="the V, in which a forward of one chunk and a backward of the other make a pair",
+        source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
+               "https://github.com/deepseek-ai/DualPipe",
+        implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
+        fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
+        bubble=lambda p, f, i, w: (p - 1) * f, even=True),
+}
+
+
+def closed_order(row: PipelineSchedule, ranks: int, chunks: int, m: int) -> Order:
+    """The order of a row that has `warm_up`: also for thousands of ranks."""
+    of_round = m if row.breadth_first else m // max(1, m // ranks)
+    forwards = [(n // of_round % chunks, n // (of_round * chunks) * of_round + n % of_round)
+                for n in range(m * chunks)]
+    last_first = row.breadth_first and chunks > 1
+    backwards = [(chunks - 1 - chunk, m - 1 - micro if last_first else micro)
+                 for chunk, micro in forwards]
+    found = {}
+    for rank in range(ranks):
+        f = [(chunk * ranks + rank, "F", micro) for chunk, micro in forwards]
+        b = [(chunk * ranks + rank, "B", micro) for chunk, micro in backwards]
+        first = min(len(f), row.warm_up(rank, ranks, chunks, of_round))
+        turns = [one for two in zip(f[first:], b) for one in two]
+        found[rank] = f[:first] + turns + b[len(f) - first:]
+    return found

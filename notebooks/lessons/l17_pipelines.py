@@ -1,0 +1,556 @@
+"""Lesson 17, pipelines: its study, its figures and its exercises.
+
+When does each rank of a pipeline compute what, how long does an update take, and what is held
+meanwhile: by a formula, by a clock over the order of a schedule, and by real processes whose stages
+sleep. And how often a backward in two parts multiplies.
+
+    paths = fitting(4, 8)                           # schedules of 4 ranks and 8 micro-batches
+    timed(paths["1f1b"], 1, 1, 1).step_seconds      # F, dx and dw of all layers of a rank
+    rehearse(paths, (0.01, 0.01, 0.01)).kit["1f1b"].step_seconds
+    split("fp8-tensorwise")["asked twice"].products         # of a block, by part
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from lessons.drawing import NAMES, axis, bars, figure
+from lpkit import hardware
+from lpkit.config import Config
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.parallel.meeting import meet
+from lpkit.parallel.pipeline import Pipeline, order
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.precision.deferred import QUEUE, deferring
+from lpkit.precision.linear import ScaledLinear
+from lpkit.predict.clock import Timed, clock
+from lpkit.predict.compare import disturbance
+from lpkit.tables import html_table
+from lpkit.techniques.pipelines import SCHEDULES, Order
+from lpkit.training.training import RandomTokens, Training
+
+# ---- The study: orders and their clock
+
+LEAST, LABELLED = 1, 600        # chunks; actions in a figure that have their number
+# rehearsed by PyTorch's runtime, too; dualpipev mixes whole backwards with divided ones
+PEERS = ("1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """A schedule of so many ranks, each with `chunks` stages, and micro-batches."""
+
+    name: str
+    ranks: int
+    micro_batches: int
+    chunks: int
+    order: Order
+
+    def on_paper(self, forward: float, dx: float, dw: float) -> float:
+        """Seconds of an update: work and the bubble's formula. F, dx and dw of all layers of a
+        rank."""
+        each = [seconds / self.chunks for seconds in (forward, dx, dw)]
+        return (self.micro_batches * (forward + dx + dw)
+                + SCHEDULES[self.name].bubble(self.ranks, *each))
+
+
+def path(name: str, ranks: int, micro_batches: int, chunks: int = LEAST) -> Path:
+    """With the number of chunks that is nearest among those that the schedule has. Raises
+    ConfigError."""
+    least, most = SCHEDULES[name].chunks
+    chunks = min(max(chunks, least), most)
+    return Path(name=name, ranks=ranks, micro_batches=micro_batches, chunks=chunks,
+                order=order(name, ranks, chunks, micro_batches))
+
+
+def fitting(ranks: int, micro_batches: int) -> dict[str, Path]:
+    """Those of all schedules that have an order."""
+    return {name: path(name, ranks, micro_batches) for name, row in SCHEDULES.items()
+            if not row.problem(ranks, row.chunks[0], micro_batches)}
+
+
+def timed(one: Path, forward: float, dx: float, dw: float, message_seconds: float = 0.0) -> Timed:
+    """F, dx and dw of all layers of a rank, for one micro-batch."""
+    return clock(one.order, forward=forward / one.chunks, dx=dx / one.chunks, dw=dw / one.chunks,
+                 message_seconds=message_seconds)
+
+
+def timed_twice(one: Path, forward: float, dx: float, dw: float) -> Timed:
+    """The same where PyTorch asks the graph for dx, and later for dw, of a Function that makes both
+    each time. Of the first stage it asks only once: nobody wants its dx."""
+    last = one.ranks * one.chunks - 1
+    both = (dx + dw) / one.chunks
+    first = 0.0 if SCHEDULES[one.name].splits else both
+    return clock(one.order, forward=forward / one.chunks, dx=[first, *[both] * last],
+                 dw=both if SCHEDULES[one.name].splits else 0.0)
+
+
+def held(one: Path, found: Timed) -> list[float]:
+    """The most that each rank holds, in activations of all its layers for one micro-batch."""
+    return [found.rank_peaks[rank] / one.chunks for rank in range(one.ranks)]
+
+
+# ---- The study: a rehearsal. Stages sleep, so that two cores are enough for eight.
+
+PROGRESS_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsed:
+    """`step_seconds`: the least of some updates. `held`: the most micro-batches of a stage that
+    were alive on each rank, over its chunks."""
+
+    step_seconds: float
+    held: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """By schedule: over the kit's runtime with `deferring`, and PEERS over PyTorch's. `others`: the
+    share of the cores that other processes took."""
+
+    kit: Mapping[str, Rehearsed]
+    torch: Mapping[str, Rehearsed]
+    others: float
+
+
+def rehearse(paths: Mapping[str, Path], seconds: tuple[float, float, float], *, rounds: int = 2,
+             parent: WarmParent | None = None) -> Rehearsal:
+    """Real processes, real messages, and naps in place of products: F, dx and dw of all layers of a
+    rank take `seconds`."""
+    one = next(iter(paths.values()))
+    told = {"rounds": rounds, "seconds": seconds, "cases": [[each.name, each.chunks, each.micro_batches] for each in paths.values()]}
+    others = hardware.others()
+    with Processes(f"{__name__}:rehearsed", told, world=one.ranks, parent=parent,
+                   progress_seconds=PROGRESS_SECONDS) as running:
+        ranks = running.wait()
+    found = {runtime: {name: Rehearsed(
+        step_seconds=ranks[0][runtime][name][0],
+        held=tuple(each[runtime][name][1] / paths[name].chunks for each in ranks))
+        for name in ranks[0][runtime]} for runtime in ranks[0]}
+    return Rehearsal(kit=found["kit"], torch=found["torch"], others=others())
+
+
+class Alive:
+    """How many are alive now, and were at most."""
+
+    now = most = 0
+
+    def one(self) -> Tensor:
+        t = torch.empty(0)
+        weakref.finalize(t, self._gone)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        return t
+
+    def _gone(self) -> None:
+        self.now -= 1
+
+
+class Nap(torch.autograd.Function):
+    """x + w, which takes its time. As any Function of Python it makes dx and dw together, whatever
+    it is asked for; but where a queue was there in forward, dw waits in it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, seconds: Sequence[float], alive: Alive) -> Tensor:
+        ctx.seconds, ctx.queue = seconds, QUEUE.get()
+        ctx.save_for_backward(alive.one())
+        time.sleep(seconds[0])
+        return x + w
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+        (held,), (_, dx, dw) = ctx.saved_tensors, ctx.seconds
+        if ctx.queue is not None:
+            time.sleep(dx)
+            ctx.queue.append(partial(_weights, dw, [held]))
+            return g, None, None, None
+        time.sleep(dx + dw)
+        return g, g.sum(), None, None
+
+
+def _weights(seconds: float, held: list[Tensor]) -> None:
+    time.sleep(seconds)
+    held.clear()
+
+
+class Stage(nn.Module):
+    def __init__(self, seconds: Sequence[float], alive: Alive):
+        super().__init__()
+        self.w, self.seconds, self.alive = nn.Parameter(torch.zeros(())), seconds, alive
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Nap.apply(x, self.w, self.seconds, self.alive)
+
+
+def rehearsed(place: Place, told: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    """In a rank."""
+    torch.set_num_threads(1)
+    meet("gloo", **place.among)
+    found: dict[str, dict[str, list[float]]] = {"kit": {}, "torch": {}}
+    try:
+        for number, (name, chunks, m) in enumerate(told["cases"]):
+            place.at(number, "rehearsal")
+            seconds = [each / chunks for each in told["seconds"]]
+            for runtime, of in (("kit", _kits), ("torch", _torchs)):
+                if runtime == "torch" and name not in PEERS:
+                    continue
+                alive = Alive()
+                step = of(name, place, chunks, m, seconds, alive)
+                taken = [_seconds(step) for _ in range(told["rounds"])]
+                found[runtime][name] = [min(taken), alive.most]
+    finally:
+        dist.destroy_process_group()
+    return found
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    step()
+    dist.barrier()
+    return time.perf_counter() - began
+
+
+def _kits(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float],
+          alive: Alive) -> Callable[[], None]:
+    stages = {stage: Stage(seconds, alive)
+              for stage in SCHEDULES[name].stages(place.rank, place.world, chunks)}
+    run = Pipeline(order(name, place.world, chunks, m), place.rank, torch.zeros(1),
+                   groups=(dist.group.WORLD,) * 2, deferring=deferring)
+    return partial(run.step, lambda stage, micro, x: stages[stage](
+        torch.zeros(1) if x is None else x))
+
+
+def _torchs(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float],
+            alive: Alive) -> Callable[[], Any]:
+    kind, stages = SCHEDULES[name].load(), place.world * chunks
+    ids = SCHEDULES[name].stages(place.rank, place.world, chunks)
+    parts = [PipelineStage(Stage(seconds, alive), stage, stages, torch.device("cpu"))
+             for stage in ids]
+    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
+                loss_fn=lambda y, target: (y - target).sum())
+    first = (torch.zeros(m, 1),) if 0 in ids else ()
+    last = {"target": torch.zeros(m, 1), "losses": []} if stages - 1 in ids else {}
+    return partial(made.step, *first, **last)
+
+
+# ---- The study: how often a backward in two parts multiplies
+
+WHOLE, TWICE, LATER = "one backward", "asked twice", "deferring"
+PARTS = ("F", "dx", "dw")
+
+
+class Counting:
+    """A backend that counts its products."""
+
+    def __init__(self, inner: Any):
+        self.inner, self.count = inner, 0
+
+    def product(self, *args: Any, **how: Any) -> Tensor:
+        self.count += 1
+        return self.inner.product(*args, **how)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A block's forward and backward in one of three ways. `products` and `seconds` (the median) are
+    by part; a backward that is whole counts as dx."""
+
+    products: Mapping[str, int]
+    seconds: Mapping[str, float]
+    gradients: tuple[Tensor, ...]
+
+
+def block_of(recipe: str, width: int) -> Config:
+    return Config().replace({
+        "model.layers": 1, "model.width": width, "model.heads": 4, "model.context": 128,
+        "model.vocab": 256, "model.norm": "rmsnorm", "model.mlp": "gelu", "model.bias": False,
+        "global_batch": 2, "grad_accum_steps": 1, "precision.recipe": recipe,
+        "system.device": "cpu", "system.threads": 1, "system.compile": False})
+
+
+def split(recipe: str = "fp8-tensorwise", *, width: int = 256, rounds: int = 3) -> dict[str, Split]:
+    """A transformer's block, whose backward is whole; divided by the graph, as PyTorch's pipelines
+    do; and divided by `deferring`."""
+    config = block_of(recipe, width)
+    training = Training.build(config, data=RandomTokens(config))
+    block, autocast = training.model.blocks[0], training.decisions.autocast
+    layers = [one for one in block.modules() if isinstance(one, ScaledLinear)]
+    for layer in layers:
+        layer.arithmetic = Counting(layer.arithmetic)
+    draw = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(2, 128, width, generator=draw) for _ in range(2))
+    x.requires_grad_()
+    rotation = training.model.positions.rotation(128, 0, x)
+
+    def forward() -> Tensor:
+        with autocast:
+            return block(x, rotation)
+
+    found = {}
+    for name, steps in {WHOLE: _whole, TWICE: _by_the_graph, LATER: _by_queue}.items():
+        counts, seconds = {}, {}
+        for _ in range(rounds):
+            block.zero_grad()
+            began = time.perf_counter()
+            for part, _ in zip(PARTS, steps(forward, block, x, g)):
+                seconds.setdefault(part, []).append(time.perf_counter() - began)
+                counts[part] = sum(layer.arithmetic.count for layer in layers)
+                for layer in layers:
+                    layer.arithmetic.count = 0
+                began = time.perf_counter()
+        found[name] = Split(products=counts, gradients=tuple(
+            p.grad.clone() for p in block.parameters()),
+            seconds={part: median(each) for part, each in seconds.items()})
+    return found
+
+
+def _whole(forward: Callable[[], Tensor], block: nn.Module, x: Tensor, g: Tensor) -> Iterator[None]:
+    y = forward()
+    yield
+    y.backward(g)
+    yield
+
+
+def _by_the_graph(forward: Callable[[], Tensor], block: nn.Module, x: Tensor,
+                  g: Tensor) -> Iterator[None]:
+    y = forward()
+    yield
+    weights = list(block.parameters())
+    _, groups = stage_backward_input([y], [g], [x], iter(weights))
+    yield
+    stage_backward_weight(iter(weights), groups)
+    yield
+
+
+def _by_queue(forward: Callable[[], Tensor], block: nn.Module, x: Tensor,
+              g: Tensor) -> Iterator[None]:
+    queue: list[Callable[[], None]] = []
+    with deferring(queue):
+        y = forward()
+    yield
+    y.backward(g)
+    yield
+    while queue:
+        queue.pop(0)()
+    yield
+
+
+def same_bits(found: Mapping[str, Split], name: str) -> bool:
+    """Whether its gradients are those of the whole backward."""
+    return all(map(torch.equal, found[name].gradients, found[WHOLE].gradients))
+
+
+# ---- Figures and tables
+
+KINDS = {"F": ("forward", "#004488"), "B": ("backward, whole", "#bb5566"),
+         "I": ("dx", "#ad7a00"), "W": ("dw", "#2ca392")}
+FAINTER = 0.55          # of each further chunk of a rank
+
+
+def gantt(rows: Mapping[str, tuple[Path, Timed]], title: str, unit: str = "") -> dict:
+    """The plotly spec of when each rank computes what, one schedule below the other. White is the
+    bubble."""
+    many = sum(len(actions) for one, _ in rows.values() for actions in one.order.values())
+    names = [_rank(name, rank) for name, (one, _) in rows.items() for rank in range(one.ranks)]
+    traces = []
+    for kind, (words, colour) in KINDS.items():
+        found = [(_rank(name, rank), micro, found.begins[rank][i], found.ends[rank][i],
+                  stage, SCHEDULES[one.name].stages(rank, one.ranks, one.chunks).index(stage))
+                 for name, (one, found) in rows.items() for rank, actions in one.order.items()
+                 for i, (stage, is_kind, micro) in enumerate(actions) if is_kind == kind]
+        if found:
+            traces.append(bars(
+                [row for row, *_ in found], [end - begin for _, _, begin, end, *_ in found], words,
+                colour, base=[begin for _, _, begin, *_ in found],
+                text=[str(micro) if many <= LABELLED else "" for _, micro, *_ in found],
+                textposition="inside", insidetextanchor="middle", constraintext="none",
+                textfont={"size": 10, "color": "#ffffff"},
+                customdata=[[micro, stage, end] for _, micro, _, end, stage, _ in found],
+                marker={"color": colour, "line": {"color": "#ffffff", "width": 0.5},
+                        "opacity": [FAINTER**chunk for *_, chunk in found]},
+                hover="micro-batch %{customdata[0]} in stage %{customdata[1]}, "
+                      "%{base:.4g} to %{customdata[2]:.4g}"))
+    return figure(traces, title, height=120 + 27 * len(names), barmode="overlay", bargap=0.12,
+                  uniformtext={"mode": False},
+                  yaxis={**NAMES, "categoryorder": "array", "categoryarray": names},
+                  xaxis=axis(f"time, {unit}" if unit else "time"))
+
+
+def _rank(name: str, rank: int) -> str:
+    return f"{name}{', ' * bool(name)}rank {rank}"
+
+
+def view(schedule: str, ranks: int, micro_batches: int, chunks: int, forward: float, dx: float,
+         dw: float, message: float) -> tuple[dict, str]:
+    """For an Explorer."""
+    one = path(schedule, ranks, micro_batches, chunks)
+    found = timed(one, forward, dx, dw, message)
+    work = micro_batches * (forward + dx + dw)
+    paper, most = one.on_paper(forward, dx, dw), held(one, found)
+    rows = [("an update", f"{found.step_seconds:.4g}", f"{paper:.4g}"),
+            ("work of a rank", f"{work:.4g}", f"{work:.4g}"),
+            ("bubble", f"{found.bubble_share:.1%}", f"{1 - work / paper:.1%}"),
+            ("micro-batches held by rank 0", f"{most[0]:g}", ""),
+            (f"by rank {ranks - 1}", f"{most[-1]:g}", "")]
+    title = f"{schedule}: {ranks} ranks, stages of each: {one.chunks}"
+    return gantt({"": (one, found)}, title), html_table(("", "by the clock", "on paper"), rows)
+
+
+def steps_table(paths: Mapping[str, Path], seconds: tuple[float, float, float]) -> str:
+    """HTML: an update and its bubble, by schedule; on paper, and by the clock."""
+    lines, work = [], sum(seconds)
+    for name, one in paths.items():
+        found, paper = timed(one, *seconds), one.on_paper(*seconds)
+        lines.append((name, one.chunks, _ms(paper), f"{1 - one.micro_batches * work / paper:.1%}",
+                      _ms(found.step_seconds), f"{found.bubble_share:.1%}"))
+    return html_table(("", "stages of a rank", "on paper", "bubble", "by the clock", "bubble"),
+                      lines)
+
+
+def rehearsal_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
+                    run: Rehearsal) -> str:
+    """HTML: an update by schedule, by the clock and rehearsed, over both runtimes."""
+    lines = []
+    for name, one in paths.items():
+        line = [name]
+        for due, runs in ((timed, run.kit), (timed_twice, run.torch)):
+            if name in runs:
+                said, measured = due(one, *seconds).step_seconds, runs[name].step_seconds
+                line += [_ms(said), _ms(measured), f"{measured / said - 1:+.1%}"]
+            else:
+                line += ["", "", ""]
+        lines.append(tuple(line))
+    return html_table(("", "clock", "the kit's runtime", "off", "clock, dw made twice",
+                       "PyTorch's runtime", "off"), lines,
+                      caption="; ".join(filter(None, ("rehearsed: stages that sleep",
+                                                      disturbance(run.others)))))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
+
+
+def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
+               run: Rehearsal) -> str:
+    """HTML: micro-batches that each rank holds, by the clock and as they were alive."""
+    lines = []
+    for name, one in paths.items():
+        both = held(one, timed(one, *seconds)), run.kit[name].held
+        lines.append((name, *(" ".join(f"{each:g}" for each in ranks) for ranks in both)))
+    return html_table(("micro-batches, by rank", "by the clock", "alive, counted"), lines)
+
+
+def split_table(found: Mapping[str, Split]) -> str:
+    """HTML: products of a block and seconds, by part."""
+    lines = []
+    for name, one in found.items():
+        by_part = [(f"{one.products[part]}", f"{1e3 * one.seconds[part]:.1f} ms")
+                   if part in one.products else ("", "") for part in PARTS]
+        lines.append((name, *(" in ".join(filter(None, each)) for each in by_part),
+                      str(sum(one.products.values())),
+                      "yes" if same_bits(found, name) else "no"))
+    return html_table(("products of a block", "forward", "dx", "dw", "together",
+                       "gradients as those of one backward, to the bit"), lines)
+
+
+def worst(paths: Mapping[str, Path], seconds: tuple[float, float, float],
+          run: Rehearsal) -> tuple[float, str]:
+    """How far from the clock that update of the kit's runtime is which is furthest, and its
+    schedule."""
+    return max((abs(run.kit[name].step_seconds / timed(one, *seconds).step_seconds - 1), name)
+               for name, one in paths.items())
+
+
+def by_products(found: Mapping[str, Split], ranks: int, micro_batches: int
+                ) -> dict[str, tuple[Path, Timed]]:
+    """For `gantt`: a block a rank, and each product takes as long as any other."""
+    one, zero = (path(schedule, ranks, micro_batches) for schedule in ("1f1b", "zero-bubble"))
+    whole, later, twice = ([float(found[how].products.get(part, 0)) for part in PARTS]
+                           for how in (WHOLE, LATER, TWICE))
+    return {"1f1b": (one, timed(one, *whole)), "zero bubble, deferring": (zero, timed(zero, *later)),
+            "zero bubble, asked twice": (zero, timed_twice(zero, twice[0], twice[1], 0.0))}
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+
+@exercise("17.bubble", (2, 1, 1), (4, 8, 1), (4, 8, 2), minutes=4,
+          draw=lambda r: (r.randint(1, 64), r.randint(1, 128), r.randint(1, 8)),
+          mistakes={"the share of the update, to which the bubble belongs":
+                        lambda ranks, micro_batches, chunks: (ranks - 1) / (micro_batches * chunks),
+                    "a chunk is a part of a rank's layers: so is what one waits for":
+                        lambda ranks, micro_batches, chunks:
+                        (ranks - 1) / (micro_batches + ranks - 1)})
+def bubble(ranks: int, micro_batches: int, chunks: int) -> float:
+    return (ranks - 1) / (micro_batches * chunks + ranks - 1)
+
+
+def _gpipe(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    return [f"{kind}{i}" for kind in "FB" for i in range(micro_batches)]
+
+
+@exercise("17.order", (0, 1, 1), (1, 2, 3), (0, 2, 3), (0, 4, 2), minutes=8, stars=2,
+          draw=lambda r: ((rank := r.randint(0, 5)), rank + r.randint(1, 4), r.randint(1, 9)),
+          mistakes={"that is GPipe: here a backward comes as soon as it can": _gpipe,
+                    "a rank can begin as many forwards as there are ranks after it, and one more":
+                        lambda rank, ranks, micro_batches: one_f_one_b(0, ranks, micro_batches)})
+def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[str]:
+    first = min(ranks - rank, micro_batches)
+    actions = [f"F{i}" for i in range(first)]
+    for i in range(micro_batches):
+        actions.append(f"B{i}")
+        if first + i < micro_batches:
+            actions.append(f"F{first + i}")
+    return actions
+
+
+def _orders(r: Random) -> tuple[list[list[str]], float, float]:
+    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise."""
+    ranks, m = r.randint(1, 4), r.randint(1, 5)
+    first = r.randint(0, ranks)
+    orders = [(_gpipe if rank < first else one_f_one_b)(rank, ranks, m) for rank in range(ranks)]
+    return orders, r.choice((0.5, 1.0, 3.0)), r.choice((1.0, 2.0, 2.5))
+
+
+@exercise("17.step", ([["F0", "B0"]], 1.0, 2.0), ([["F0", "B0"], ["F0", "B0"]], 1.0, 2.0),
+          ([["F0", "F1", "B0"], ["F0", "B0", "F1", "B1"]], 1.0, 2.0),
+          minutes=10, stars=3, draw=_orders, drawn=60,
+          mistakes={"ranks wait for one another": lambda orders, forward, backward: max(
+                        sum(forward if one[0] == "F" else backward for one in actions)
+                        for actions in orders)})
+def step_seconds(orders: list[list[str]], forward: float, backward: float) -> float:
+    ends = {}
+
+    def end(rank: int, place: int) -> float:
+        if (rank, place) not in ends:
+            action = orders[rank][place]
+            begin = end(rank, place - 1) if place else 0.0
+            other = rank - 1 if action[0] == "F" else rank + 1
+            if 0 <= other < len(orders):
+                begin = max(begin, end(other, orders[other].index(action)))
+            ends[rank, place] = begin + (forward if action[0] == "F" else backward)
+        return ends[rank, place]
+
+    return max(end(rank, len(actions) - 1) for rank, actions in enumerate(orders))

@@ -1,0 +1,195 @@
+"""What ranks do in tests of pipelines; each is `f(place, told)`."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from lpkit.config import Config
+from lpkit.parallel import meeting
+from lpkit.parallel.pipeline import Pipeline, order
+from lpkit.parallel.processes import Place
+from lpkit.precision.deferred import QUEUE
+from lpkit.precision.linear import scaled_linears
+from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.training.training import Training
+
+WIDTH, ROWS = 16, 4
+
+
+class Product(torch.autograd.Function):
+    """x @ w.T, whose dw waits where a queue is at hand."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.queue = QUEUE.get()
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        if ctx.queue is None:
+            return g @ w, g.T @ x
+        ctx.queue.append(lambda: torch.autograd.backward(w, g.T @ x))
+        return g @ w, None
+
+
+class Nap(torch.autograd.Function):
+    """Sleeps in forward, in dx and in dw."""
+
+    @staticmethod
+    def forward(ctx, x, w, seconds):
+        ctx.seconds, ctx.queue = seconds, QUEUE.get()
+        time.sleep(seconds[0])
+        return x + w
+
+    @staticmethod
+    def backward(ctx, g):
+        time.sleep(ctx.seconds[1])
+        if ctx.queue is None:
+            time.sleep(ctx.seconds[2])
+        else:
+            ctx.queue.append(lambda: time.sleep(ctx.seconds[2]))
+        return g, torch.zeros(()), None
+
+
+@contextmanager
+def joined(place: Place) -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=60))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def pipeline(place: Place, name: str, chunks: int, m: int) -> Pipeline:
+    return Pipeline(order(name, place.world, chunks, m), place.rank, groups=(dist.group.WORLD,) * 2)
+
+
+def slept(place: Place, told: dict) -> dict[str, float]:
+    """Seconds of an update of stages that sleep, by schedule: the less of two."""
+    w, found = torch.zeros((), requires_grad=True), {}
+    with joined(place):
+        for name, chunks, m in told["cases"]:
+            run = pipeline(place, name, chunks, m)
+            taken, seconds = [], [one / chunks for one in told["seconds"]]
+            for _ in range(2):
+                dist.barrier()
+                began = time.perf_counter()
+                run.step(lambda stage, micro, x, s=seconds: Nap.apply(torch.zeros(1) if x is None else x, w, s), torch.zeros(1))
+                dist.barrier()
+                taken.append(time.perf_counter() - began)
+            found[name] = min(taken)
+    return found
+
+
+def layers(stages: int) -> list[nn.Parameter]:
+    rng = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(WIDTH, WIDTH, generator=rng) / WIDTH**0.5) for _ in range(stages)]
+
+
+def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(4)
+    return torch.randn(m, ROWS, WIDTH, generator=rng), torch.randn(m, ROWS, WIDTH, generator=rng)
+
+
+def whole(stages: int, m: int, backwards: range) -> list[torch.Tensor]:
+    """The gradients of one process that has all stages, whose micro-batches go backward in this order."""
+    weights, (x, target) = layers(stages), batch(m)
+    for micro in backwards:
+        y = x[micro]
+        for w in weights:
+            y = torch.tanh(Product.apply(y, w))
+        ((y - target[micro]).square().mean() / m).backward()
+    return [w.grad for w in weights]
+
+
+def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
+    """Those of this rank's stages, by schedule, of the kit's runtime and of PyTorch's."""
+    found = {}
+    if told["untagged"]:        # as on NCCL: messages come in the order in which they were sent
+        Pipeline._tag = lambda self, named: 0
+    with joined(place):
+        for name, chunks, m in told["cases"]:
+            stages, (x, target) = place.world * chunks, batch(m)
+            ids = SCHEDULES[name].stages(place.rank, place.world, chunks)
+            weights = layers(stages)
+
+            def forward(stage, micro, got, weights=weights, x=x, target=target, m=m):
+                y = torch.tanh(Product.apply(x[micro] if got is None else got, weights[stage]))
+                return (y - target[micro]).square().mean() / m if stage == len(weights) - 1 else y
+
+            run = pipeline(place, name, chunks, m)
+            run.step(forward, x[0])
+            ours = {stage: weights[stage].grad.clone() for stage in ids}
+            assert [stage for stage in range(stages) if weights[stage].grad is not None] == sorted(ids)
+            for w in weights:
+                w.grad = None
+            run.step(forward, x[0])     # of the first nothing is left
+            assert all(torch.equal(weights[stage].grad, ours[stage]) for stage in ids)
+            theirs = torchs(place, name, ids, stages, m) if told["peer"] else ours
+            found[name] = {stage: [ours[stage].tolist(), theirs[stage].tolist()] for stage in ids}
+    return found
+
+
+class Layer(nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.w = w
+
+    def forward(self, x):
+        return torch.tanh(nn.functional.linear(x, self.w))
+
+
+def torchs(place: Place, name: str, ids: list[int], stages: int, m: int) -> dict[int, torch.Tensor]:
+    kind, weights, (x, target) = SCHEDULES[name].load(), layers(stages), batch(m)
+    parts = [PipelineStage(Layer(weights[stage]), stage, stages, torch.device("cpu")) for stage in ids]
+    made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
+                loss_fn=lambda y, target: (y - target).square().mean())
+    more = {"target": target.flatten(0, 1), "losses": []} if stages - 1 in ids else {}
+    made.step(*((x.flatten(0, 1),) if 0 in ids else ()), **more)
+    return {stage: weights[stage].grad for stage in ids}
+
+
+def trained(training: Training, steps: int) -> list[list[float]]:
+    """Loss and gradient norm of each update, and at last the loss of evaluation."""
+    done = [training.update(step) for step in range(steps)]
+    return [*([one.loss.item(), one.grad_norm.item()] for one in done), [training.evaluate()]]
+
+
+def trains(place: Place, told: dict) -> list[list[float]]:
+    torch.set_num_threads(1)
+    config = Config.from_dict(told["config"])
+    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
+        return trained(Training.build(config, ranks=ranks), told["steps"])
+
+
+def products(place: Place, told: dict) -> int:
+    """How many products in low precision this rank computes in an update."""
+    torch.set_num_threads(1)
+    config = Config.from_dict(told["config"])
+    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
+        return counted(Training.build(config, ranks=ranks))
+
+
+def counted(training: Training) -> int:
+    kind, count = type(next(scaled_linears(training.model)).arithmetic), 0
+    product = kind.product
+
+    def counts(self, *args, **more):
+        nonlocal count
+        count += 1
+        return product(self, *args, **more)
+
+    with patch.object(kind, "product", counts):
+        training.update(0)
+    return count

@@ -1,0 +1,375 @@
+"""Pipelines: orders, their clock, and a runtime over real processes."""
+
+import heapq
+import itertools
+import json
+import time
+
+import pytest
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from lpkit import train
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.parallel.pipeline import message, order, routes
+from lpkit.parallel.processes import Processes
+from lpkit.predict.clock import clock
+from lpkit.techniques.layouts import Layout, refuse_untrainable, stage_layers, stages_fit
+from lpkit.techniques.pipelines import SCHEDULES, closed_order
+from lpkit.training.training import Training
+from tests.pipeline_ranks import counted, trained, whole
+from tests.training_ranks import weighted
+
+SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8, 12, 16)))
+
+
+def orders(sizes=SIZES):
+    for name, row in SCHEDULES.items():
+        for ranks, chunks, m in sizes:
+            if not row.problem(ranks, chunks, m):
+                yield name, (ranks, chunks, m), order(name, ranks, chunks, m)
+
+
+def least_chunks(name):
+    return SCHEDULES[name].chunks[0]
+
+
+# ---- orders
+
+def test_every_order_that_a_row_allows_is_one():
+    """The stages lie where the row says, backward is split where it says, and nothing waits for ever (`clock` raises)."""
+    count = 0
+    for name, (ranks, chunks, m), found in orders():
+        row = SCHEDULES[name]
+        assert {rank: {stage for stage, _, _ in actions} for rank, actions in found.items()} == {
+            rank: set(row.stages(rank, ranks, chunks)) for rank in range(ranks)}
+        assert sum(kind == "F" for actions in found.values() for _, kind, _ in actions) == ranks * chunks * m
+        assert any(kind == "W" for actions in found.values() for _, kind, _ in actions) == row.splits
+        clock(found, forward=1.0, dx=1.0, dw=1.0)
+        count += 1
+    assert count > 300
+
+
+def test_what_a_row_refuses_pytorch_refuses():
+    for name, row in SCHEDULES.items():
+        for ranks, chunks, m in SIZES:
+            if row.problem(ranks, chunks, m) and row.chunks[0] <= chunks <= row.chunks[1]:
+                with pytest.raises(ValueError):
+                    pytorchs(row, ranks, chunks, m)
+                with pytest.raises(ConfigError, match=f"parallel.schedule={name} has no order of {m} micro-batches"):
+                    order(name, ranks, chunks, m)
+
+
+class StandIn:
+    """Notes how a schedule calls its stage: GPipe and 1F1B have no other order. (What their `pipeline_order` shows is none: in
+    2.13 the last stage of 1F1B begins with micro-batch 1.)"""
+
+    submod, has_backward, is_first, is_last = None, True, False, False
+
+    def __init__(self, stage, rank, stages, ranks):
+        self.stage_index, self.group_rank, self.num_stages, self.group_size = stage, rank, stages, ranks
+        self.called = []
+
+    def forward_one_chunk(self, micro, *args, **more):
+        self.called.append((self.stage_index, "F", micro))
+
+    def backward_one_chunk(self, micro, **more):
+        self.called.append((self.stage_index, "B", micro))
+
+    def nothing(self, *args, **more):
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = perform_reduce_grad = nothing
+
+
+def pytorchs(row, ranks, chunks, m):
+    kind, found = row.load(), {}
+    for rank in range(ranks):
+        stages = [StandIn(stage, rank, ranks * chunks, ranks) for stage in row.stages(rank, ranks, chunks)]
+        single = issubclass(kind, PipelineScheduleSingle)
+        made = kind(stages[0] if single else stages, m, loss_fn=print)
+        if not single:
+            return {rank: [(one.stage_index, one.computation_type.value, one.microbatch_index) for one in actions if one.is_compute_op]
+                    for rank, actions in made.pipeline_order_with_comms.items()}
+        made._initialize_stage = stages[0].nothing
+        made._step_microbatches([()] * m, [{}] * m, [None] * m, [])
+        found[rank] = stages[0].called
+    return found
+
+
+def test_closed_orders_are_pytorchs():
+    closed = 0
+    for name, sizes, _ in orders():
+        if (row := SCHEDULES[name]).warm_up:
+            assert closed_order(row, *sizes) == pytorchs(row, *sizes), (name, sizes)
+            closed += 1
+    assert closed > 150
+
+
+# ---- the clock
+
+def by_events(found, seconds, message):
+    """The end of an update, another way: a queue of events, in the order of time."""
+    rank_of = {stage: rank for rank, actions in found.items() for stage, _, _ in actions}
+    last, at, busy, there = max(rank_of), dict.fromkeys(found, 0), dict.fromkeys(found, False), {}
+    events, now = [], 0.0
+
+    def begin(rank):
+        if busy[rank] or at[rank] == len(found[rank]):
+            return
+        stage, kind, micro = found[rank][at[rank]]
+        need = {"F": ("F", stage - 1, micro) if stage else None, "W": ("I", stage, micro)}.get(
+            kind, ("I", stage + 1, micro) if stage < last else ("F", stage, micro))
+        if need is None or (need, rank) in there:
+            busy[rank] = True
+            heapq.heappush(events, (now + seconds[kind][stage], 0, rank, stage, kind, micro))
+
+    for rank in found:
+        begin(rank)
+    while events:
+        now, arrives, rank, stage, kind, micro = heapq.heappop(events)
+        made = ("F" if kind == "F" else "I", stage, micro)
+        if arrives:
+            there[made, rank] = True
+        else:
+            busy[rank], at[rank] = False, at[rank] + 1
+            there[made, rank] = True
+            to = rank_of.get(stage + 1 if kind == "F" else stage - 1 if kind in "IB" else None, rank)
+            if to != rank:
+                heapq.heappush(events, (now + message, 1, to, stage, kind, micro))
+        begin(rank)
+    assert all(at[rank] == len(actions) for rank, actions in found.items())
+    return now
+
+
+@pytest.mark.parametrize("message", [0.0, 0.3])
+def test_the_clock_is_that_of_events(message):
+    rng = torch.Generator().manual_seed(0)
+    for name, (ranks, chunks, _), found in orders([(1, 1, 3), (2, 2, 4), (3, 2, 6), (4, 1, 8), (4, 2, 8), (4, 3, 12)]):
+        f, i, w = (torch.rand(3, ranks * chunks, generator=rng) + 0.5).tolist()
+        done = clock(found, forward=f, dx=i, dw=w, message_seconds=message)
+        seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
+        assert done.step_seconds == pytest.approx(by_events(found, seconds, message), rel=1e-12), name
+        work = sum(map(sum, (f, i, w))) * len({micro for _, _, micro in found[0]})
+        assert done.bubble_share == pytest.approx(1 - work / (ranks * done.step_seconds), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_bubbles_are_the_closed_forms(name):
+    row = SCHEDULES[name]
+    for f, i, w in [(1, 1, 1)] if row.even else [(1, 1, 1), (1, 1.25, 0.5), (1, 1, 2), (1, 2, 1), (2, 1, 1)]:
+        for ranks, chunks, m in ((2, 2, 4), (4, 1, 8), (4, 2, 8), (4, 2, 16), (4, 3, 12), (8, 2, 16)):
+            if not row.problem(ranks, chunks, m):
+                done = clock(order(name, ranks, chunks, m), forward=f, dx=i, dw=w)
+                assert done.step_seconds - m * chunks * (f + i + w) == pytest.approx(row.bubble(ranks, f, i, w))
+
+
+def test_peaks():
+    """GPipe holds all; 1F1B as many as there are stages from it on, also where dw waits (ZB-H1: Qi et al., section 3.1)."""
+    done = {name: clock(order(name, 4, least_chunks(name), 8), forward=1, dx=1, dw=1) for name in SCHEDULES}
+    assert done["gpipe"].peaks == [8] * 4 and done["1f1b"].peaks == [4, 3, 2, 1] and done["looped-bfs"].peaks == [8] * 8
+    assert done["zero-bubble"].peaks == [4] * 4
+    # halves of a rank's layers: on every rank what 1F1B holds on its first (section 6)
+    assert list(done["zbv"].rank_peaks.values()) == [2 * 4] * 4
+    # a warm-up of (v - 1) p + 2 (p - 1) forwards of halves, and the one of the first turn (Narayanan et al., section 2.2)
+    assert done["interleaved"].rank_peaks[0] == 4 + 2 * 3 + 1
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda o: o[0].pop(), "has .* actions for 4 micro-batches in 2 stages; each needs F, and B or I and W"),
+    (lambda o: o[0].append((0, "B", 3)), "has .* actions for 4 micro-batches in 2 stages; each needs F, and B or I and W, once"),
+    (lambda o: o[1].reverse(), "rank [01] waits for ever before . of micro-batch . in stage .; what that needs"),
+    (lambda o: o[0].__setitem__(0, (0, "W", 0)), "rank 0 waits for ever before W of micro-batch 0 in stage 0")])
+def test_an_order_that_is_none_is_refused(spoil, said):
+    found = order("1f1b", 2, 1, 4)
+    spoil(found)
+    with pytest.raises(ConfigError, match=said):
+        clock(found, forward=1, dx=1, dw=1)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_4096_ranks_are_timed_in_2_s(name):
+    """32 micro-batches; processor time, whatever else runs."""
+    row, began = SCHEDULES[name], time.process_time()
+    done = clock(closed_order(row, 4096, row.chunks[0], 32), forward=1, dx=1, dw=1)
+    assert time.process_time() - began < 2 and len(done.ends) == 4096
+    if row.chunks == (1, 1):        # so few micro-batches fill no pipeline of chunks
+        assert done.step_seconds == 3 * 32 + row.bubble(4096, 1, 1, 1)
+
+
+# ---- the runtime
+
+def test_both_sides_of_a_pair_agree_on_the_order_of_messages():
+    """NCCL knows no tags. And who receives asks for each message once, and before it needs it."""
+    for name, (ranks, _, _), found in orders():
+        stages = 1 + max(stage for actions in found.values() for stage, _, _ in actions)
+        sends, asks = zip(*(routes(found, rank) for rank in range(ranks)))
+        for a, b in itertools.permutations(range(ranks), 2):
+            sent = [made for action in found[a] if sends[a].get(made := message(action, stages, 1)) == b]
+            assert sent == [one for asked in asks[b] for one, source in asked if source == a], (name, a, b)
+        for b in range(ranks):
+            there = set()
+            for action, asked in zip(found[b], asks[b]):
+                there |= {one for one, _ in asked}
+                needed = message(action, stages, 0)
+                assert needed is None or needed in there or needed[1] + (1 if needed[0] == "B" else -1) in {one for one, _, _ in found[b]}
+
+
+def cases(ranks, m):
+    return [(name, least_chunks(name), m) for name in SCHEDULES]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("untagged", [False, True])
+def test_gradients_are_those_of_one_process(parent, ranks, untagged):
+    """Bit for bit where micro-batches are summed in the same order: looped breadth-first takes the last first. PyTorch's runtime
+    divides by the micro-batches at the end: 1e-6 of the largest."""
+    told = {"cases": cases(ranks, 8), "untagged": untagged, "peer": not untagged}
+    with Processes("tests.pipeline_ranks:gradients", told, world=ranks, parent=parent) as running:
+        found = running.wait()
+    for name, chunks, m in told["cases"]:
+        backwards = range(m)[::-1] if name == "looped-bfs" else range(m)
+        due = whole(ranks * chunks, m, backwards)
+        of_stages = {int(stage): both for one in found for stage, both in one[name].items()}
+        assert sorted(of_stages) == list(range(ranks * chunks))
+        for stage, (ours, theirs) in of_stages.items():
+            assert torch.equal(torch.tensor(ours), due[stage]), (name, stage)
+            assert (torch.tensor(theirs) - due[stage]).abs().max() < 1e-6 * due[stage].abs().max()
+
+
+@pytest.mark.prove
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks, seconds", [(4, (0.03, 0.05, 0.02)), (8, (0.04, 0.04, 0.04))])
+def test_steps_take_what_the_clock_says(parent, ranks, seconds):
+    """Stages that sleep, a rank's together `seconds`: the only honest way to see 8 of them on 2 cores."""
+    told = {"cases": cases(ranks, 2 * ranks), "seconds": seconds}
+    with Processes("tests.pipeline_ranks:slept", told, world=ranks, parent=parent) as running:
+        found = running.wait()[0]
+    f, i, w = seconds
+    off = {name: found[name] * chunks / clock(order(name, ranks, chunks, m), forward=f, dx=i, dw=w).step_seconds - 1
+           for name, chunks, m in told["cases"]}
+    print({name: f"{one:+.1%}" for name, one in off.items()})
+    assert max(map(abs, off.values())) < 0.1, off
+
+
+# ---- training
+
+SMALL = Config().replace({
+    "model.layers": 8, "model.width": 32, "model.heads": 4, "model.context": 32, "global_batch": 16, "grad_accum_steps": 8,
+    "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1, "schedule": "constant", "eval_batches": 2,
+    "checkpoint_every": 2})
+ALONE = {f"parallel.{axis}": n for axis, n in vars(Layout()).items()}
+
+
+def laid(config, layout):
+    return config.replace({f"parallel.{axis}": n for axis, n in layout.items()})
+
+
+def agree(parent, config, steps):
+    """Ranks tell the same, which is what one process does: float32 sums in another order differ by some 2^-24 of the loss an
+    update; 1e-5 allows for their growth."""
+    with Processes("tests.pipeline_ranks:trains", {"config": config.to_dict(), "steps": steps}, world=config.parallel.devices,
+                   parent=parent) as running:
+        found = running.wait()
+    due = trained(Training.build(config.replace(ALONE)), steps)
+    assert all(one == found[0] for one in found)
+    for theirs, ours in zip(found[0], due, strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-5), config.parallel
+
+
+SCHEDULED = [{"schedule": name, "interleave": least_chunks(name)} for name in SCHEDULES] + [{"schedule": "zero-bubble", "interleave": 2}]
+
+
+@pytest.mark.prove
+@pytest.mark.dist
+@pytest.mark.parametrize("pipeline", [2, 4])
+def test_every_schedule_trains_as_one_process(parent, pipeline):
+    for layout in SCHEDULED:
+        agree(parent, laid(SMALL, {"pipeline": pipeline, **layout}), 20)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout, settings", [
+    ({"schedule": "zero-bubble"}, {}),                                              # embedding and head on two ranks share a matrix
+    ({"schedule": "zbv", "interleave": 2}, {"optimizer": "sophia", "memory.recompute": "core-attention"}),
+    ({"data": 2, "schedule": "interleaved", "interleave": 2}, {"model.tied": False, "memory.cross_entropy": "chunked"}),
+    ({"shard": 2, "zero": 1, "schedule": "dualpipev", "interleave": 2}, {"model.position": "rope", "memory.recompute": "block"}),
+    ({"tensor": 2, "schedule": "zero-bubble"}, {}),
+    # the first stage has the embedding alone, and the last one the head
+    ({"schedule": "looped-bfs", "interleave": 2}, {"model.layers": 2, "data.policy": "spread-documents"})])
+def test_layouts_train_as_one_process(parent, layout, settings):
+    agree(parent, laid(SMALL.replace(settings), {"pipeline": 2, **layout}), 4)
+
+
+@pytest.mark.dist
+def test_weights_of_targets_count_in_every_micro_batch(on_ranks):
+    config = SMALL.replace({"global_batch": 8, "grad_accum_steps": 4})
+
+    class Drawn:
+        def batch(self, step):
+            return weighted(config)
+
+    alone = Training.build(config, data=Drawn())
+    done = alone.update(0)
+    due = [done.loss.item(), done.grad_norm.item(), alone.evaluate()]
+    found = on_ranks("weights_and_zeros", laid(config, {"pipeline": 2}))
+    assert found[0] == found[1] == pytest.approx(due, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_zero_bubble_computes_as_many_products_as_one_process(parent):
+    config = SMALL.replace({"model.width": 64, "precision.recipe": "fp8-tensorwise"})
+    due = counted(Training.build(config))
+    for layout in ({"schedule": "1f1b"}, {"schedule": "zero-bubble"}, {"schedule": "dualpipev", "interleave": 2}):
+        config = laid(config, {"pipeline": 2, **layout})
+        with Processes("tests.pipeline_ranks:products", {"config": config.to_dict()}, world=2, parent=parent) as running:
+            assert sum(running.wait()) == due > 0
+
+
+@pytest.mark.prove
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path, optimizer):
+    layouts = [{"pipeline": 2}, {}, {"pipeline": 4, "schedule": "zero-bubble"}, {"pipeline": 2, "shard": 2, "zero": 1}, {"data": 2},
+               {"pipeline": 2, "schedule": "zbv", "interleave": 2}, {"pipeline": 2, "tensor": 2} if optimizer == "adamw" else {},
+               {"pipeline": 2, "data": 2}]
+    one, many = tmp_path / "one", tmp_path / "many"
+    for i, layout in enumerate(layouts):
+        config = laid(SMALL.replace({"steps": 2 * (i + 1), "grad_accum_steps": 4, "optimizer": optimizer}), layout)
+        train(config.replace(ALONE), out=one, resume=i > 0)
+        if config.parallel.devices == 1:
+            train(config, out=many, resume=True)
+        else:
+            on_ranks("chain", config, config.parallel.devices, out=str(many), resume=i > 0)
+    alone, together = ([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, many))
+    assert len(alone) == len(together) == 2 * len(layouts)
+    for a, b in zip(alone, together):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert b.get("val_loss", 0) == pytest.approx(a.get("val_loss", 0), rel=1e-5)
+
+
+def test_layers_of_stages():
+    assert stage_layers(8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert stage_layers(6, 4) == [range(1), range(1, 3), range(3, 5), range(5, 6)]
+    for layers, stages in itertools.product(range(1, 40), range(1, 12)):
+        if stages_fit(layers, stages, 1):
+            found = stage_layers(layers, stages)
+            assert len(found) == stages and [layer for one in found for layer in one] == list(range(layers))
+            assert {len(one) for one in found[1:-1]} <= {max(map(len, found))} and len(found[0]) == len(found[-1])
+
+
+@pytest.mark.parametrize("settings, sentence", [
+    ({"parallel.schedule": "zbv"}, "no order of 1 chunks a rank, but of 2; set parallel.interleave=2"),
+    ({"parallel.schedule": "dualpipev", "parallel.interleave": 2, "grad_accum_steps": 2},
+     "no order of 2 micro-batches over 2 ranks, but of one a stage or more; set grad_accum_steps=4"),
+    ({"parallel.interleave": 2}, "parallel.schedule=1f1b has no order of 2 chunks a rank, but of 1; set parallel.interleave=1"),
+    ({"parallel.shard": 2}, "parallel.zero=3 gathers weights anew for each micro-batch, and a pipeline has many under way; set parallel.zero=1"),
+    ({"global_batch": 1, "grad_accum_steps": 1}, "set parallel.pipeline=1 parallel.interleave=1"),
+    ({"parallel.schedule": "gpip"}, "there is no parallel.schedule 'gpip'; did you mean 'gpipe'"),
+    ({"system.kernels": "pytorch"}, "system.kernels=pytorch are tried in a whole model")])
+def test_what_cannot_be_is_refused(settings, sentence):
+    with pytest.raises(ConfigError) as refusal:
+        refuse_untrainable(SMALL.replace({"parallel.pipeline": 2, **settings}))
+    assert sentence in str(refusal.value)
