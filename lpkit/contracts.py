@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
 # besides or None (a score (H,) of each head's sink; FAVOR+'s features; gates of the delta rule) ->
 # (B, H, T, E). A backend of softmax kinds has the `techniques.attention.Rule` too, by name
 Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
-# q (B, H, Tq, E), k and v (B, G, Tk, E), and by name the rule of their places, which begin at 0 in
-# both -> what Attend gives, and the logarithm of each query's sum of exponentials, (B, H, Tq); both
-# have gradients. A query must see a key. Parts are combined with the weights softmax(log-sums)
+# q (B, H, Tq, E), k and v (B, G, Tk, E), ids of the documents of queries (B, Tq) and of keys (B, Tk)
+# or None, and by name the rule, which says where both begin -> what Attend gives, and the logarithm
+# of each query's sum of exponentials, (B, H, Tq); both have gradients. A query that sees no key has
+# zeros, and inf. Parts are combined with the weights softmax(log-sums)
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate

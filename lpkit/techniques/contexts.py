@@ -1,0 +1,36 @@
+"""Ranks of a context group hold a part of each sequence; attention alone needs the others' parts. No
+torch.
+
+Rank r of c holds the chunks r and 2c - 1 - r of 2c: an early one, whose queries see few keys, and a
+late one, whose queries see many, so that a causal mask leaves all ranks the same work (zig-zag).
+"""
+
+from dataclasses import dataclass
+
+from lpkit.techniques.row import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAttention(Row):
+    """The implementation makes a `contracts.Attend` over the ranks of a group, of the name of a
+    backend, the group, and what to wait within.
+
+    partial:    it combines parts of the keys, for which the backend must have a `partial`
+    by_heads:   heads are split over the ranks, and must divide
+    """
+
+    partial: bool = False
+    by_heads: bool = False
+
+
+CONTEXT = {
+    "ring": ContextAttention(
+        why="keys and values go round, from rank to rank, while those at hand are used",
+        implementation="lpkit.parallel.context:Ring", partial=True,
+        source="Liu et al. 2023, https://arxiv.org/abs/2310.01889; zig-zag: "
+               "https://github.com/zhuzilin/ring-flash-attention"),
+    "all-to-all": ContextAttention(
+        why="each rank attends over whole sequences with its share of the heads",
+        implementation="lpkit.parallel.context:AllToAll", by_heads=True,
+        source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
+}
