@@ -22,7 +22,7 @@ Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None
 # q (B, H, Tq, E), k and v (B, G, Tk, E), ids of the documents of queries (B, Tq) and of keys (B, Tk)
 # or None, and by name the rule, which says where both begin -> what Attend gives, and the logarithm
 # of each query's sum of exponentials, (B, H, Tq); both have gradients. A query that sees no key has
-# zeros, and inf. Parts are combined with the weights softmax(log-sums)
+# zeros, and -inf. Parts are combined with the weights softmax(log-sums)
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate

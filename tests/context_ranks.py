@@ -2,18 +2,18 @@
 
 import sys
 from contextlib import contextmanager
-from pkgutil import resolve_name
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
-from lpkit.nn.attention import plain
+from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Waits
 from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.contexts import CONTEXT
 
 T = 64
@@ -65,7 +65,7 @@ def changed(mutant: str):
             torch.ones_like(L)[..., None] if sys._getframe(1).f_code.co_name == "backward" else weights(l, L))),
         "all queries begin at 0": (context, "replace", lambda rule, query_start, **others: replaced(rule, query_start=0, **others)),
         "all keys begin at 0": (context, "replace", lambda rule, key_start, **others: replaced(rule, key_start=0, **others)),
-        "what sees nothing weighs": (context, "_nothing", lambda l: l),
+        "what sees nothing weighs": (context, "_weights", lambda l, L: (l - L).exp()[..., None]),
     }[mutant]
     with patch.object(of, name, wrong):
         yield
@@ -89,22 +89,22 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
     want = both(plain, wide, d_out.double(), rule)
     waits = Waits()
-    here = resolve_name(CONTEXT[way].implementation)(backend, dist.group.WORLD, waits)
+    row = CONTEXT[way]
+    here = row.load()(partial_of(backend) if row.partial else ATTENTION[backend].load(), dist.group.WORLD, waits)
     part = context.part
     mine = lambda t, dim: part(t, rank, world, dim).contiguous()
     q, k, v, documents, sinks = inputs
     own = [*(mine(t, 2) for t in (q, k, v)), None if documents is None else mine(documents, 1), sinks]
     pairs, sent = 0, []
-    if hasattr(here, "partial"):
-        right = here.partial
+    right = here.attend
 
-        def counted(*given, **named):
-            nonlocal pairs
-            pairs += 1
-            return right(*given, **named)
+    def counted(*given, **named):
+        nonlocal pairs
+        pairs += 1
+        return right(*given, **named)
 
-        here.partial = counted
-    isend, exchange = dist.isend, context.all_to_all
+    here.attend = counted
+    isend, exchange = dist.isend, dist.all_to_all_single
 
     def sends(t, *given, **named):
         sent.append(t.nbytes)
@@ -115,7 +115,7 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
         return exchange(received, to, **named)
 
     with patch.object(dist, "isend", sends), patch.object(dist.distributed_c10d, "isend", sends), \
-            patch.object(context, "all_to_all", exchanges), changed(mutant):
+            patch.object(dist, "all_to_all_single", exchanges), changed(mutant):
         leaves = [t.requires_grad_() for t in own if t is not None and t.is_floating_point()]
         out = here(*own, rule=rule)
         forward, forward_pairs = list(sent), pairs

@@ -182,4 +182,5 @@ def tiled_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tens
                   *, rule: Rule = FULL) -> tuple[Tensor, Tensor]:
     """A `contracts.Partial`."""
     ids = None if documents is None else torch.cat(documents, dim=1)
-    return TiledAttention.apply(q, k, v, ids, None, rule)
+    out, lse = TiledAttention.apply(q, k, v, ids, None, rule)
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)

@@ -75,7 +75,7 @@ def plain_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tens
     # no row is all -inf, whose softmax would be NaN and its gradient too
     scores = capped(scores, rule).masked_fill(~seen, torch.finfo(scores.dtype).min)
     weights = (scores.softmax(-1) * seen).type_as(v)
-    return weights @ v, scores.logsumexp(-1).masked_fill(~seen.any(-1), torch.inf)
+    return weights @ v, scores.logsumexp(-1).masked_fill(~seen.any(-1), -torch.inf)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

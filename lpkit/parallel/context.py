@@ -41,11 +41,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lpkit.nn.attention import partial_of
+from lpkit.contracts import Attend, Partial
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import ATTENTION, FULL
-
-all_to_all = dist.all_to_all_single
+from lpkit.techniques.attention_backends import FULL
 
 
 def part(whole: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
@@ -61,10 +59,11 @@ def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
 
 
 class Group:
-    """What both ways know: the ranks, and the documents of whole sequences."""
+    """What both ways know: how a rank attends, the ranks, and the documents of whole sequences."""
 
-    def __init__(self, group: dist.ProcessGroup, waits: AbstractContextManager | None = None):
-        self.group, self.waits = group, waits or nullcontext()
+    def __init__(self, attend: Attend | Partial, group: dist.ProcessGroup,
+                 waits: AbstractContextManager | None = None):
+        self.attend, self.group, self.waits = attend, group, waits or nullcontext()
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._gathered: tuple[Tensor | None, Tensor | None] = None, None
 
@@ -98,12 +97,7 @@ class Passed:
 
 
 class Ring(Group):
-    """A `contracts.Attend`, by a backend that has a `contracts.Partial`."""
-
-    def __init__(self, attend: str, group: dist.ProcessGroup,
-                 waits: AbstractContextManager | None = None):
-        super().__init__(group, waits)
-        self.partial = partial_of(attend)
+    """A `contracts.Attend`, by a backend's `contracts.Partial`."""
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
@@ -143,10 +137,9 @@ class _Ring(torch.autograd.Function):
             L.copy_(sinks[:, None].expand_as(L))
         for source, (keys, values) in ring.around(k, v):
             for rows, columns, own, told in ring.pairs(source, T // 2, rule, ids):
-                o, l = ring.partial(q[:, :, rows], keys[:, :, columns], values[:, :, columns], own,
+                o, l = ring.attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], own,
                                     rule=told)
-                before, l = L[:, :, rows], _nothing(l)
-                total = torch.logaddexp(before, l)
+                before, total = L[:, :, rows], torch.logaddexp(L[:, :, rows], l)
                 out[:, :, rows] *= _weights(before, total)
                 out[:, :, rows] += _weights(l, total) * o
                 L[:, :, rows] = total
@@ -171,8 +164,8 @@ class _Ring(torch.autograd.Function):
                 given = [t.detach().requires_grad_() for t in (
                     q[:, :, rows], keys[:, :, columns], values[:, :, columns])]
                 with torch.enable_grad(), ctx.autocast():
-                    o, l = ring.partial(*given, own, rule=told)
-                w, dy = _weights(_nothing(l.detach()), L[:, :, rows]), d_out[:, :, rows]
+                    o, l = ring.attend(*given, own, rule=told)
+                w, dy = _weights(l.detach(), L[:, :, rows]), d_out[:, :, rows]
                 d_l = w[..., 0] * ((dy * o.detach()).sum(-1) - delta[:, :, rows])
                 of = (w * dy).type_as(o), d_l.type_as(l)
                 parts = torch.autograd.grad((o, l), given, of)
@@ -193,23 +186,13 @@ class _Ring(torch.autograd.Function):
         return dq.type_as(q), dk.type_as(k), dv.type_as(v), d_sinks, None, None, None
 
 
-def _nothing(l: Tensor) -> Tensor:
-    """A part of which a query sees no key adds nothing to its sum."""
-    return l.masked_fill(l == torch.inf, -torch.inf)
-
-
 def _weights(l: Tensor, L: Tensor) -> Tensor:
     """exp(l - L), (..., 1); 0 where neither has seen a key."""
     return (l - L.clamp(min=torch.finfo(L.dtype).min)).exp()[..., None]
 
 
 class AllToAll(Group):
-    """A `contracts.Attend`, by any backend."""
-
-    def __init__(self, attend: str, group: dist.ProcessGroup,
-                 waits: AbstractContextManager | None = None):
-        super().__init__(group, waits)
-        self.attend = ATTENTION[attend].load()
+    """A `contracts.Attend`, by any other."""
 
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
@@ -225,7 +208,7 @@ class AllToAll(Group):
         """Row n of `to` goes to rank n; the result has what each sent, in their order."""
         received = torch.empty_like(to)
         with self.waits:
-            all_to_all(received, to, group=self.group)
+            dist.all_to_all_single(received, to, group=self.group)
         return received
 
     def to_heads(self, x: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention(Row):
-    """The implementation makes a `contracts.Attend` over the ranks of a group, of the name of a
-    backend, the group, and what to wait within.
+    """The implementation makes a `contracts.Attend` over the ranks of a group: of what one rank
+    attends with, the group, and what to wait within.
 
-    partial:    it combines parts of the keys, for which the backend must have a `partial`
+    partial:    ranks attend with a `contracts.Partial`, else with a `contracts.Attend`
     by_heads:   heads are split over the ranks, and must divide
     """
 
@@ -25,12 +25,11 @@ class ContextAttention(Row):
 
 CONTEXT = {
     "ring": ContextAttention(
-        why="keys and values go round, from rank to rank, while those at hand are used",
-        implementation="lpkit.parallel.context:Ring", partial=True,
-        source="Liu et al. 2023, https://arxiv.org/abs/2310.01889; zig-zag: "
-               "https://github.com/zhuzilin/ring-flash-attention"),
+        why="keys and values go from rank to rank, while those at hand are used", partial=True,
+        implementation="lpkit.parallel.context:Ring",
+        source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
     "all-to-all": ContextAttention(
-        why="each rank attends over whole sequences with its share of the heads",
-        implementation="lpkit.parallel.context:AllToAll", by_heads=True,
+        why="each rank attends over whole sequences with its share of the heads", by_heads=True,
+        implementation="lpkit.parallel.context:AllToAll",
         source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
 }
