@@ -30,8 +30,8 @@ A rank sends (c - 1) / c of its q, k, v and out, forward, and again backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,8 +62,8 @@ class Group:
     """What both ways know: how a rank attends, the ranks, and the documents of whole sequences."""
 
     def __init__(self, attend: Attend | Partial, group: dist.ProcessGroup,
-                 waits: AbstractContextManager | None = None):
-        self.attend, self.group, self.waits = attend, group, waits or nullcontext()
+                 waits: AbstractContextManager):
+        self.attend, self.group, self.waits = attend, group, waits
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._gathered: tuple[Tensor | None, Tensor | None] = None, None
 
@@ -79,21 +79,20 @@ class Group:
         return self._gathered[1]
 
 
-class Passed:
-    """A tensor on its way to the next rank, while the previous one's comes."""
+    def passed(self, t: Tensor) -> Callable[[], Tensor]:
+        """Sends `t` to the next rank. Call the result to have what the previous one sends."""
+        arriving = torch.empty_like(t)
+        requests = dist.batch_isend_irecv([
+            dist.P2POp(way, one, group=self.group, group_peer=(self.rank + step) % self.ranks)
+            for way, one, step in ((dist.isend, t, 1), (dist.irecv, arriving, -1))])
 
-    def __init__(self, sent: Tensor, by: Group):
-        self.sent, self.arriving, self.by = sent, torch.empty_like(sent), by
-        ends = ((dist.isend, sent, 1), (dist.irecv, self.arriving, -1))
-        self.requests = dist.batch_isend_irecv(
-            [dist.P2POp(way, t, group=by.group, group_peer=(by.rank + step) % by.ranks)
-             for way, t, step in ends])
+        def wait() -> Tensor:
+            with self.waits:
+                for request in requests:
+                    request.wait()
+            return arriving
 
-    def wait(self) -> Tensor:
-        with self.by.waits:
-            for request in self.requests:
-                request.wait()
-        return self.arriving
+        return wait
 
 
 class Ring(Group):
@@ -102,33 +101,34 @@ class Ring(Group):
     @torch.compiler.disable
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-        return _Ring.apply(q, k, v, sinks, self.whole(documents, rule), rule, self)
+        ids = self.whole(documents, rule)
+        parts = None if ids is None else ids.chunk(2 * self.ranks, 1)
+        return _Ring.apply(q, k, v, sinks, parts, rule, self)
 
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Each rank's number, and its k and v. The next are on their way meanwhile."""
         at_hand = torch.stack((k, v))
         for step in range(self.ranks):
-            coming = Passed(at_hand, self) if step < self.ranks - 1 else None
+            coming = self.passed(at_hand) if step < self.ranks - 1 else None
             yield (self.rank - step) % self.ranks, at_hand.unbind()
-            at_hand = coming and coming.wait()
+            at_hand = coming and coming()
 
-    def pairs(self, source: int, C: int, rule: Rule, ids: Tensor | None) -> Iterator[tuple]:
-        """Of C queries of this rank and C keys of `source` that any sees: where they are, the ids
-        of their documents, the rule for them."""
+    def pairs(self, source: int, C: int, rule: Rule, ids: Sequence[Tensor] | None
+              ) -> Iterator[tuple[slice, slice, tuple[Tensor, ...] | None, Rule]]:
+        """Chunks of queries of this rank and of keys of `source`, of C tokens, if a query sees any:
+        where they lie, the ids of their documents, their rule."""
         for a, queries in enumerate((self.rank, 2 * self.ranks - 1 - self.rank)):
             for b, keys in enumerate((source, 2 * self.ranks - 1 - source)):
                 told = replace(rule, query_start=queries * C, key_start=keys * C, sinks=False)
                 if told.spans(0, C, C):
-                    own = None
-                    if ids is not None:
-                        own = tuple(ids[:, n * C:(n + 1) * C] for n in (queries, keys))
+                    own = ids and (ids[queries], ids[keys])
                     yield slice(a * C, (a + 1) * C), slice(b * C, (b + 1) * C), own, told
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-                ids: Tensor | None, rule: Rule, ring: Ring) -> Tensor:
+                ids: Sequence[Tensor] | None, rule: Rule, ring: Ring) -> Tensor:
         B, H, T, E = q.shape
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(B, T, H, E, dtype=wide).transpose(1, 2)   # heads side by side
@@ -144,8 +144,8 @@ class _Ring(torch.autograd.Function):
                 out[:, :, rows] += _weights(l, total) * o
                 L[:, :, rows] = total
         out = out.type_as(q)
-        ctx.save_for_backward(q, k, v, sinks, ids, out, L)
-        ctx.told = rule, ring
+        ctx.save_for_backward(q, k, v, sinks, out, L)
+        ctx.told = ids, rule, ring
         ctx.autocast = partial(torch.autocast, q.device.type,
                                torch.get_autocast_dtype(q.device.type),
                                torch.is_autocast_enabled(q.device.type))
@@ -154,7 +154,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        (q, k, v, sinks, ids, out, L), (rule, ring) = ctx.saved_tensors, ctx.told
+        (q, k, v, sinks, out, L), (ids, rule, ring) = ctx.saved_tensors, ctx.told
         d_out = d_out.type_as(L)
         delta = (d_out * out).sum(-1)
         dq, own_d, coming = torch.zeros_like(q, dtype=L.dtype), None, None
@@ -174,11 +174,9 @@ class _Ring(torch.autograd.Function):
             if source == ring.rank:
                 own_d = d
                 continue
-            if coming is not None:
-                d += coming.wait()
-            coming = Passed(d.type_as(k), ring)
+            coming = ring.passed((d if coming is None else d + coming()).type_as(k))
         if coming is not None:
-            own_d += coming.wait()
+            own_d += coming()
         d_sinks = None
         if sinks is not None:
             d_sinks = -((sinks[:, None] - L).exp() * delta).sum((0, 2)).type_as(sinks)
@@ -198,11 +196,11 @@ class AllToAll(Group):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
         by_rank = [t.unflatten(1, (self.ranks, -1)) for t in (q, k, v)]
-        heads = _Exchange.apply(torch.cat(by_rank, 2).flatten(1, 2), True, self)
+        heads = _Exchange.apply(torch.cat(by_rank, 2).flatten(1, 2), self.to_heads, self.to_tokens)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
         out = self.attend(*heads.split([t.shape[2] for t in by_rank], 1),
                           self.whole(documents, rule), own, rule=rule)
-        return _Exchange.apply(out, False, self)
+        return _Exchange.apply(out, self.to_tokens, self.to_heads)
 
     def sent(self, to: Tensor) -> Tensor:
         """Row n of `to` goes to rank n; the result has what each sent, in their order."""
@@ -223,15 +221,13 @@ class AllToAll(Group):
 
 
 class _Exchange(torch.autograd.Function):
-    """Each way is the other's backward."""
-
     @staticmethod
-    def forward(ctx: Any, x: Tensor, to_heads: bool, by: AllToAll) -> Tensor:
-        ctx.told = to_heads, by
-        return by.to_heads(x) if to_heads else by.to_tokens(x)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor],
+                back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        to_heads, by = ctx.told
-        return by.to_tokens(d) if to_heads else by.to_heads(d), None, None
+        return ctx.back(d), None, None

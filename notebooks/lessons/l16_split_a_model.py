@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -301,7 +302,7 @@ def _kit() -> dict[str, Any]:
     want = both(plain, *(t.double() for t in (*qkv, d_out)))
     with MessageCount() as count:
         own = [part(t, rank, ranks, 2) for t in (*qkv, d_out)]
-        got = both(Ring(plain_partial, dist.group.WORLD), *own)
+        got = both(Ring(plain_partial, dist.group.WORLD, nullcontext()), *own)
     return _result(got, {name: part(t, rank, ranks, 2) for name, t in want.items()}, _sent(count))
 
 
