@@ -95,6 +95,7 @@ class Batch:
     targets: Tensor                     # int64, `tokens` shifted by one
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
+    places: Tensor | None = None        # int64, in the sequence, alike in all; None: in order
     # (B, ...) each, what a technique reads besides: scores, a teacher's words
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -119,7 +120,8 @@ class Batch:
     @property
     def beside(self) -> dict[str, Tensor]:
         """The arguments that a model reads besides tokens."""
-        return {} if self.document_ids is None else {"documents": self.document_ids}
+        found = {} if self.document_ids is None else {"documents": self.document_ids}
+        return found if self.places is None else found | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
         if self.tokens.device == device:        # all of a batch lies in one place

@@ -7,14 +7,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from lpkit.config import Config
 from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
-from lpkit.parallel.meeting import meet
+from lpkit.parallel.meeting import joined, meet
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Waits
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.contexts import CONTEXT
+from lpkit.training.training import Training
 
 T = 64
 RULES = {
@@ -130,3 +132,13 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
         off.append(((ours.double() - exact).abs().max() / exact.abs().max()).item())
         assert ours.dtype == (dtype if i < 4 else sinks.dtype)
     return [off, forward_pairs, forward, sent]
+
+
+def trained(place: Place, told: dict) -> list[float]:
+    """The losses and gradients' norms of some updates, and what evaluation says."""
+    torch.set_num_threads(1)
+    config = Config.from_dict(told["config"])
+    with joined(config, local_rank=place.local_rank, **place.among) as ranks:
+        training = Training.build(config, ranks=ranks)
+        done = [training.update(step) for step in range(told["updates"])]
+        return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done], training.evaluate()]

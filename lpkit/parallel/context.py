@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lpkit.contracts import Attend, Partial
+from lpkit.contracts import Attend, Batch, Partial
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import FULL
 
@@ -58,6 +58,13 @@ def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
     return torch.cat((*early, *reversed(late)), dim)
 
 
+def share(batch: Batch, rank: int, ranks: int) -> Batch:
+    """The part of `rank`, and where its tokens stand."""
+    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    present = batch.present | {"places": places.expand_as(batch.tokens)}
+    return Batch.of({name: part(t, rank, ranks) for name, t in present.items()})
+
+
 class Group:
     """What both ways know: how a rank attends, the ranks, and the documents of whole sequences."""
 
@@ -66,6 +73,10 @@ class Group:
         self.attend, self.group, self.waits = attend, group, waits
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._gathered: tuple[Tensor | None, Tensor | None] = None, None
+
+    def __deepcopy__(self, _: Any) -> Group:
+        """A copy of the model belongs to the same ranks."""
+        return self
 
     def whole(self, documents: Tensor | None, rule: Rule) -> Tensor | None:
         """The ids of all tokens, (B, T), from this rank's; gathered once for all layers."""

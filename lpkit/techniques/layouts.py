@@ -23,6 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.techniques.adapters import virtual
+from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
 from lpkit.values import Checked, Count
@@ -94,7 +96,8 @@ def _stage(name: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
-    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
+    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds;
+    `attention`: how context ranks attend to one another's tokens."""
 
     where = "parallel."
 
@@ -107,6 +110,7 @@ class Layout(Checked):
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
+    attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
 
     @property
     def devices(self) -> int:
@@ -175,10 +179,14 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              "a context rank's share of model.context": m.T // c}
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
     times = f" x interleave={chunks}" if chunks > 1 else ""
+    heads = m.G // t if CONTEXT[layout.attention].by_heads else 0
     for axis, most, fits, why in (
             ("context", m.T, lambda n: n == 1 or m.T % (2 * n) == 0,
              f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each "
              f"rank an early and a late one)"),
+            ("context", m.G, lambda n: n == 1 or (heads % n == 0 and m.T % (2 * n) == 0),
+             f"parallel.attention={layout.attention} does not split {heads} key/value heads over "
+             f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
             ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks),
@@ -249,8 +257,10 @@ UNSHARDED = (
               why="change whole matrices, and a rank has parts"),
     Unsharded(axis="tensor", key="objective", only="next-token",
               why="reads all logits of a token, and a rank has a part"),
+    Unsharded(axis="context", key="objective", only="next-token",
+              why="may read whole sequences, and a rank has a part"),
 )
-TRAINED = ("data", "shard", "tensor")       # the axes
+TRAINED = ("data", "shard", "tensor", "context")        # the axes
 # The ranks that talk, by what they are to one another: the axes on which they differ.
 GROUPS = {
     "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
@@ -330,6 +340,10 @@ def refuse_untrainable(config: "Config") -> None:
         why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
                       f"heads so far")
         changes["parallel.tensor"] = 1
+    if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
+        said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
+        why = why or (f"{said} is of whole sequences, and context={layout.context} ranks have parts")
+        changes["parallel.context"] = 1
     if not why:
         return
     words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())
