@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.adapters import virtual
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
@@ -342,8 +343,15 @@ def refuse_untrainable(config: "Config") -> None:
         changes["parallel.tensor"] = 1
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
         said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
-        why = why or (f"{said} is of whole sequences, and context={layout.context} ranks have parts")
+        why = why or f"{said} is of whole sequences, and parallel.context={layout.context} cuts them"
         changes["parallel.context"] = 1
+    backend, way = config.system.attention, layout.attention
+    able = ["auto", *(name for name, row in ATTENTION.items() if row.partial)]
+    if layout.context > 1 and CONTEXT[way].partial and backend not in able:
+        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, and of "
+                      f"those system.attention={backend} gives no gradient, as "
+                      f"{' and '.join(able[1:])} do")
+        changes["system.attention"] = "auto"
     if not why:
         return
     words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())

@@ -24,7 +24,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.hardware import multiplies_tiles
-from lpkit.nn.attention import partial_of, sees
+from lpkit.nn.attention import sees
 from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention import EVERY_KEY, Rule
 from lpkit.techniques.attention_backends import (
@@ -48,7 +48,6 @@ AT_HAND = {"cpu": 256, "gpu": 1024}     # tokens of two groups of heads: float64
 SLACK = 3.0, 6.0        # online softmax rounds other sums: right ones were seen at 1.6 and 2.5
 GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
 WHERE = "system.attention"
-TILED = "tiled"         # of those that can combine parts of the keys, holds no scores
 
 
 def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
@@ -57,10 +56,8 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
     ConfigError for what cannot be."""
     model, on_gpu, layout = attended(config.model), device.type != "cpu", config.parallel
     if layout.context > 1 and CONTEXT[layout.attention].partial:
-        used = TILED if asked == "auto" else asked
-        partial_of(used)
-        return Choice(asked=asked, used=used, why=f"parallel.attention={layout.attention} combines "
-                                                  f"parts of the keys by their log-sums")
+        why = f"parallel.attention={layout.attention} combines parts of the keys by their log-sums"
+        return Choice(asked=asked, used="tiled" if asked == "auto" else asked, why=why)
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
                                  model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,
