@@ -160,7 +160,7 @@ def test_what_does_not_go_together_is_refused(row):
 
 
 def test_axes_that_only_predict():
-    with pytest.raises(ConfigError, match=r"parallel.pipeline=2 can be predicted, but training has the axes data, shard and tensor so far"):
+    with pytest.raises(ConfigError, match=r"parallel.pipeline=2 can be predicted, but training has the axes data, shard, tensor and context so far"):
         refuse_untrainable(SMALL.replace({"parallel.pipeline": 2}))
 
 

@@ -134,11 +134,11 @@ def test_a_sweep_of_everything_has_no_circle(seed):
     assert not found, "\n".join(found[:5]) + f"\n{len(found)} of {taken}"
 
 
-@pytest.mark.parametrize("layout", [{"parallel.pipeline": 2}, {"parallel.context": 2},
+@pytest.mark.parametrize("layout", [{"parallel.pipeline": 2}, {"parallel.tensor": 2, "parallel.pipeline": 2},
                                     {"parallel.context": 2, "parallel.pipeline": 2}, {"parallel.pipeline": 2, "parallel.interleave": 1}])
 def test_one_process_is_not_sent_to_two_that_say_not_so_far(layout):
     config = SMALL.replace({**layout, "model.layers": 4})
-    with pytest.raises(ConfigError, match="training has the axes data, shard and tensor so far; set parallel") as refusal, here(config):
+    with pytest.raises(ConfigError, match="training has the axes data, shard, tensor and context so far; set parallel") as refusal, here(config):
         pass
     assert "processes" not in str(refusal.value)
     with pytest.raises(ConfigError, match="so far; set parallel") as again:
