@@ -19,9 +19,10 @@ if TYPE_CHECKING:  # a widget that shows a StepRecord does not need torch
 # besides or None (a score (H,) of each head's sink; FAVOR+'s features; gates of the delta rule) ->
 # (B, H, T, E). A backend of softmax kinds has the `techniques.attention.Rule` too, by name
 Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None"], "Tensor"]
-# q (B, H, Tq, E), k and v (B, G, Tk, E), and by name the rule of their places, which begin at 0 in
-# both -> what Attend gives, and the logarithm of each query's sum of exponentials, (B, H, Tq); both
-# have gradients. A query must see a key. Parts are combined with the weights softmax(log-sums)
+# q (B, H, Tq, E), k and v (B, G, Tk, E), ids of the documents of queries (B, Tq) and of keys (B, Tk)
+# or None, and by name the rule, which says where both begin -> what Attend gives, and the logarithm
+# of each query's sum of exponentials, (B, H, Tq); both have gradients. A query that sees no key has
+# zeros, and -inf. Parts are combined with the weights softmax(log-sums)
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
@@ -94,6 +95,7 @@ class Batch:
     targets: Tensor                     # int64, `tokens` shifted by one
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
+    places: Tensor | None = None        # int64, in the sequence, alike in all; None: in order
     # (B, ...) each, what a technique reads besides: scores, a teacher's words
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -118,7 +120,8 @@ class Batch:
     @property
     def beside(self) -> dict[str, Tensor]:
         """The arguments that a model reads besides tokens."""
-        return {} if self.document_ids is None else {"documents": self.document_ids}
+        found = {} if self.document_ids is None else {"documents": self.document_ids}
+        return found if self.places is None else found | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
         if self.tokens.device == device:        # all of a batch lies in one place

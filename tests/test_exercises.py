@@ -535,6 +535,9 @@ OTHERS = {
     "14.rows": [by_counting],
     "14.buckets": [from_the_last],
     "14.clip": [lambda parts, most: [min(1.0, most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6)) for _ in parts]],
+    "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks) for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
+                                            and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step and b <= a]],
+    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
     "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
     "15.interval": [lambda save, apart, devices: math.sqrt(save) * math.sqrt(2 * apart / devices)],
     "15.pieces": [lambda rows, wrote, reads, rank: [(file, low, high) for file in range(wrote) if (low := max(

@@ -160,11 +160,6 @@ def test_what_does_not_go_together_is_refused(row):
     refuse_untrainable(config.replace(dict.fromkeys(layout, 1)))
 
 
-def test_axes_that_only_predict():
-    with pytest.raises(ConfigError, match=r"parallel.context=2 can be predicted, but training has the axes data, shard, tensor and pipeline so far"):
-        refuse_untrainable(SMALL.replace({"parallel.context": 2}))
-
-
 def test_one_process_says_how_to_start_two(tmp_path):
     with pytest.raises(ConfigError, match=r"takes 2 processes, and this is one; start them with `lpkit train --processes 2`"):
         train(SMALL.replace({"parallel.data": 2}), out=tmp_path / "run")

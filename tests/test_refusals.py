@@ -8,7 +8,6 @@ import itertools
 import random
 import re
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -134,21 +133,6 @@ def test_a_sweep_of_everything_has_no_circle(seed):
         found, taken = found + more, taken + count
     assert taken > 35
     assert not found, "\n".join(found[:5]) + f"\n{len(found)} of {taken}"
-
-
-@pytest.mark.parametrize("layout", [{"parallel.context": 2}, {"parallel.context": 2, "parallel.pipeline": 2}])
-def test_one_process_is_not_sent_to_two_that_say_not_so_far(layout):
-    config = SMALL.replace({**layout, "model.layers": 4})
-    with pytest.raises(ConfigError, match="training has the axes data, shard, tensor and pipeline so far; set parallel") as refusal, here(config):
-        pass
-    assert "processes" not in str(refusal.value)
-    with pytest.raises(ConfigError, match="so far; set parallel") as again:
-        launch.spread(config, 2)
-    assert str(again.value) == str(refusal.value)
-    (way,) = ways(str(refusal.value))
-    alone = config.replace(way)
-    with pytest.raises(ConfigError, match="takes 2 processes") if alone.parallel.devices > 1 else nullcontext(), here(alone):
-        pass
 
 
 @pytest.mark.parametrize("devices, settings", [(3, {"parallel.data": 2}), (2, {"parallel.data": 2, "parallel.shard": 2}), (4, {"parallel.shard": 3}),

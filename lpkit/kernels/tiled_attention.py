@@ -46,13 +46,14 @@ def tiles(rule: Rule, T: int, tile: int = TILE,
 
 
 class Tiles:
-    """Forward and backward load, store and score a tile alike."""
+    """Forward and backward load, store and score a tile alike. Of `documents`, the first are those
+    of the queries, and the last those of the keys."""
 
     def __init__(self, q: Tensor, k: Tensor, documents: Tensor | None, rule: Rule):
         self.G, self.scale = k.shape[1], 1 / math.sqrt(q.shape[-1])
         self.documents, self.rule = documents, rule
         self.wide = torch.promote_types(q.dtype, torch.float32)
-        self.places = torch.arange(q.shape[2], device=q.device)
+        self.T, self.places = k.shape[2], torch.arange(max(q.shape[2], k.shape[2]), device=q.device)
 
     def rows(self, t: Tensor, queries: slice) -> Tensor:
         """(B, H, T, X) -> (B, G, H / G * queries, X), in the dtype that is calculated in."""
@@ -77,8 +78,8 @@ class Tiles:
         i, j = self.places[queries], self.places[keys]
         hidden = ~rule.sees(i[:, None], j[None])
         if rule.documents:
-            ours, theirs = self.documents[:, queries, None], self.documents[:, None, keys]
-            hidden = (hidden | (ours != theirs))[:, None, None]
+            ours, theirs = self.documents[:, queries], self.documents[:, -self.T:][:, keys]
+            hidden = (hidden | (ours[:, :, None] != theirs[:, None]))[:, None, None]
         heads = scores.unflatten(2, (-1, len(i)))
         return heads.masked_fill_(hidden, -torch.inf).flatten(2, 3)
 
@@ -177,6 +178,9 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     return TiledAttention.apply(q, k, v, documents, sinks, rule)[0]
 
 
-def tiled_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = FULL) -> tuple[Tensor, Tensor]:
+def tiled_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None,
+                  *, rule: Rule = FULL) -> tuple[Tensor, Tensor]:
     """A `contracts.Partial`."""
-    return TiledAttention.apply(q, k, v, None, None, rule)
+    ids = None if documents is None else torch.cat(documents, dim=1)
+    out, lse = TiledAttention.apply(q, k, v, ids, None, rule)
+    return out, lse.masked_fill(lse == torch.inf, -torch.inf)

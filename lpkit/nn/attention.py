@@ -63,13 +63,19 @@ def capped(scores: Tensor, rule: Rule) -> Tensor:
     return scores if rule.soft_cap is None else rule.soft_cap * torch.tanh(scores / rule.soft_cap)
 
 
-def plain_partial(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
+def plain_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tensor] | None = None,
+                  *, rule: Rule = CAUSAL) -> tuple[Tensor, Tensor]:
     """A `contracts.Partial`, by the definition."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     queries, keys = (torch.arange(t.shape[2], device=q.device) for t in (q, k))
-    scores = capped(q @ k.mT / math.sqrt(q.shape[-1]), rule)
-    scores = scores.masked_fill(~sees(rule, queries, keys, None), -torch.inf)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    seen = rule.sees(queries[:, None], keys[None])
+    if documents is not None:
+        seen = seen & (documents[0][:, None, :, None] == documents[1][:, None, None])
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).to(torch.promote_types(q.dtype, torch.float32))
+    # no row is all -inf, whose softmax would be NaN and its gradient too
+    scores = capped(scores, rule).masked_fill(~seen, torch.finfo(scores.dtype).min)
+    weights = (scores.softmax(-1) * seen).type_as(v)
+    return weights @ v, scores.logsumexp(-1).masked_fill(~seen.any(-1), -torch.inf)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,

@@ -35,6 +35,7 @@ class Rule:
     documents       a query sees its own document alone: by ids that come with each batch
     soft_cap        scores s become soft_cap * tanh(s / soft_cap)
     sinks           each head has a learned score that takes weight and gives nothing
+    query_start, key_start      where queries and keys that are parts of a sequence begin in it
     """
 
     causal: bool = True
@@ -45,6 +46,8 @@ class Rule:
     documents: bool = False
     soft_cap: float | None = None
     sinks: bool = False
+    query_start: int = 0
+    key_start: int = 0
 
     def __post_init__(self):
         if (not self.causal) + (self.window is not None) + (self.blocks is not None) > 1:
@@ -68,6 +71,7 @@ class Rule:
 
     def sees(self, i: Any, j: Any) -> Any:
         """True if query i sees key j, but for documents. Integers, or tensors that broadcast."""
+        i, j = i + self.query_start, j + self.key_start
         seen = j <= i if self.causal else (i >= 0) & (j >= 0)
         if self.window is not None:
             seen = seen & ((i - j < self.window) | (j < self.global_tokens))
@@ -81,6 +85,11 @@ class Rule:
         """Ranges of T keys, in order and apart, with all that queries first to last - 1 see."""
         if not self.causal:
             return [(0, T)]
+        if self.query_start or self.key_start:
+            of, begin = replace(self, query_start=0, key_start=0), self.key_start
+            found = of.spans(first + self.query_start, last + self.query_start, begin + T)
+            inside = [(max(a - begin, 0), min(b - begin, T)) for a, b in found]
+            return [(a, b) for a, b in inside if a < b]
         if self.blocks is None:
             start = 0 if self.window is None else max(0, first - self.window + 1)
             if self.global_tokens >= start:
@@ -102,6 +111,8 @@ class Rule:
         left out, documents apart: else no mask is needed."""
         if not self.causal:
             return False
+        first, last = first + self.query_start, last + self.query_start
+        begin, end = begin + self.key_start, end + self.key_start
         if end - 1 > first:
             return True
         if self.window is not None and last - begin > self.window and end > self.global_tokens:

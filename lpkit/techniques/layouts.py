@@ -24,6 +24,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.techniques.adapters import virtual
+from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
@@ -96,7 +99,8 @@ def _stage(name: str, value: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
-    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds."""
+    """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds;
+    `attention`: how context ranks attend to one another's tokens."""
 
     where = "parallel."
 
@@ -110,6 +114,7 @@ class Layout(Checked):
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
+    attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
 
     @property
     def devices(self) -> int:
@@ -178,10 +183,14 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              "a context rank's share of model.context": m.T // c}
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
     times = f" x interleave={chunks}" if chunks > 1 else ""
+    heads = m.G // t if CONTEXT[layout.attention].by_heads else 0
     for axis, most, fits, why in (
             ("context", m.T, lambda n: n == 1 or m.T % (2 * n) == 0,
              f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each "
              f"rank an early and a late one)"),
+            ("context", m.G, lambda n: n == 1 or (heads % n == 0 and m.T % (2 * n) == 0),
+             f"parallel.attention={layout.attention} does not split {heads} key/value heads over "
+             f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
             ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks),
@@ -262,8 +271,9 @@ UNSHARDED = (
         ("sizes", "constant", "changes the number of micro-batches, and an order is of one"))),
     Unsharded(axis="tensor", key="objective", only="next-token",
               why="reads all logits of a token, and a rank has a part"),
+    Unsharded(axis="context", key="objective", only="next-token",
+              why="may read whole sequences, and a rank has a part"),
 )
-TRAINED = ("data", "shard", "tensor", "pipeline")       # the axes
 # The ranks that talk, by what they are to one another: the axes on which they differ.
 GROUPS = {
     "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
@@ -271,11 +281,6 @@ GROUPS = {
     "pipeline down": ("pipeline",),     # messages from higher ranks to lower ones
     "stage": ("data", "shard", "context", "tensor"),
 }
-
-
-def untrained(layout: Layout) -> list[str]:
-    """The axes of this layout that are predicted, and not trained."""
-    return [axis for axis in AXES if axis not in TRAINED and getattr(layout, axis) > 1]
 
 
 def trains(config: "Config", changes: Mapping[str, Any]) -> bool:
@@ -321,43 +326,47 @@ def refuse_untrainable(config: "Config") -> None:
         raise ConfigError(f"system.stack={stack} is for predictions; leave it out to train")
     if layout.devices == 1:
         return
-    changes: dict[str, Any] = {f"parallel.{axis}": 1 for axis in untrained(layout)}
-    why = ""
-    if changes:
-        (axis, *_), kept = untrained(layout), f"{', '.join(TRAINED[:-1])} and {TRAINED[-1]}"
-        why = (f"parallel.{axis}={getattr(layout, axis)} can be predicted, but training has the "
-               f"axes {kept} so far")
-    left = replace(layout, **{key.partition(".")[2]: 1 for key in changes})
-    lower = left.stage
-    for row in UNSHARDED if left.devices > 1 else ():
+    why, changes, lower = "", dict[str, Any](), layout.stage
+    for row in UNSHARDED:
         value = functools.reduce(getattr, row.key.split("."), config)
         value = getattr(value, "name", value)
-        asked = getattr(left, row.axis) > 1 if row.axis else left.stage >= row.stage
+        asked = getattr(layout, row.axis) > 1 if row.axis else layout.stage >= row.stage
         if asked and value != row.only:
             said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
             why = why or f"{row.key}={said} {row.why}"
             changes[row.key] = row.only
             lower = lower if row.axis else min(lower, row.stage - 1)
-    if left.pipeline > 1 and left.stage > 1:
+    if layout.pipeline > 1 and layout.stage > 1:
         why = why or (f"parallel.zero={layout.zero} gathers weights anew for each micro-batch, and "
                       f"a pipeline has many under way")
-        changes["parallel.zero"], lower = 1, left.stage
+        changes["parallel.zero"], lower = 1, layout.stage
         changes |= {"parallel.gathered": "compute"} if GATHERED[layout.gathered].cast else {}
-    if left.pipeline > 1 and (problem := SCHEDULES[left.schedule].problem(
-            left.pipeline, left.interleave, config.micro_batches)):
-        why = why or f"parallel.schedule={left.schedule} has no order of {problem}"
-        changes |= _ordered(config, left)
+    if layout.pipeline > 1 and (problem := SCHEDULES[layout.schedule].problem(
+            layout.pipeline, layout.interleave, config.micro_batches)):
+        why = why or f"parallel.schedule={layout.schedule} has no order of {problem}"
+        changes |= _ordered(config, layout)
     m = config.model
     if layout.tensor > 1 and m.attention.rule(m.T) is None:
         why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
                       f"heads so far")
         changes["parallel.tensor"] = 1
+    if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
+        said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
+        why = why or f"{said} is of whole sequences, and parallel.context={layout.context} cuts them"
+        changes["parallel.context"] = 1
+    backend, way = config.system.attention, layout.attention
+    able = ["auto", *(name for name, row in ATTENTION.items() if row.partial)]
+    if layout.context > 1 and CONTEXT[way].partial and backend not in able:
+        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, and of "
+                      f"those system.attention={backend} gives no gradient, as "
+                      f"{' and '.join(able[1:])} do")
+        changes["system.attention"] = "auto"
     if not why:
         return
     words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())
     instead = {"parallel.zero": lower}
     other = ""
-    if not untrained(layout) and 0 <= lower < left.stage and trains(config, instead):
+    if 0 <= lower < layout.stage and trains(config, instead):
         other = f", or parallel.zero={lower}"
     raise ConfigError(f"{why}; set {words}{other}")
 
@@ -395,16 +404,14 @@ def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> s
     # what splits evenly divides `most`; stages of layers may also divide two more
     sizes = sorted(n for n in {*divisors(most), *divisors(most + 2)} if n <= most and fits(n))
     below, above = [n for n in sizes if n < asked][-1:], [n for n in sizes if n > asked][:1]
-    words = f"{name} may be {' or '.join(map(str, below + above))}"
-    only = name in AXES and name not in TRAINED
-    return f"{words} in a prediction; training has parallel.{name}=1" if only else words
+    return f"{name} may be {' or '.join(map(str, below + above))}"
 
 
 def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
     """The way out is a size of an axis that is trained, and that all else allows."""
     product = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in AXES)
     ways = []
-    for axis in TRAINED:
+    for axis in AXES:
         size, left = divmod(devices * getattr(layout, axis), layout.devices)
         if not left and _allowed(config, replace(layout, **{axis: max(1, size)})):
             ways.append(f"parallel.{axis}={size}")
@@ -413,10 +420,10 @@ def wrong_world(config: "Config", layout: Layout, devices: int) -> str:
 
 
 def _allowed(config: "Config", layout: Layout) -> bool:
-    """True if `config` can run in this layout, or be predicted where axes are only predicted."""
+    """True if `config` can run in this layout."""
     try:
         check(config, layout)
-        return bool(untrained(layout)) or trains(replace(config, parallel=layout), {})
+        return trains(replace(config, parallel=layout), {})
     except ConfigError:
         return False
 

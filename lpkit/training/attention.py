@@ -34,6 +34,7 @@ from lpkit.techniques.attention_backends import (
     interpreted,
     why_not,
 )
+from lpkit.techniques.contexts import CONTEXT
 
 if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
     from lpkit.kernels.kernel import Kernel
@@ -53,7 +54,10 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
            before: str | None = None) -> Choice:
     """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
     ConfigError for what cannot be."""
-    model, on_gpu = attended(config.model), device.type != "cpu"
+    model, on_gpu, layout = attended(config.model), device.type != "cpu", config.parallel
+    if layout.context > 1 and CONTEXT[layout.attention].partial:
+        why = f"parallel.attention={layout.attention} combines parts of the keys by their log-sums"
+        return Choice(asked=asked, used="tiled" if asked == "auto" else asked, why=why)
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
                                  model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,

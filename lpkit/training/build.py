@@ -22,7 +22,7 @@ from torch import nn
 import lpkit
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.contracts import Choice, Loss, ObjectiveContext, Stage, Transform
+from lpkit.contracts import Attend, Choice, Loss, ObjectiveContext, Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
@@ -35,8 +35,10 @@ from lpkit.precision import backends
 from lpkit.precision.compute import LowPrecision, autocast, linears
 from lpkit.techniques import layouts
 from lpkit.techniques.adapters import virtual
+from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.memory import rows_of
@@ -128,7 +130,8 @@ def refuse_sizes(config: Config) -> None:
     """Raises ConfigError for updates that are no whole micro-batches of all ranks, or too large."""
     whole = config.micro_batch * config.parallel.batch_ranks
     steps = range(config.steps if SIZES[config.sizes.name].at else 1)
-    parts = config.parallel.tensor
+    layout = config.parallel
+    parts = layout.tensor * (2 * layout.context if layout.context > 1 else 1)
     for step, (count, tokens) in enumerate(map(config.sizes_at, steps)):
         if not (0 < count <= config.global_batch and count % whole == 0
                 and 0 < tokens <= config.model.context and tokens % parts == 0):
@@ -163,6 +166,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             raise ConfigError(f"model.changes={change.name} {why}")
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
     for axis, does in (("tensor", "sends messages inside of a block"),
+                       ("context", "sends messages inside of a block"),
                        ("pipeline", "lets gradients of weights wait")):
         if compiled.used == OFF or (size := getattr(config.parallel, axis)) == 1:
             continue
@@ -212,7 +216,8 @@ def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
                    in_block=decisions.choices["compile"].used != OFF,
                    captured=decisions.choices["cuda_graphs"].used == graphs.ON,
                    piece=rows_of(config)["cross_entropy"].chunk_tokens(config.memory.cross_entropy),
-                   batch=(config.micro_batch, config.model.context), autocast=decisions.autocast)
+                   batch=(config.micro_batch, config.model.context // config.parallel.context),
+                   autocast=decisions.autocast)
 
 
 def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
@@ -224,11 +229,11 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
     named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     with nullcontext() if named else sharding.making(decisions.device):
-        model = made(config, choices["attention"].used, start)
+        model = made(config, choices["attention"].used, start, sharding.ranks)
     precision = LowPrecision(recipe=recipe, backend=backend, names=list(linears(model)),
                              seed=config.seed + (sharding.ranks.in_stage << 24),
-                             tokens=config.micro_batch
-                             * (config.model.T + virtual(config.model, "prompt")))
+                             tokens=config.micro_batch * (config.model.T // config.parallel.context
+                                                          + virtual(config.model, "prompt")))
     recomputation = rows["recompute"].load()(m.recompute)
     offload = rows["activation_offload"].load()(decisions.device)
     transforms = [*rows["param_dtype"].load()(), precision, *named, *filter(None, [kernels]),
@@ -267,11 +272,14 @@ def entry_of_loss(config: Config, decisions: Decisions) -> str | None:
     return "hidden" if compiled else rows_of(config)["cross_entropy"].entry
 
 
-def made(config: Config, attend: str, start: Start | None = None) -> nn.Module:
+def made(config: Config, attend: str, start: Start | None = None,
+         ranks: Ranks | None = None) -> nn.Module:
     """Its parts, their initialisation, the weights that it begins from, its changes: in this
     order."""
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, attend=attention.backend(attend, config.model))
+    alone = ranks is None or config.parallel.context == 1
+    model = Transformer(config.model, attend=attention.backend(attend, config.model) if alone
+                        else among(config, attend, ranks))
     initialise(model, config.model.init)
     start = start or Start()
     filled = start.copy_into(model)
@@ -279,6 +287,13 @@ def made(config: Config, attend: str, start: Start | None = None) -> nn.Module:
         MODEL_CHANGES[change.name].load()(model, change)
     start.keep(model, filled)
     return model
+
+
+def among(config: Config, attend: str, ranks: Ranks) -> Attend:
+    """Attends to the tokens of all ranks of a context group."""
+    row, rule = CONTEXT[config.parallel.attention], config.model.attention.rule(config.model.T)
+    one = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
+    return partial(row.load()(one, ranks.groups["context"], ranks.waits), rule=rule)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

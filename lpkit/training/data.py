@@ -20,6 +20,7 @@ from lpkit.datasets.prepared import prepare
 from lpkit.errors import ConfigError
 from lpkit.files import sha256
 from lpkit.memory.state import on_host
+from lpkit.parallel.context import share
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.row import Settings, chosen
@@ -76,8 +77,11 @@ class Share(DataPolicy):
             raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
                               f"sequences, and all are to have {sequences}; let it begin "
                               f"again where its text ends")
-        layout = self.ranks.layout
-        return batch.chunk(layout.batch_ranks)[layout.batch_rank(self.ranks.rank)]
+        layout, rank = self.ranks.layout, self.ranks.rank
+        mine = batch.chunk(layout.batch_ranks)[layout.batch_rank(rank)]
+        if layout.context == 1:
+            return mine
+        return share(mine, layout.coordinates(rank)["context"], layout.context)
 
 
 class Prefetched(DataPolicy):

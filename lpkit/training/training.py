@@ -27,6 +27,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
+from lpkit.parallel.context import share
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding, sharding
@@ -53,6 +54,7 @@ class RandomTokens(DataPolicy):
     needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
+        self.ranks = config.parallel.context
         shape = config.micro_batch * config.micro_batches, config.model.context
         self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
         names = ["scores"] if config.data.scores else []
@@ -60,7 +62,8 @@ class RandomTokens(DataPolicy):
 
     @cached_property
     def drawn(self) -> Batch:
-        return Batch(self.draw(), self.draw(), extra=self.extra())
+        batch = Batch(self.draw(), self.draw(), extra=self.extra())
+        return batch if self.ranks == 1 else share(batch, 0, self.ranks)
 
     def batch(self, step: int) -> Batch:
         return self.drawn

@@ -1,0 +1,244 @@
+"""Attention over sequences that are cut over the ranks of a group: context parallelism.
+
+Rank r of c has the tokens of chunks r and 2c - 1 - r of 2c, in this order (zig-zag), of q
+(B, H, T / c, E), and of k and v (B, G, T / c, E). Everything else of a Transformer is of one token,
+and needs no message.
+
+Ring (Liu et al. 2023, https://arxiv.org/abs/2310.01889; zig-zag:
+https://github.com/zhuzilin/ring-flash-attention). Keys and values go to the next rank, c - 1 times,
+while a rank attends to those that it has. A part i of the keys gives a query o_i, and the logarithm
+l_i of its sum of exponentials. All parts together are
+
+    L = log sum exp(l_i)        w_i = exp(l_i - L)          out = sum w_i o_i
+
+which is added up part by part. Backward keeps q, k, v, out and L, and makes each part again, as
+FlashAttention does a tile. Since dw_i / dl_i = w_i (1 - w_i), and dw_j / dl_i = -w_i w_j,
+
+    d o_i = w_i d_out           d l_i = w_i (d_out . o_i - d_out . out)
+
+are the gradients that the backend's own backward takes, for dq, dk and dv of the part. k and v go
+round again; behind them go dk and dv, to which each rank adds, and which a last message brings
+home. So a rank sends (c - 1) times its k and v forward, and twice that backward: of grouped heads,
+what few there are. Pairs of chunks of which a query sees no key are not computed. Messages pass
+through all ranks all the same, under a window too: chunk 2c - 2 - r, which rank r's late one begins
+in, is of rank r + 1, which is c - 1 messages away.
+
+AllToAll (DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). One message to
+each rank makes whole sequences of H / c heads of a part of H heads, another takes the answer back.
+A rank sends (c - 1) / c of its q, k, v and out, forward, and again backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lpkit.contracts import Attend, Batch, Partial
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.attention_backends import FULL
+
+
+def part(whole: Tensor, rank: int, ranks: int, dim: int = 1) -> Tensor:
+    """The tokens of `rank`, in zig-zag, of all along `dim`."""
+    chunks = whole.chunk(2 * ranks, dim)
+    return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
+
+
+def joined(parts: Sequence[Tensor], dim: int = 1) -> Tensor:
+    """The inverse of `part`: all tokens in order, from those of each rank."""
+    early, late = zip(*(t.chunk(2, dim) for t in parts))
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+def share(batch: Batch, rank: int, ranks: int) -> Batch:
+    """The part of `rank`, and where its tokens stand."""
+    places = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    present = batch.present | {"places": places.expand_as(batch.tokens)}
+    return Batch.of({name: part(t, rank, ranks) for name, t in present.items()})
+
+
+class Group:
+    """What both ways know: how a rank attends, the ranks, and the documents of whole sequences."""
+
+    def __init__(self, attend: Attend | Partial, group: dist.ProcessGroup,
+                 waits: AbstractContextManager):
+        self.attend, self.group, self.waits = attend, group, waits
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._gathered: tuple[Tensor | None, Tensor | None] = None, None
+
+    def __deepcopy__(self, _: Any) -> Group:
+        """A copy of the model belongs to the same ranks."""
+        return self
+
+    def whole(self, documents: Tensor | None, rule: Rule) -> Tensor | None:
+        """The ids of all tokens, (B, T), from this rank's; gathered once for all layers."""
+        if not rule.documents:
+            return None
+        if self._gathered[0] is not documents:
+            parts = [torch.empty_like(documents) for _ in range(self.ranks)]
+            with self.waits:
+                dist.all_gather(parts, documents.contiguous(), group=self.group)
+            self._gathered = documents, joined(parts)
+        return self._gathered[1]
+
+
+    def passed(self, t: Tensor) -> Callable[[], Tensor]:
+        """Sends `t` to the next rank. Call the result to have what the previous one sends."""
+        arriving = torch.empty_like(t)
+        requests = dist.batch_isend_irecv([
+            dist.P2POp(way, one, group=self.group, group_peer=(self.rank + step) % self.ranks)
+            for way, one, step in ((dist.isend, t, 1), (dist.irecv, arriving, -1))])
+
+        def wait() -> Tensor:
+            with self.waits:
+                for request in requests:
+                    request.wait()
+            return arriving
+
+        return wait
+
+
+class Ring(Group):
+    """A `contracts.Attend`, by a backend's `contracts.Partial`."""
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+        ids = self.whole(documents, rule)
+        parts = None if ids is None else ids.chunk(2 * self.ranks, 1)
+        return _Ring.apply(q, k, v, sinks, parts, rule, self)
+
+    def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        """Each rank's number, and its k and v. The next are on their way meanwhile."""
+        at_hand = torch.stack((k, v))
+        for step in range(self.ranks):
+            coming = self.passed(at_hand) if step < self.ranks - 1 else None
+            yield (self.rank - step) % self.ranks, at_hand.unbind()
+            at_hand = coming and coming()
+
+    def pairs(self, source: int, C: int, rule: Rule, ids: Sequence[Tensor] | None
+              ) -> Iterator[tuple[slice, slice, tuple[Tensor, ...] | None, Rule]]:
+        """Chunks of queries of this rank and of keys of `source`, of C tokens, if a query sees any:
+        where they lie, the ids of their documents, their rule."""
+        for a, queries in enumerate((self.rank, 2 * self.ranks - 1 - self.rank)):
+            for b, keys in enumerate((source, 2 * self.ranks - 1 - source)):
+                told = replace(rule, query_start=queries * C, key_start=keys * C, sinks=False)
+                if told.spans(0, C, C):
+                    own = ids and (ids[queries], ids[keys])
+                    yield slice(a * C, (a + 1) * C), slice(b * C, (b + 1) * C), own, told
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+                ids: Sequence[Tensor] | None, rule: Rule, ring: Ring) -> Tensor:
+        B, H, T, E = q.shape
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(B, T, H, E, dtype=wide).transpose(1, 2)   # heads side by side
+        L = q.new_full((B, H, T), -torch.inf, dtype=wide)
+        if sinks is not None:       # a key without a value
+            L.copy_(sinks[:, None].expand_as(L))
+        for source, (keys, values) in ring.around(k, v):
+            for rows, columns, own, told in ring.pairs(source, T // 2, rule, ids):
+                o, l = ring.attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], own,
+                                    rule=told)
+                before, total = L[:, :, rows], torch.logaddexp(L[:, :, rows], l)
+                out[:, :, rows] *= _weights(before, total)
+                out[:, :, rows] += _weights(l, total) * o
+                L[:, :, rows] = total
+        out = out.type_as(q)
+        ctx.save_for_backward(q, k, v, sinks, out, L)
+        ctx.told = ids, rule, ring
+        ctx.autocast = partial(torch.autocast, q.device.type,
+                               torch.get_autocast_dtype(q.device.type),
+                               torch.is_autocast_enabled(q.device.type))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v, sinks, out, L), (ids, rule, ring) = ctx.saved_tensors, ctx.told
+        d_out = d_out.type_as(L)
+        delta = (d_out * out).sum(-1)
+        dq, own_d, coming = torch.zeros_like(q, dtype=L.dtype), None, None
+        for source, (keys, values) in ring.around(k, v):
+            d = k.new_zeros(2, *k.shape, dtype=L.dtype)
+            for rows, columns, own, told in ring.pairs(source, q.shape[2] // 2, rule, ids):
+                given = [t.detach().requires_grad_() for t in (
+                    q[:, :, rows], keys[:, :, columns], values[:, :, columns])]
+                with torch.enable_grad(), ctx.autocast():
+                    o, l = ring.attend(*given, own, rule=told)
+                w, dy = _weights(l.detach(), L[:, :, rows]), d_out[:, :, rows]
+                d_l = w[..., 0] * ((dy * o.detach()).sum(-1) - delta[:, :, rows])
+                of = (w * dy).type_as(o), d_l.type_as(l)
+                parts = torch.autograd.grad((o, l), given, of)
+                for total, some in zip((dq[:, :, rows], *d[:, :, :, columns]), parts):
+                    total += some
+            if source == ring.rank:
+                own_d = d
+                continue
+            coming = ring.passed((d if coming is None else d + coming()).type_as(k))
+        if coming is not None:
+            own_d += coming()
+        d_sinks = None
+        if sinks is not None:
+            d_sinks = -((sinks[:, None] - L).exp() * delta).sum((0, 2)).type_as(sinks)
+        dk, dv = own_d.unbind()
+        return dq.type_as(q), dk.type_as(k), dv.type_as(v), d_sinks, None, None, None
+
+
+def _weights(l: Tensor, L: Tensor) -> Tensor:
+    """exp(l - L), (..., 1); 0 where neither has seen a key."""
+    return (l - L.clamp(min=torch.finfo(L.dtype).min)).exp()[..., None]
+
+
+class AllToAll(Group):
+    """A `contracts.Attend`, by any other."""
+
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+        by_rank = [t.unflatten(1, (self.ranks, -1)) for t in (q, k, v)]
+        heads = _Exchange.apply(torch.cat(by_rank, 2).flatten(1, 2), self.to_heads, self.to_tokens)
+        own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
+        out = self.attend(*heads.split([t.shape[2] for t in by_rank], 1),
+                          self.whole(documents, rule), own, rule=rule)
+        return _Exchange.apply(out, self.to_tokens, self.to_heads)
+
+    def sent(self, to: Tensor) -> Tensor:
+        """Row n of `to` goes to rank n; the result has what each sent, in their order."""
+        received = torch.empty_like(to)
+        with self.waits:
+            dist.all_to_all_single(received, to, group=self.group)
+        return received
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """(B, heads, T / c, E) -> (B, heads / c, T, E)"""
+        parts = x.unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
+        return joined(self.sent(parts).unbind(), 2)
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """(B, heads / c, T, E) -> (B, heads, T / c, E)"""
+        parts = torch.stack([part(x, rank, self.ranks, 2) for rank in range(self.ranks)])
+        return self.sent(parts).movedim(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor],
+                back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(d), None, None

@@ -1,0 +1,461 @@
+"""Lesson 16, split a model: its study, its figures and its exercises.
+
+A block whose matrices are cut over processes, and a ring of keys and values, beside one process.
+
+    found = split(processes=4)          # each rank's errors and messages, by what was cut
+    found["tensor"].off["y"], found["tensor"].sent_bytes, found["zig-zag"].scores
+    tensor_bytes(m, tokens, ranks), ring_bytes(m, tokens, ranks)    # of a layer, and back
+    pairs_view(ranks=8, window=0)       # for an Explorer: who computes which pair, and when
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from lessons.drawing import NAMES, axis, figure, heat, note
+from lessons.draws import normal
+from lessons.messages import each_sends
+from lessons.on_ranks import WORLD, OnRanks
+from lessons.rank_exercises import meet_as
+from lpkit.course.judge import Exercise, adding_to
+from lpkit.measure.messages import MessageCount
+from lpkit.nn.attention import plain, plain_partial
+from lpkit.parallel.context import Ring, part
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import all_gather, reduce_scatter
+
+# ---- The study: what is cut, and its numbers
+
+T, H, G, E, F_, V = 64, 32, 4, 4, 192, 256     # of the block that is cut; D is H E
+D = H * E
+ZIG_ZAG, IN_ORDER = "zig-zag", "in order"
+SENT = "to the next rank"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What ranks found. `off`: by tensor, the largest distance from one process in float64, of the
+    largest number. `sent_bytes`: of rank 0, by kind. `scores`: by step, of each rank."""
+
+    off: dict[str, float]
+    sent_bytes: dict[str, float]
+    scores: list[list[int]]
+
+    @property
+    def total(self) -> float:
+        return sum(self.sent_bytes.values())
+
+    @property
+    def busiest(self) -> int:
+        """Scores that a ring waits for: in each step for the rank that has most."""
+        return sum(map(max, self.scores))
+
+
+def split(processes: int, parent: WarmParent | None = None) -> dict[str, Cut]:
+    """Every study, on real processes."""
+    with Processes(f"{__name__}:_study", world=processes, parent=parent) as running:
+        by_rank = running.wait()
+    return {name: Cut(off={key: max(one[name]["off"][key] for one in by_rank)
+                           for key in first["off"]},
+                      sent_bytes=first["sent"],
+                      scores=list(map(list, zip(*(one[name]["scores"] for one in by_rank)))))
+            for name, first in by_rank[0].items()}
+
+
+def tensor_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
+    """Bytes that a rank sends of a layer, forward and backward: four gathers and four scatters."""
+    return 8 * (ranks - 1) / ranks * tokens * m.D * itemsize
+
+
+def ring_bytes(m: Any, tokens: int, ranks: int, itemsize: int = 4) -> float:
+    """The same of a ring: keys and values forward, and twice as much backward."""
+    return 3 * 2 * (ranks - 1) / ranks * tokens * m.G * m.E * itemsize
+
+
+# In a rank.
+
+def _study(place: Place, told: dict[str, Any]) -> dict[str, Any]:
+    meet_as(place, "split")
+    found = {"tensor": _tensor(_weights()), "gate and up in halves": _halves(_weights()),
+             "vocabulary": _vocabulary(), ZIG_ZAG: _round(ZIG_ZAG), IN_ORDER: _round(IN_ORDER),
+             "kit": _kit()}
+    dist.destroy_process_group()
+    return found
+
+
+def _result(got: Mapping[str, Tensor], want: Mapping[str, Tensor], sent: Mapping[str, float],
+            scores: Sequence[int] = ()) -> dict[str, Any]:
+    off = {name: ((t.double() - want[name]).abs().max() / want[name].abs().max()).item()
+           for name, t in got.items()}
+    return {"off": off, "sent": dict(sent), "scores": list(scores)}
+
+
+def _drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / math.sqrt(shape[-1])
+
+
+def _weights() -> dict[str, Tensor]:
+    shapes = {"q": (H * E, D), "k": (G * E, D), "v": (G * E, D), "out": (D, H * E),
+              "gate": (F_, D), "up": (F_, D), "down": (D, F_)}
+    return {name: _drawn(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+
+
+COLUMNS = ("out", "down")       # are cut by columns, the others by rows
+
+
+def _part(name: str, w: Tensor) -> Tensor:
+    return w.chunk(dist.get_world_size(), dim=int(name in COLUMNS))[dist.get_rank()]
+
+
+def gathered(x: Tensor) -> Tensor:
+    """(T / R, D) -> (T, D)"""
+    whole = x.new_empty(len(x) * dist.get_world_size(), x.shape[1])
+    all_gather(whole, x.contiguous())
+    return whole
+
+
+def scattered(x: Tensor) -> Tensor:
+    """(T, D) -> (T / R, D): this rank's tokens, summed over ranks"""
+    own = x.new_empty(len(x) // dist.get_world_size(), x.shape[1])
+    reduce_scatter(own, x.contiguous())
+    return own
+
+
+class Gather(torch.autograd.Function):
+    """Whole sequences, before matrices cut by rows. `Scatter` is its backward, and it Scatter's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return scattered(g)
+
+
+class Scatter(torch.autograd.Function):
+    """A part of each sequence, after matrices cut by columns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return scattered(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return gathered(g)
+
+
+def block(x: Tensor, w: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = lambda x: x,
+          scatter: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+    """(T, D) -> (T, D): attention and an MLP. Of cut matrices and a part of the tokens, with a
+    `gather` and a `scatter`, what it is of whole ones without."""
+    h = gather(F.rms_norm(x, (D,), eps=1e-6))
+    q, k, v = ((h @ w[name].mT).unflatten(1, (-1, E)).movedim(1, 0)[None] for name in "qkv")
+    x = x + scatter(plain(q, k, v)[0].movedim(0, 1).flatten(1) @ w["out"].mT)
+    h = gather(F.rms_norm(x, (D,), eps=1e-6))
+    return x + scatter((F.silu(h @ w["gate"].mT) * (h @ w["up"].mT)) @ w["down"].mT)
+
+
+def _with_gradients(x: Tensor, w: Mapping[str, Tensor], d_y: Tensor,
+                    *sent: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    leaves = {"x": x, **w}
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
+    y = block(leaves["x"], {name: leaves[name] for name in w}, *sent)
+    grads = torch.autograd.grad(y, list(leaves.values()), d_y)
+    return {"y": y.detach()} | {f"d{name}": g for name, g in zip(leaves, grads)}
+
+
+def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The block on all ranks, with whole sequences only between a gather and a scatter."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    x, d_y = (_drawn(T, D, seed=seed) for seed in (11, 12))
+    want = _with_gradients(x.double(), {name: t.double() for name, t in w.items()}, d_y.double())
+    with MessageCount() as count:
+        got = _with_gradients(x.chunk(ranks)[rank], {name: _part(name, t) for name, t in w.items()},
+                              d_y.chunk(ranks)[rank], Gather.apply, Scatter.apply)
+    mine = {name: t.chunk(ranks)[rank] if name in ("y", "dx") else _part(name[1:], t)
+            for name, t in want.items()}
+    return _result(got, mine, _sent(count))
+
+
+def _sent(count: MessageCount) -> Counter[str]:
+    """Bytes by kind, of collectives, and of what goes to one rank."""
+    sent: Counter[str] = Counter()
+    for one, times in count.sent.items():
+        sent[one.kind] += times * each_sends(one)
+    for one, times in count.control.items():
+        sent[SENT] += times * one.nbytes * (one.kind == "send")
+    return +sent
+
+
+def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
+    """An MLP whose gate and up are one matrix, as a rank multiplies its rows: half of these are its
+    gate. Cut in the middle, the first ranks have gates alone; cut alike, each has some of both."""
+    x, wide = _drawn(T, D, seed=11), {name: t.double() for name, t in w.items()}
+    want = F.silu(x.double() @ wide["gate"].mT) * (x.double() @ wide["up"].mT) @ wide["down"].mT
+
+    def mlp(rows: Tensor) -> Tensor:
+        gate, up = (x @ rows.mT).chunk(2, dim=1)
+        total = (F.silu(gate) * up) @ _part("down", w["down"]).mT
+        dist.all_reduce(total)
+        return total
+
+    middle = _part("rows", torch.cat((w["gate"], w["up"])))
+    alike = torch.cat((_part("gate", w["gate"]), _part("up", w["up"])))
+    return _result({"in the middle": mlp(middle), "alike": mlp(alike)},
+                   {"in the middle": want, "alike": want}, {})
+
+
+def _vocabulary() -> dict[str, Any]:
+    """Nats of tokens whose logits lie on all ranks: three numbers of each travel, and no logit."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    h, head = 8 * _drawn(T, D, seed=13), 4 * _drawn(V, D, seed=14)
+    targets = torch.randint(V, (T,), generator=torch.Generator().manual_seed(15))
+    logits, first = h @ head.chunk(ranks)[rank].mT, rank * V // ranks
+    with MessageCount() as count:
+        top = logits.amax(1)
+        dist.all_reduce(top, dist.ReduceOp.MAX)
+        total = (logits - top[:, None]).exp().sum(1)
+        dist.all_reduce(total)
+        here = (targets >= first) & (targets < first + V // ranks)
+        own = logits.gather(1, (targets - first).clamp(0, V // ranks - 1)[:, None])[:, 0] * here
+        dist.all_reduce(own)
+    want = F.cross_entropy(h.double() @ head.double().mT, targets, reduction="none")
+    return _result({"nats": top + total.log() - own}, {"nats": want}, _sent(count))
+
+
+# A ring, step by step.
+
+def chunks_of(rank: int, ranks: int, order: str) -> tuple[int, int]:
+    """The two chunks, of two for each rank, that it holds."""
+    return (rank, 2 * ranks - 1 - rank) if order == ZIG_ZAG else (2 * rank, 2 * rank + 1)
+
+
+def _qkv() -> tuple[Tensor, ...]:
+    """q, k, v, as they lie in a model of so many heads; and the gradient of the answer."""
+    return tuple(_drawn(1, n, T, E, seed=20 + i) * math.sqrt(E) for i, n in enumerate((H, G, G, H)))
+
+
+def _round(order: str) -> dict[str, Any]:
+    """Once around, forward. `off` after each step: parts of the keys are combined as far as they
+    have come, so that the answer is one over fewer keys."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v, _ = _qkv()
+    want = plain(*(t.double() for t in (q, k, v)))
+    C, own = T // (2 * ranks), chunks_of(rank, ranks, order)
+    rows = torch.cat([torch.arange(n * C, n * C + C) for n in own])
+    outs, sums, at_hand = [], [], (k[:, :, rows], v[:, :, rows])
+    off, scores = {}, []
+    for step in range(ranks):
+        columns = torch.cat([torch.arange(n * C, n * C + C)
+                             for n in chunks_of((rank - step) % ranks, ranks, order)])
+        seen = columns <= rows[:, None]
+        s = q[:, :, rows] @ at_hand[0].repeat_interleave(H // G, 1).mT / math.sqrt(E)
+        s = s.masked_fill(~seen, -torch.inf)
+        sums.append(s.logsumexp(-1))
+        outs.append((s - s.amax(-1, keepdim=True).clamp(min=-1e30)).exp())
+        outs[-1] = outs[-1] / outs[-1].sum(-1, keepdim=True).clamp(min=1e-30)
+        outs[-1] = outs[-1] @ at_hand[1].repeat_interleave(H // G, 1)
+        weights = torch.stack(sums).softmax(0)[..., None]
+        out = sum(w * o for w, o in zip(weights, outs))
+        distance = (out - want[:, :, rows]).abs().max() / want.abs().max()
+        off[f"after step {step + 1}"] = distance.item()
+        blocks = seen.view(2, C, 2, C).any(3).any(1)
+        scores.append(int(seen.sum()) if blocks.any() else 0)
+        if step < ranks - 1:
+            at_hand = _passed(torch.stack(at_hand)).unbind()
+    return {"off": off, "sent": {}, "scores": scores}
+
+
+def _passed(t: Tensor) -> Tensor:
+    """Goes to the next rank, while the previous one's comes."""
+    rank, ranks, came = dist.get_rank(), dist.get_world_size(), torch.empty_like(t)
+    sending = dist.isend(t, (rank + 1) % ranks)
+    dist.recv(came, (rank - 1) % ranks)
+    sending.wait()
+    return came
+
+
+def _kit() -> dict[str, Any]:
+    """The kit's ring, forward and backward."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    *qkv, d_out = _qkv()
+
+    def both(attend: Callable[..., Tensor], *given: Tensor) -> dict[str, Tensor]:
+        *leaves, d = given
+        leaves = [t.clone().requires_grad_() for t in leaves]
+        out = attend(*leaves)
+        values = out.detach(), *torch.autograd.grad(out, leaves, d)
+        return dict(zip(("out", "dq", "dk", "dv"), values))
+
+    want = both(plain, *(t.double() for t in (*qkv, d_out)))
+    with MessageCount() as count:
+        own = [part(t, rank, ranks, 2) for t in (*qkv, d_out)]
+        got = both(Ring(plain_partial, dist.group.WORLD, nullcontext()), *own)
+    return _result(got, {name: part(t, rank, ranks, 2) for name, t in want.items()}, _sent(count))
+
+
+# ---- Figures
+
+def turns(ranks: int, order: str, window: int = 0) -> list[list[int | None]]:
+    """By query's chunk, by key's chunk: in which step of a ring the pair is computed; None: it has
+    nothing that is seen. `window`: chunks of keys before its own that a query reaches; 0: all."""
+    holder = holders(ranks, order)
+    return [[(holder[a] - holder[b]) % ranks if 0 <= a - b <= (window or a) else None
+             for b in range(2 * ranks)] for a in range(2 * ranks)]
+
+
+def holders(ranks: int, order: str) -> dict[int, int]:
+    """The rank that has each chunk."""
+    return {n: rank for rank in range(ranks) for n in chunks_of(rank, ranks, order)}
+
+
+def waits(ranks: int, order: str, window: int = 0) -> float:
+    """Pairs of chunks, one on the diagonal as half, that a ring waits for: in each step for the
+    rank that has most."""
+    found = turns(ranks, order, window)
+    work = [[0.0] * ranks for _ in range(ranks)]
+    for rank in range(ranks):
+        for a in chunks_of(rank, ranks, order):
+            for b, step in enumerate(found[a]):
+                if step is not None:
+                    work[step][rank] += 0.5 if a == b else 1.0
+    return sum(map(max, work))
+
+
+def pairs_view(ranks: int, window: int) -> dict:
+    """For an Explorer: the pairs of chunks of queries and keys, the step in which each is computed
+    (a number) and the rank that does it (a colour), in order and in zig-zag."""
+    data, notes = [], []
+    for x, y, order in (("x", "y", IN_ORDER), ("x2", "y2", ZIG_ZAG)):
+        found, holder = turns(ranks, order, window), holders(ranks, order)
+        names = [str(n) for n in range(2 * ranks)]
+        colours = [[None if step is None else holder[a] for step in row]
+                   for a, row in enumerate(found)]
+        words = [["" if step is None else str(step + 1) for step in row] for row in found]
+        data.append(heat(
+            names, names, colours, ends=(0, max(1, ranks - 1)), text=words, xaxis=x, yaxis=y,
+            bar={"title": {"text": "rank"}, "x": 1.01, "dtick": max(1, ranks // 8)},
+            texttemplate="%{text}" if ranks <= 8 else "", showscale=order == ZIG_ZAG,
+            hovertemplate="queries %{y}, keys %{x}: rank %{z}, step %{text}<extra></extra>"))
+        notes.append(note(f"<b>{order}</b>: a ring waits for {waits(ranks, order, window):g} pairs",
+                          0, 1.02, xref=f"{x} domain", yref="paper"))
+    across = {"showgrid": False, "type": "category"}
+    return figure(
+        data, "Who attends a chunk of queries to a chunk of keys, and in which step of the ring",
+        height=520, annotations=notes, margin={"t": 90},
+        xaxis=axis("chunk of keys", domain=[0, 0.46], **across),
+        xaxis2=axis("chunk of keys", domain=[0.54, 1], anchor="y2", **across),
+        yaxis={**NAMES, **axis("chunk of queries"), "type": "category"},
+        yaxis2={**NAMES, "type": "category", "anchor": "x2"})
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+rank_exercise = adding_to(EXERCISES, OnRanks)
+
+
+def _in_order(rank: int, ranks: int, step: int) -> list[tuple[int, int]]:
+    source = (rank - step) % ranks
+    return [(a, b) for a in (2 * rank, 2 * rank + 1)
+            for b in (2 * source, 2 * source + 1) if b <= a]
+
+
+def _other_way(rank: int, ranks: int, step: int) -> list[tuple[int, int]]:
+    source = (rank + step) % ranks
+    return [(a, b) for a in (rank, 2 * ranks - 1 - rank)
+            for b in (source, 2 * ranks - 1 - source) if b <= a]
+
+
+@exercise("16.pairs", (0, 2, 0), (0, 2, 1), (1, 2, 1), (2, 4, 3),
+          draw=lambda r: ((ranks := r.randint(1, 9)) and r.randrange(ranks), ranks,
+                          r.randrange(ranks)),
+          minutes=8, stars=2,
+          mistakes={"a rank has one early chunk and one late one": _in_order,
+                    "what has gone s times to the next rank comes from rank r - s": _other_way,
+                    "a query does not see keys to come: those pairs are left out":
+                        lambda rank, ranks, step: [
+                            (a, b) for a in (rank, 2 * ranks - 1 - rank)
+                            for b in ((rank - step) % ranks, 2 * ranks - 1
+                                      - (rank - step) % ranks)]})
+def pairs(rank: int, ranks: int, step: int) -> list[tuple[int, int]]:
+    source = (rank - step) % ranks
+    return [(a, b) for a in (rank, 2 * ranks - 1 - rank)
+            for b in (source, 2 * ranks - 1 - source) if b <= a]
+
+
+def _drawn_rows(r: Random) -> tuple[Tensor, int, int]:
+    ranks = r.randint(1, 4)
+    return normal(r, 2 * ranks * r.randint(1, 3), r.randint(1, 3)), r.randrange(ranks), ranks
+
+
+@exercise("16.gate_up", (torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 0, 2),
+          (torch.tensor([[1.0], [2.0], [3.0], [4.0]]), 1, 2), draw=_drawn_rows, tolerance=0,
+          minutes=5,
+          mistakes={"gate and up are each cut: cut in the middle, some ranks have gates alone":
+                        lambda w, rank, ranks: w.chunk(ranks)[rank],
+                    "the gate's rows come first, as the layer takes them apart":
+                        lambda w, rank, ranks: torch.cat(
+                            [w.chunk(2)[1].chunk(ranks)[rank], w.chunk(2)[0].chunk(ranks)[rank]])})
+def gate_up_rows(w: Tensor, rank: int, ranks: int) -> Tensor:
+    gate, up = w.chunk(2)
+    return torch.cat((gate.chunk(ranks)[rank], up.chunk(ranks)[rank]))
+
+
+def _logits(r: Random) -> tuple[Tensor, int]:
+    each = r.randint(1, 5)
+    return normal(r, WORLD, each, size=r.choice((1.0, 200.0))), r.randrange(WORLD * each)
+
+
+# Text alone travels, so each stands on its own.
+def _own_maximum(logits, target, rank, ranks, all_reduce_max, all_gather):
+    total = all_gather((logits - logits.max()).exp().sum()[None]).sum()
+    first = rank * len(logits)
+    here = first <= target < first + len(logits)
+    own = logits[target - first] if here else logits.new_zeros(())
+    return all_reduce_max(logits.max()) + total.log() - all_gather(own[None]).sum()
+
+
+def _own_vocabulary(logits, target, rank, ranks, all_reduce_max, all_gather):
+    first = rank * len(logits)
+    here = first <= target < first + len(logits)
+    own = logits[target - first] if here else logits.new_zeros(())
+    return logits.logsumexp(0) - all_gather(own[None]).sum()
+
+
+def _everybodys_target(logits, target, rank, ranks, all_reduce_max, all_gather):
+    top = all_reduce_max(logits.max())
+    total = all_gather((logits - top).exp().sum()[None]).sum()
+    return top + total.log() - all_gather(logits[target % len(logits)][None]).sum()
+
+
+@rank_exercise("16.nats", (torch.tensor([[0.0], [0.0]]), 0),
+               (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2),
+               draw=_logits, tolerance=1e-5, stars=3, minutes=15,
+               mistakes={"exponentials of different ranks add up when all subtract the same "
+                         "maximum": _own_maximum,
+                         "the sum of exponentials goes over all ranks": _own_vocabulary,
+                         "one rank alone has the target's logit; the others add zero":
+                             _everybodys_target})
+def nats(logits: Tensor, target: int, rank: int, ranks: int,
+         all_reduce_max: Callable[[Tensor], Tensor],
+         all_gather: Callable[[Tensor], Tensor]) -> Tensor:
+    top = all_reduce_max(logits.max())
+    total = all_gather((logits - top).exp().sum()[None]).sum()
+    first = rank * len(logits)
+    here = first <= target < first + len(logits)
+    own = logits[target - first] if here else logits.new_zeros(())
+    return top + total.log() - all_gather(own[None]).sum()
