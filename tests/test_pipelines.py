@@ -12,9 +12,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lpkit import train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.measure.trace import predict_trace
 from lpkit.parallel.pipeline import message, order, routes
 from lpkit.parallel.processes import Processes
+from lpkit.predict import memory
 from lpkit.predict.clock import clock
+from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout, refuse_untrainable, stage_layers, stages_fit
 from lpkit.techniques.pipelines import SCHEDULES, closed_order
 from lpkit.training.training import Training
@@ -326,6 +329,18 @@ def test_zero_bubble_computes_as_many_products_as_one_process(parent):
         config = laid(config, {"pipeline": 2, **layout})
         with Processes("tests.pipeline_ranks:products", {"config": config.to_dict()}, world=2, parent=parent) as running:
             assert sum(running.wait()) == due > 0
+
+
+@pytest.mark.dist
+def test_who_waits_for_weights_holds_no_more_than_it_must():
+    """Traced peaks of the first rank, over that of 1F1B. GPipe holds 4 micro-batches, and 1F1B 2. Zero bubble holds between I and W
+    what is multiplied of one more, and not what is left of micro-batches that are done."""
+    config = laid(preset("cpu-3m").replace({"system.device": "cpu", "precision.recipe": "fp32", "grad_accum_steps": 4}), {"pipeline": 2})
+    peaks = {name: predict_trace(laid(config, {"schedule": name, "interleave": least_chunks(name)})).peak_bytes
+             for name in ("gpipe", "1f1b", "zero-bubble", "zbv")}
+    over = {name: peak / peaks["1f1b"] for name, peak in peaks.items()}
+    assert over["gpipe"] > 1.5 and over["zero-bubble"] < 1.05 and over["zbv"] < 1.1, over
+    assert memory(laid(config, {"schedule": "gpipe"})).peak_bytes == pytest.approx(peaks["gpipe"], rel=0.05)
 
 
 @pytest.mark.prove

@@ -109,13 +109,15 @@ class Pipeline:
                     kept[of] = got, made
                 self._give(message(action, self.stages, 1), made.detach())
             elif kind == "W":
-                for closure in queues.pop(of):
-                    closure()
+                queue = queues.pop(of)
+                while queue:        # each is freed once it has run
+                    queue.pop(0)()
             else:
                 x, made = kept.pop(of)
                 torch.autograd.backward(made, got)
                 self._give(message(action, self.stages, 1), None if x is None else x.grad)
-            del got     # a message is freed with its last reader
+                del x
+            got = made = None       # what nobody needs any more is freed now
         with self.waits:
             while self.going:
                 self.going.popleft()[0].wait()

@@ -27,6 +27,7 @@ from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
+from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import resolve, untiled
 
 # bytes a number while its code is found: in float32, padded, from the least, and the noise
@@ -105,6 +106,8 @@ class Device:
         self.under_way = min(step.pieces, stages * (1 - 1 / chunks) + 1 / chunks)
         if embeds:
             self.under_way = min(step.pieces, stages + (stages - 1) / chunks * (chunks > 1))
+        if SCHEDULES[layout.schedule].breadth_first:
+            self.under_way = step.pieces
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
