@@ -79,11 +79,11 @@ def cut(model: nn.Module, count: int) -> nn.Module:
 
 
 def whole_weights(model: nn.Module, config: ModelConfig) -> Tensor:
-    """All of them in the order of the model that is not cut, one after the other."""
+    """All of them in the order of their names, one after the other."""
     found = dict(model.named_parameters())
     for name, part in model.named_modules():
         if isinstance(part, Parts):
             found |= {f"{name}.{key}": t for key, t in part.whole().items()}
-    return torch.cat([found[name].detach().flatten() for name, _ in Transformer(config).named_parameters()])
+    return torch.cat([found[name].detach().flatten() for name in sorted(dict(Transformer(config).named_parameters()))])
 
 
