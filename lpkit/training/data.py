@@ -20,7 +20,6 @@ from lpkit.datasets.prepared import prepare
 from lpkit.errors import ConfigError
 from lpkit.files import sha256
 from lpkit.memory.state import on_host
-from lpkit.parallel.context import share
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.data import POLICIES, SIZES
 from lpkit.techniques.row import Settings, chosen
@@ -81,6 +80,8 @@ class Share(DataPolicy):
         mine = batch.chunk(layout.batch_ranks)[layout.batch_rank(rank)]
         if layout.context == 1:
             return mine
+        from lpkit.parallel.context import share
+
         return share(mine, layout.coordinates(rank)["context"], layout.context)
 
 

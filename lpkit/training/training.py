@@ -27,7 +27,6 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
-from lpkit.parallel.context import share
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding, sharding
@@ -63,7 +62,11 @@ class RandomTokens(DataPolicy):
     @cached_property
     def drawn(self) -> Batch:
         batch = Batch(self.draw(), self.draw(), extra=self.extra())
-        return batch if self.ranks == 1 else share(batch, 0, self.ranks)
+        if self.ranks == 1:
+            return batch
+        from lpkit.parallel.context import share
+
+        return share(batch, 0, self.ranks)
 
     def batch(self, step: int) -> Batch:
         return self.drawn
