@@ -31,8 +31,8 @@ class Stage(IntEnum):
     """The moment when a model transform must run. Stages are sorted, so that a Config cannot get
     the order wrong."""
 
-    PIPELINE = 0    # keep this rank's layers, before anything moves to its device
-    TENSOR = 1      # keep a part of each layer
+    TENSOR = 0      # keep a part of each layer, before anything moves to its device
+    PIPELINE = 1    # keep this rank's layers
     STORAGE = 2     # the dtype of the parameters, before anything is made of them
     PRECISION = 3   # swap Linears, before anything wraps them
     KERNELS = 4     # which version of a kernel a layer calls: a forward shows the tensors at hand

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from lpkit.contracts import Batch, DataPolicy
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.parallel.ranks import everybodys
 from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
@@ -58,6 +59,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     **{f"ZeRO {zero}, {gathered}": {"shard": 2, "zero": zero, "gathered": gathered}
        for gathered in GATHERED for zero in (2, 3)},
     "hybrid": {"data": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+    "tensor": {"tensor": 2},
+    "tensor, ZeRO 1": {"tensor": 2, "shard": 2, "zero": 1},
+    "tensor, ZeRO 3": {"tensor": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+    "pipeline": {"pipeline": 2},
+    "pipeline, ZB-H1": {"pipeline": 2, "schedule": "zero-bubble"},
+    "pipeline, DualPipeV": {"pipeline": 2, "schedule": "dualpipev", "interleave": 2},
 }
 
 
@@ -91,6 +98,7 @@ class Case:
     layout: dict[str, Any] = field(default_factory=dict)
     order: int = 0
     weights: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)       # of CONFIG
 
     @property
     def mixed(self) -> bool:
@@ -104,7 +112,7 @@ class Case:
 
     @property
     def config(self) -> Config:
-        config = CONFIG.replace({"precision.recipe": self.recipe})
+        config = CONFIG.replace({"precision.recipe": self.recipe, **self.changes})
         kind = OneRank if self.world == 1 and self.mixed else Layout
         return replace(config, parallel=kind(**self.layout))
 
@@ -182,22 +190,31 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
 def whole_weights(training: Training) -> torch.Tensor:
     """All of them, one after the other; all ranks call this."""
     state = training.state_dict()
-    whole = (state[f"model/{name}"] for name in training.sharding.shapes)
-    return torch.cat([(t.full_tensor() if isinstance(t, Cut) else t.detach()).flatten() for t in whole])
+    shapes = {name: state[f"model/{name}"].shape for name in training.sharding.shapes}
+    shapes = {name: shape for of_rank in everybodys(shapes) for name, shape in of_rank.items()}
+    return torch.cat([_whole(training, state, f"model/{name}", shapes[name]).flatten() for name in sorted(shapes)])
 
 
-def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, *,
-            updates: int = UPDATES, orders: int = ORDERS) -> list[Row]:
+def _whole(training: Training, state: dict[str, Any], name: str, shape: Sequence[int]) -> torch.Tensor:
+    here = Cut(shape=torch.Size(shape), dtype=torch.float32, pieces=(), owners=(-1,))   # another stage has it
+    if name in state:
+        here = training.sharding.placed(name, state[name])
+    return here.full_tensor() if isinstance(here, Cut) else here.detach()
+
+
+def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str, Any]] = LAYOUTS, *,
+            updates: int = UPDATES, orders: int = ORDERS,
+            changes: Mapping[str, Any] | None = None) -> list[Row]:
     """A row for each recipe and layout that go together. Processes are started once for each
     number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         cases: dict[Any, Case] = {}
         for recipe in recipes:
             path = f"{folder}/{recipe}"
-            alone = Case(recipe=recipe, weights=f"{path}.npy")
+            alone = Case(recipe=recipe, weights=f"{path}.npy", changes=dict(changes or {}))
             mixed = replace(alone, layout={"gathered": "compute"}, weights=f"{path}-16.npy")
-            layout_cases = {name: replace(alone, layout=LAYOUTS[name]) for name in layouts
-                            if _goes(recipe, LAYOUTS[name])}
+            layout_cases = {name: replace(alone, layout=dict(layout))
+                            for name, layout in layouts.items() if _goes(recipe, layout)}
             if any(case.mixed for case in layout_cases.values()):
                 cases[recipe, MIXED] = mixed
             cases |= {(recipe, order): replace(alone, order=order) for order in range(orders + 1)}
@@ -212,10 +229,10 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Iterable[str] = LAYOUTS, 
                                parent=parent) as running:
                     found |= zip(mine, running.wait()[0])
     return [_row(recipe, layout, case.mixed, found, orders)
-            for (recipe, layout), case in cases.items() if layout in LAYOUTS]
+            for (recipe, layout), case in cases.items() if layout in layouts]
 
 
-def _goes(recipe: str, layout: dict[str, Any]) -> bool:
+def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
     """Not where the recipe has no cast to gather, or is in float32 whatever is gathered."""
     row = GATHERED[layout.get("gathered", "float32")]
     return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from datetime import timedelta
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,20 +12,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from lpkit.config import Config
+from lpkit.parallel import meeting
 from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.processes import Place
+from lpkit.precision.deferred import QUEUE
+from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.training.training import Training
 
-QUEUE: ContextVar[list | None] = ContextVar("queue", default=None)
 WIDTH, ROWS = 16, 4
-
-
-@contextmanager
-def deferring(queue: list) -> Iterator[None]:
-    """Around a forward: its backward leaves the gradients of weights in `queue`."""
-    token = QUEUE.set(queue)
-    yield
-    QUEUE.reset(token)
 
 
 class Product(torch.autograd.Function):
@@ -75,8 +71,8 @@ def joined(place: Place) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def pipeline(place: Place, name: str, chunks: int, m: int, like: torch.Tensor) -> Pipeline:
-    return Pipeline(order(name, place.world, chunks, m), place.rank, like, groups=(dist.group.WORLD,) * 2, deferring=deferring)
+def pipeline(place: Place, name: str, chunks: int, m: int) -> Pipeline:
+    return Pipeline(order(name, place.world, chunks, m), place.rank, groups=(dist.group.WORLD,) * 2)
 
 
 def slept(place: Place, told: dict) -> dict[str, float]:
@@ -84,12 +80,12 @@ def slept(place: Place, told: dict) -> dict[str, float]:
     w, found = torch.zeros((), requires_grad=True), {}
     with joined(place):
         for name, chunks, m in told["cases"]:
-            run = pipeline(place, name, chunks, m, torch.zeros(1))
+            run = pipeline(place, name, chunks, m)
             taken, seconds = [], [one / chunks for one in told["seconds"]]
             for _ in range(2):
                 dist.barrier()
                 began = time.perf_counter()
-                run.step(lambda stage, micro, x, s=seconds: Nap.apply(torch.zeros(1) if x is None else x, w, s))
+                run.step(lambda stage, micro, x, s=seconds: Nap.apply(torch.zeros(1) if x is None else x, w, s), torch.zeros(1))
                 dist.barrier()
                 taken.append(time.perf_counter() - began)
             found[name] = min(taken)
@@ -132,13 +128,13 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
                 y = torch.tanh(Product.apply(x[micro] if got is None else got, weights[stage]))
                 return (y - target[micro]).square().mean() / m if stage == len(weights) - 1 else y
 
-            run = pipeline(place, name, chunks, m, torch.zeros(ROWS, WIDTH))
-            run.step(forward)
+            run = pipeline(place, name, chunks, m)
+            run.step(forward, x[0])
             ours = {stage: weights[stage].grad.clone() for stage in ids}
             assert [stage for stage in range(stages) if weights[stage].grad is not None] == sorted(ids)
             for w in weights:
                 w.grad = None
-            run.step(forward)       # of the first nothing is left
+            run.step(forward, x[0])     # of the first nothing is left
             assert all(torch.equal(weights[stage].grad, ours[stage]) for stage in ids)
             theirs = torchs(place, name, ids, stages, m) if told["peer"] else ours
             found[name] = {stage: [ours[stage].tolist(), theirs[stage].tolist()] for stage in ids}
@@ -162,3 +158,38 @@ def torchs(place: Place, name: str, ids: list[int], stages: int, m: int) -> dict
     more = {"target": target.flatten(0, 1), "losses": []} if stages - 1 in ids else {}
     made.step(*((x.flatten(0, 1),) if 0 in ids else ()), **more)
     return {stage: weights[stage].grad for stage in ids}
+
+
+def trained(training: Training, steps: int) -> list[list[float]]:
+    """Loss and gradient norm of each update, and at last the loss of evaluation."""
+    done = [training.update(step) for step in range(steps)]
+    return [*([one.loss.item(), one.grad_norm.item()] for one in done), [training.evaluate()]]
+
+
+def trains(place: Place, told: dict) -> list[list[float]]:
+    torch.set_num_threads(1)
+    config = Config.from_dict(told["config"])
+    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
+        return trained(Training.build(config, ranks=ranks), told["steps"])
+
+
+def products(place: Place, told: dict) -> int:
+    """How many products in low precision this rank computes in an update."""
+    torch.set_num_threads(1)
+    config = Config.from_dict(told["config"])
+    with meeting.joined(config, local_rank=place.local_rank, **place.among) as ranks:
+        return counted(Training.build(config, ranks=ranks))
+
+
+def counted(training: Training) -> int:
+    kind, count = type(next(scaled_linears(training.model)).arithmetic), 0
+    product = kind.product
+
+    def counts(self, *args, **more):
+        nonlocal count
+        count += 1
+        return product(self, *args, **more)
+
+    with patch.object(kind, "product", counts):
+        training.update(0)
+    return count

@@ -34,6 +34,25 @@ OTHERS = {"fp16": {"precision.recipe": "fp16"}, "fp8-delayed": {"precision.recip
           "in pieces": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 8}}
 
 
+SPLITS = {"tensor": {"tensor": 2}, "tensor, data": {"tensor": 4, "data": 2}, "tensor, ZeRO 1": {"tensor": 2, "shard": 3, "zero": 1},
+          "tensor, ZeRO 2": {"tensor": 2, "shard": 5, "zero": 2}, "tensor, ZeRO 3": {"tensor": 4, "shard": 8},
+          "tensor, hybrid": {"tensor": 2, "data": 2, "shard": 2, "gathered": "float32"}}
+CUT = {"model.heads": 8, "model.kv_heads": 4, "model.head_dim": 8, "model.mlp": "swiglu", "model.norm": "rmsnorm", "model.position": "rope",
+       "model.vocab": 320, "model.qk_norm": True}
+OF_SPLITS = {"bias": {}, "llama": CUT, "sinks": {"model.attention.sinks": True, "model.tied": False}, "bf16": {"precision.recipe": "bf16"},
+             "fp16": CUT | {"precision.recipe": "fp16"}, "fp8": {"precision.recipe": "fp8-tensorwise"},
+             "nvfp4": {"precision.recipe": "nvfp4", "model.layers": 3, "model.width": 128}, "delayed, recomputed": CUT | {"precision.recipe": "fp8-delayed",
+             "memory.recompute": "block", "grad_accum_steps": 2}, "in pieces": OTHERS["in pieces"] | {"grad_accum_steps": 2}}
+
+
+@pytest.mark.parametrize("layout", SPLITS)
+@pytest.mark.parametrize("changes", OF_SPLITS)
+def test_ranks_that_split_a_model_send_what_the_formula_says(layout, changes):
+    config = laid_out(SMALL.replace(OF_SPLITS[changes]), SPLITS[layout])
+    traced, said = predict_trace(config).messages, messages(config)
+    assert traced == said and said.total() > 20, (traced - said, said - traced)
+
+
 def laid_out(config: Config, layout: dict) -> Config:
     """Each rank has as many micro-batches as the config says."""
     pieces = Layout(**layout).batch_ranks * config.grad_accum_steps

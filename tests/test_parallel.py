@@ -147,7 +147,8 @@ def test_alone_nothing_is_sent():
 @pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: f"{row.axis}{row.key}")
 def test_what_does_not_go_together_is_refused(row):
     value = {"memory.optimizer_step": "in-backward", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
-             "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16", "model.changes": "lora"}.get(row.key)
+             "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16", "model.changes": "lora",
+             "memory.activation_offload": "cpu"}.get(row.key)
     if value is None:
         pytest.skip("rows of governors come from outside")
     layout = {f"parallel.{row.axis}": 2} if row.axis else {"parallel.shard": 2, "parallel.zero": max(row.stage, 1)}
@@ -160,8 +161,8 @@ def test_what_does_not_go_together_is_refused(row):
 
 
 def test_axes_that_only_predict():
-    with pytest.raises(ConfigError, match=r"parallel.pipeline=2 can be predicted, but training has the axes data, shard and tensor so far"):
-        refuse_untrainable(SMALL.replace({"parallel.pipeline": 2}))
+    with pytest.raises(ConfigError, match=r"parallel.context=2 can be predicted, but training has the axes data, shard, tensor and pipeline so far"):
+        refuse_untrainable(SMALL.replace({"parallel.context": 2}))
 
 
 def test_one_process_says_how_to_start_two(tmp_path):

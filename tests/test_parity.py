@@ -19,12 +19,15 @@ def test_a_part_of_the_matrix(parent, monkeypatch):
     updates hardly a rounding has gone the other way yet, and sigma is that of a few last bits. Casts that travel are
     those of whole weights, so both ways to gather are the same run."""
     monkeypatch.setattr(parity, "WarmParent", lambda: nullcontext(parent))
-    layouts = ["replicas", "ZeRO 1", "ZeRO 3, float32", "ZeRO 3, fp8"]
-    rows = {(row.recipe, row.layout): row for row in parity.measure(["fp32", "fp8-tensorwise"], layouts, updates=3, orders=1)}
-    assert list(rows) == [("fp32", name) for name in layouts[:3]] + [("fp8-tensorwise", name) for name in layouts]
+    layouts = ["replicas", "ZeRO 1", "ZeRO 3, float32", "tensor", "ZeRO 3, fp8"]
+    rows = {(row.recipe, row.layout): row for row in parity.measure(["fp32", "fp8-tensorwise"], {name: parity.LAYOUTS[name] for name in layouts}, updates=3,
+                                                                       orders=1)}
+    assert list(rows) == [("fp32", name) for name in layouts[:4]] + [("fp8-tensorwise", name) for name in layouts]
     for (recipe, _), row in rows.items():
         far = row.distance
-        assert row.same if recipe == "fp32" else far.loss < 5e-4 and far.grad_norm < 4e-2 and far.weights < 6e-3, row
+        # a rank's part of a matrix has a scale of its own
+        most = 2e-3 if row.layout == "tensor" else 5e-4
+        assert row.same if recipe == "fp32" else far.loss < most and far.grad_norm < 4e-2 and far.weights < 6e-3, row
     assert rows["fp8-tensorwise", "ZeRO 3, fp8"].distance == rows["fp8-tensorwise", "ZeRO 3, float32"].distance
     heads, lines = parity.table(list(rows.values()))
     assert [line[0] for line in lines] == ["fp32", "fp8-tensorwise"] and {len(line) for line in lines} == {len(heads)}

@@ -44,7 +44,7 @@ CARD = replace(machines.CATALOGUE["h100"], name="card", memory_bytes=10**9)     
     (LLAMA, Layout(pipeline=3), None, "model.layers=80 does not split over pipeline=3 stages, not even with one layer "
      "fewer in the first and the last; pipeline may be 2 or 4"),
     (LLAMA, Layout(pipeline=4, interleave=3), None, "pipeline=4 x interleave=3 stages"),
-    (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set parallel.interleave=1 (pipeline"),
+    (LLAMA, Layout(interleave=2), None, "interleave=2 chunks of layers need pipeline stages; set parallel.interleave=1"),
     (LLAMA, Layout(context=3), None, "model.context=8192 does not split into 2 x context=3 pieces (zig-zag deals each rank "
      "an early and a late one); context may be 2 or 4"),
     # "to 510 or 516" was said, and neither splits into this config's 512 micro-batches

@@ -8,6 +8,7 @@ import itertools
 import random
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -29,6 +30,7 @@ from lpkit.techniques import blocks, changes, inits, layouts, optimizers
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build, seams
@@ -43,7 +45,7 @@ SMALL = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2
 DRAWN = {
     "parallel.data": (1, 1, 2, 3, 4), "parallel.shard": (1, 1, 2, 4, 8), "parallel.tensor": (1, 1, 1, 2, 3),
     "parallel.pipeline": (1, 1, 1, 2, 5), "parallel.context": (1, 1, 1, 2, 3), "parallel.zero": (0, 1, 2, 3),
-    "parallel.interleave": (1, 1, 1, 2), "parallel.gathered": (*layouts.GATHERED,), "precision.recipe": (*RECIPES,),
+    "parallel.interleave": (1, 1, 1, 2), "parallel.schedule": (*SCHEDULES,), "parallel.gathered": (*layouts.GATHERED,), "precision.recipe": (*RECIPES,),
     "memory.optimizer_step": (*techniques.OPTIMIZER_STEP,), "memory.optimizer_state": ("device", "disk"),
     "memory.moment_format": (*optimizers.MOMENT_FORMATS,), "memory.param_dtype": (*techniques.PARAM_DTYPE,),
     "memory.cross_entropy": ("full", "chunked"), "memory.recompute": ("none", "block", "selective"),
@@ -130,22 +132,22 @@ def test_a_sweep_of_everything_has_no_circle(seed):
     for _ in range(250):
         more, count = circles(asked(draw))
         found, taken = found + more, taken + count
-    assert taken > 45
+    assert taken > 35
     assert not found, "\n".join(found[:5]) + f"\n{len(found)} of {taken}"
 
 
-@pytest.mark.parametrize("layout", [{"parallel.pipeline": 2}, {"parallel.context": 2},
-                                    {"parallel.context": 2, "parallel.pipeline": 2}, {"parallel.pipeline": 2, "parallel.interleave": 1}])
+@pytest.mark.parametrize("layout", [{"parallel.context": 2}, {"parallel.context": 2, "parallel.pipeline": 2}])
 def test_one_process_is_not_sent_to_two_that_say_not_so_far(layout):
     config = SMALL.replace({**layout, "model.layers": 4})
-    with pytest.raises(ConfigError, match="training has the axes data, shard and tensor so far; set parallel") as refusal, here(config):
+    with pytest.raises(ConfigError, match="training has the axes data, shard, tensor and pipeline so far; set parallel") as refusal, here(config):
         pass
     assert "processes" not in str(refusal.value)
     with pytest.raises(ConfigError, match="so far; set parallel") as again:
         launch.spread(config, 2)
     assert str(again.value) == str(refusal.value)
     (way,) = ways(str(refusal.value))
-    with here(config.replace(way)):
+    alone = config.replace(way)
+    with pytest.raises(ConfigError, match="takes 2 processes") if alone.parallel.devices > 1 else nullcontext(), here(alone):
         pass
 
 
@@ -186,7 +188,7 @@ def test_plan_marks_what_lpkit_trains_and_its_heading_is_true(capsys):
                 trains = True
             except ConfigError:
                 trains = False
-            assert option.trained == trains, option.layout
+            assert (not option.why_untrained) == trains, option.layout
         seconds = [option.bill.seconds for option in found.options]
         least = min(seconds)
         near = sum(s <= (1 + evidence.TELLS) * least for s in seconds)
@@ -196,7 +198,7 @@ def test_plan_marks_what_lpkit_trains_and_its_heading_is_true(capsys):
     assert any(seen)
     assert cli.main(["plan", "--model", "llama-8b", "--tokens", "1e11", "--machine", "h200", "--devices", "64"]) == 0
     out = capsys.readouterr().out
-    assert "lpkit trains data and shard" in out and "predicts" in out and "trains" in out
+    assert ("cannot be trained here: " in out) == ("predicts" in out) and "trains" in out
 
 
 # ---- toys from outside

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lpkit import measure
 from lpkit.config import Config
@@ -32,6 +35,7 @@ from lpkit.parallel.processes import Place
 from lpkit.precision.linear import scaled_linears
 from lpkit.techniques.layouts import REDUCTIONS
 from lpkit.training import checkpoint
+from lpkit.training.build import made
 from lpkit.training.data import Share
 from lpkit.training.rank import train
 from lpkit.training.training import RandomTokens, Training
@@ -84,6 +88,34 @@ def beside_ddp(place: Place, told: dict) -> float:
         ours = dict(training.model.named_parameters())
         theirs = dict(model.module.named_parameters())
         return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item() for name, p in theirs.items())
+
+
+def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
+    """By parameter, how far its gradient is from that of PyTorch's parallelize_module over the same ranks, of the largest."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks)
+        whole = made(config, "sdpa")
+        columns = {"attention.qkv": ColwiseParallel(), "mlp.up": ColwiseParallel()}
+        rows = {"attention.out": RowwiseParallel(), "mlp.down": RowwiseParallel()}
+        mesh = init_device_mesh("cpu", (config.parallel.tensor,))
+        for block in whole.blocks:
+            names = dict(block.named_modules())
+            fused = "mlp.gate_up" in names      # left whole, and so is what comes after it
+            plan = {name: style for name, style in (columns | rows).items() if name in names and not (fused and "mlp" in name)}
+            parallelize_module(block, mesh, plan)
+            block.attention.G //= config.parallel.tensor
+        batch = training.batch(0)
+        training.forward_backward(batch)
+        nn.functional.cross_entropy(whole(batch.tokens).flatten(0, 1), batch.targets.flatten()).backward()
+        found = {}
+        for name, p in whole.named_parameters():
+            due, g = p.grad, training.sharding.owned[name].grad
+            due, g = (t.full_tensor() if isinstance(t, (DTensor, Cut)) else t for t in (due, training.sharding.whole(name, g)))
+            if "q_norm" in name or "k_norm" in name:        # theirs has met this rank's heads alone
+                dist.all_reduce(due)
+            found[name] = ((g - due).abs().max() / due.abs().max()).item()
+        return found
 
 
 def late(place: Place, told: dict) -> list[float]:

@@ -143,13 +143,15 @@ def text(result: dict[str, Any]) -> str:
                      duration(one["step_seconds"]), f"{one['mfu']:.2f}",
                      duration(one["run_seconds"]), between(one["run_seconds_range"], duration),
                      "-" if one["cost"] is None else f"${one['cost']:,.0f}",
-                     "trains" if one["trained"] else "predicts"))
+                     "predicts" if one["why_untrained"] else "trains"))
     lines = [
         f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on "
         f"{quantity(result['tokens'], 'tokens')}, {quantity(result['tokens_per_step'], 'tokens')} "
         f"a step, {m['title']}", f"{result['feasible']:,} of {result['counted']:,} layouts are "
-        f"feasible; {result['order']}", "lpkit trains data and shard; layouts with other axes it predicts alone",
-        "", text_table(rows, align=">", indent="  "), ""]
+        f"feasible; {result['order']}", "", text_table(rows, align=">", indent="  "), ""]
+    whys = [one["why_untrained"] for one in result["plans"]]
+    lines += [f"  {', '.join(str(i) for i, each in enumerate(whys, 1) if each == why)} cannot be "
+              f"trained here: {why}" for why in dict.fromkeys(filter(None, whys))]
     lines += [f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
               for name, one in result["refused"].items()]
     lines += [f"  not to be trusted to the byte: {result['doubt']}"] * bool(result["doubt"])

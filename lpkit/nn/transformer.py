@@ -120,16 +120,21 @@ class Transformer(nn.Module):
             self.head.weight = self.embed.weight
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,
-               places: Tensor | None = None) -> Tensor:
+               places: Tensor | None = None, *, x: Tensor | None = None,
+               layers: range | None = None) -> Tensor:
         """(B, T) -> (B, T, D), normalised. `places`: where in the text each token stands, (T,)
-        int64; None: one after the other. Raises ConfigError when T exceeds the context."""
+        int64; None: one after the other. `layers`: those of a stage of a pipeline, which reads `x`
+        of the stage before. Raises ConfigError when T exceeds the context."""
         T = tokens.shape[1]
         if T > self.config.T:
             raise ConfigError(f"{T} tokens do not fit model.context={self.config.T}")
         if documents is not None and documents.shape != tokens.shape:
             raise ConfigError(f"documents of {tuple(documents.shape)} do not fit tokens of "
                               f"{tuple(tokens.shape)}; give one id for each token")
-        x, start, P = self.embed(tokens), 0 if places is None else places, 0
+        first, blocks = x is None, enumerate(self.blocks)
+        if layers is not None:      # others may be elsewhere
+            blocks = ((layer, self.blocks.get_submodule(str(layer))) for layer in layers)
+        x, start, P = self.embed(tokens) if first else x, 0 if places is None else places, 0
         if self.prompt is not None and not (cache is not None and cache.lengths.any()):
             prompt = self.prompt.weight.type_as(x)
             x, P = torch.cat((prompt.expand(len(x), -1, -1), x), dim=1), len(prompt)
@@ -137,10 +142,12 @@ class Transformer(nn.Module):
             start = cache.begin(P + T)
         if documents is None and KINDS[self.config.attention.name].reads_ids:
             documents = torch.zeros_like(tokens)        # one, as a prompt is
-        x = self.positions.add(x, start)
+        x = self.positions.add(x, start) if first else x
         rotation = self.positions.rotation(P + T, start, x)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in blocks:
             x = block(x, rotation, cache, layer, documents)
+        if layers is not None and layers.stop < self.config.L:
+            return x
         return self.norm(x[:, P:] if P else x)
 
     def forward(self, tokens: Tensor, cache: Cache | None = None, documents: Tensor | None = None,

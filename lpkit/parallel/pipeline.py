@@ -10,7 +10,7 @@ order of the sender's actions, and each direction between two ranks has a commun
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lpkit.errors import ConfigError
+from lpkit.precision.deferred import Queue, deferring
 from lpkit.techniques.pipelines import SCHEDULES, Action, Order, closed_order
 
 Message = tuple[str, int, int]          # F or B, the stage that reads it, micro-batch
-Queue = list[Callable[[], None]]        # gradients of weights that wait
 AHEAD = 1       # actions
 
 
@@ -73,24 +73,21 @@ def routes(order: Order, rank: int) -> tuple[dict[Message, int], list[list[tuple
 
 
 class Pipeline:
-    """`like`: a tensor as each message is. `groups`: `up` and `down`, which may be one on gloo.
-    `deferring(queue)`: a context around a forward, whose backward leaves the gradients of weights
-    as closures in `queue`. `waits`: around each wait."""
+    """`groups`: `up` and `down`, which may be one on gloo. `waits`: around each wait."""
 
-    def __init__(self, order: Order, rank: int, like: Tensor, *,
-                 groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
-                 deferring: Callable[[Queue], AbstractContextManager],
+    def __init__(self, order: Order, rank: int, *, groups: Sequence[dist.ProcessGroup],
                  waits: AbstractContextManager | None = None):
-        self.rank, self.actions, self.like, self.groups = rank, order[rank], like, groups
+        self.rank, self.actions, self.groups = rank, order[rank], groups
         self.sends, self.asks = routes(order, rank)
-        self.deferring, self.waits = deferring, waits or nullcontext()
+        self.waits = waits or nullcontext()
         self.stages = 1 + max(stage for actions in order.values() for stage, _, _ in actions)
         self.split = {(stage, micro) for stage, kind, micro in self.actions if kind == "W"}
 
-    def step(self, forward: Callable[[int, int, Tensor | None], Tensor],
+    def step(self, forward: Callable[[int, int, Tensor | None], Tensor], like: Tensor,
              before: Callable[[Action], None] = lambda action: None) -> None:
-        """`forward(stage, micro-batch, x)` gives what the next stage reads, and of the last what
-        backward begins with. `before` is called before every action."""
+        """`forward(stage, micro-batch, x)` gives what the next stage reads, a tensor as `like`, and
+        of the last what backward begins with. `before` is called before every action."""
+        self.like = like
         self.here: dict[Message, Tensor] = {}               # or on their way here
         self.coming: dict[Message, dist.Work] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
@@ -106,7 +103,7 @@ class Pipeline:
             if kind == "F":
                 if got is not None:
                     got.requires_grad_(torch.is_grad_enabled())
-                with self.deferring(queues[of]) if of in queues else nullcontext():
+                with deferring(queues.get(of)):
                     made = forward(stage, micro, got)
                 if made.requires_grad:
                     kept[of] = got, made

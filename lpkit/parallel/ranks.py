@@ -66,6 +66,11 @@ class Ranks:
         return self
 
     @property
+    def in_stage(self) -> int:
+        """The number of this rank among those of its pipeline's stage."""
+        return self.rank % (self.layout.devices // self.layout.pipeline)
+
+    @property
     def first(self) -> bool:
         """The one that writes and that is asked."""
         return self.rank == 0
@@ -159,13 +164,14 @@ def distributed() -> bool:
 def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Makes the groups of a layout in which `rank` is not alone, by name: those of the same ranks
     are one. All ranks call it alike."""
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(layout.devices)): dist.group.WORLD}
+    made = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
         each = sorted({tuple(layout.peers(one, axes)) for one in range(layout.devices)})
+        own = name if name.endswith("down") else ""     # though another group has the same ranks
         for ranks in each if len(each[0]) > 1 else ():
-            if ranks not in made:
-                made[ranks] = dist.new_group(ranks)
-        mine = tuple(layout.peers(rank, axes))
+            if (own, ranks) not in made:
+                made[own, ranks] = dist.new_group(ranks)
+        mine = own, tuple(layout.peers(rank, axes))
         if mine in made:
             yield name, made[mine]
 

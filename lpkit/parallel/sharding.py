@@ -32,8 +32,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Parameter, Transform
-from lpkit.memory.update import global_norm
-from lpkit.parallel.cut import Cut, Split, pieces
+from lpkit.parallel.cut import Cut, Piece, Split, pieces
 from lpkit.parallel.ranks import Ranks, all_gather
 from lpkit.techniques.layouts import GROUPS, STAGES, Layout
 
@@ -57,6 +56,7 @@ class Sharding:
         self.owned: dict[str, nn.Parameter] = {}
         self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
         self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
+        self.twice: dict[str, int] = {}     # which other rank of the pipeline has a parameter, too
 
     def making(self, device: torch.device) -> AbstractContextManager:
         """A context around what makes the model and initialises it."""
@@ -74,6 +74,15 @@ class Sharding:
     def reduce(self) -> None:
         """Called after it: what is owned then has the gradients of the whole batch."""
         self._sum_alike()
+        for name, peer in self.twice.items():
+            mine, group = self.owned[name].grad.contiguous(), self.ranks.groups["pipeline"]
+            theirs = torch.empty_like(mine)
+            both = [dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
+                    dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]
+            with self.ranks.waits:
+                for work in dist.batch_isend_irecv(both):
+                    work.wait()
+            self.owned[name].grad = mine + theirs
 
     def _sum_alike(self) -> None:
         """Ranks of a tensor group have met a part of the tokens with what each has all of: a
@@ -81,8 +90,9 @@ class Sharding:
         if self.layout.tensor == 1:
             return
         for name, split in self.splits.items():
-            if split.dim is None and split.index and self.owned[name].grad is not None:
-                self.owned[name].grad.zero_()       # the first rank's alone: zeros stay zeros
+            own = self.owned.get(name)      # None: another stage of the pipeline has it
+            if own is not None and split.dim is None and split.index and own.grad is not None:
+                own.grad.zero_()        # the first rank's alone: zeros stay zeros
         alike = [p for name, p in self.owned.items()
                  if name not in self.splits and p.grad is not None]
         for dtype in {p.dtype for p in alike}:
@@ -94,19 +104,19 @@ class Sharding:
 
     def norm(self, norms: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
         """Returns the norm of all gradients, from those of the owned `parameters`."""
-        over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1))
-                if cut]
-        if not over:
-            return global_norm(norms)
-        if self.layout.tensor > 1:      # what all have is counted once
+        if self.layout.tensor > 1 or self.twice:        # what several have is counted once
             names = {p: name for name, p in self.owned.items()}
-            norms = [norm if names[p] in self.splits else norm / self.layout.tensor**0.5
+            norms = [norm * (self.twice.get(names[p]) != 0)
+                     * (1 if names[p] in self.splits else self.layout.tensor**-0.5)
                      for norm, p in zip(norms, parameters, strict=True)]
-        squares = global_norm(norms).square()
+        norm = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
+        over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1),
+                                       ("pipeline", self.layout.pipeline > 1)) if cut]
+        squares = norm.square()
         for name in over:
             with self.ranks.waits:
                 dist.all_reduce(squares, group=self.ranks.groups[name])
-        return squares.sqrt()
+        return squares.sqrt() if over else norm
 
     def spread(self) -> None:
         """Is called after the optimizer's step: every rank then has the new weights that it is to
@@ -133,10 +143,23 @@ class Sharding:
         if not (by_rows or split) or not part.numel() or not t.ndim:
             return t
         cut = {*(("shard", "context") if by_rows else ()), *(("tensor",) if split else ())}
-        owners = self.layout.peers(self.ranks.rank, {*GROUPS["stage"]} - cut)
+        owners = self.layout.peers(self._owner(name), {*GROUPS["stage"]} - cut)
         return Cut(shape=part if split is None else split.shape(part), dtype=t.dtype,
                    pieces=pieces(t, self.first_row(name) if by_rows else 0, part, split),
                    owners=tuple(owners))
+
+    def _owner(self, name: str) -> int:
+        """Returns this rank, or the one that keeps what both have."""
+        return self.ranks.in_stage if self.twice.get(name) == 0 else self.ranks.rank
+
+    def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
+        """What all ranks of this stage have in a state, as a checkpoint has it: other stages have
+        none."""
+        if self.layout.pipeline == 1 or isinstance(t, Cut):
+            return t
+        return Cut(shape=t.shape, dtype=t.dtype, pieces=(Piece((0,) * t.ndim, t),),
+                   owners=tuple(self.layout.peers(self._owner(name.split("/")[1]),
+                                                  GROUPS["stage"])))
 
     def part(self, name: str, whole: Tensor | Cut) -> Tensor:
         """The other way: what belongs to the owned rows."""
@@ -163,6 +186,10 @@ def sharding(ranks: Ranks, layout: Layout, **of_run: Any) -> Sharding:
     alone = layout.replicas == 1 and not layout.stage
     kind = Sharding if alone else STAGES[layout.stage].load()
     shards = kind(ranks=ranks, layout=layout, **of_run)
+    if layout.pipeline > 1:
+        from lpkit.parallel.stages import KeepStages
+
+        shards.transforms = (KeepStages(ranks=ranks, twice=shards.twice), *shards.transforms)
     if layout.tensor > 1:
         from lpkit.parallel.tensor import TensorParallel
 

@@ -154,18 +154,18 @@ class TensorParallel(Transform):
         for p, how in self._cuts(model, split):
             self.splits[names[p]] = how
             p.data = how.part(p.data)
-        gather, scatter = (partial(_apply, function=one.apply, ranks=self.ranks)
-                           for one in (Gather, Scatter))
         for block in model.blocks:
             block.attention.G //= size
             for op in self._cut_operations(model):
-                _, linear = _linear(block, op)
+                part, linear = _linear(block, op)
                 linear.out_features, linear.in_features = linear.weight.shape
-            for part in {_linear(block, op)[0] for op in self._cut_operations(model)}:
-                part.register_forward_pre_hook(lambda _, given: (gather(given[0]), *given[1:]))
-                part.register_forward_hook(lambda _, given, summand: scatter(summand))
+                if op.cut == "row":
+                    part.register_forward_hook(partial(_scatter_result, ranks=self.ranks))
+                    continue
+                leaf = op.name.rpartition(".")[2]
+                part.register_forward_pre_hook(partial(_gather_for, leaf, ranks=self.ranks))
         model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
-        model.norm.register_forward_hook(lambda _, given, h: gather(h))
+        model.norm.register_forward_hook(partial(_gather_result, model, ranks=self.ranks))
         model.embed = CutEmbedding(model.embed.weight, first)
         model.head.out_features = len(model.head.weight)
         model.vocabulary = Vocabulary(first=first, ranks=self.ranks)
@@ -205,5 +205,24 @@ def _add_scattered(add: Callable[[Tensor, Any], Tensor], ranks: Ranks, x: Tensor
     return Scatter.apply(add(x, start), ranks)
 
 
-def _apply(x: Tensor, function: Any, ranks: Ranks) -> Tensor:
-    return function(x, ranks)
+def _gather_for(leaf: str, part: nn.Module, given: tuple[Any, ...], *, ranks: Ranks) -> tuple:
+    x, *others = given
+    return _gathered_for(getattr(part, leaf), x, ranks), *others
+
+
+def _gather_result(model: nn.Module, norm: nn.Module, given: Any, h: Tensor, *,
+                   ranks: Ranks) -> Tensor:
+    return _gathered_for(model.head, h, ranks)
+
+
+def _scatter_result(part: nn.Module, given: Any, summand: Tensor, *, ranks: Ranks) -> Tensor:
+    return Scatter.apply(summand, ranks)
+
+
+def _gathered_for(linear: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
+    """Autocast would cast what a plain Linear is given after it has travelled; a recipe casts the
+    residual stream's own numbers."""
+    kind = x.device.type
+    if not hasattr(linear, "recipe") and torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    return Gather.apply(x, ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -28,26 +29,33 @@ def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
     return torch.autocast(device.type, compute_dtype(recipe))
 
 
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LowPrecision(Transform):
-    """Replaces each Linear but those that `recipe.high_precision_layers` names. `tokens` of a
-    micro-batch: what will not tile is refused now. Raises ConfigError."""
+    """Replaces each Linear but those that `recipe.high_precision_layers` names, of `names`: all of
+    the whole model, of which this may be a part; None: it is whole. `tokens` of a micro-batch:
+    what will not tile is refused now. Raises ConfigError."""
 
     recipe: Recipe
     backend: Backend
     tokens: int | None = None
+    names: Collection[str] | None = None
     seed: int = 0
     stage = Stage.PRECISION
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        linears = {name: module for name, module in model.named_modules()
-                   if isinstance(module, nn.Linear)}
-        stay = kept(linears, self.recipe.high_precision_layers)
-        if len(stay) == len(linears):
+        here = linears(model)
+        names = self.names or here
+        stay = kept(names, self.recipe.high_precision_layers)
+        if len(stay) == len(names):
             layers = ",".join(self.recipe.high_precision_layers)
             raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
                               f"to the recipe; name fewer, or choose precision.recipe=bf16")
-        for name, linear in linears.items():
+        for name, linear in here.items():
             parent, _, leaf = name.rpartition(".")
             new = self.backend.plain(linear) if name in stay else self._cast(name, linear)
             setattr(model.get_submodule(parent), leaf, new)

@@ -7,7 +7,6 @@ figures 3 and 4, https://arxiv.org/abs/2104.04473). The clock knows nothing of l
 share, of kernels that run side by side, and of the optimizer.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +20,12 @@ KEEPS = {"F": 1, "I": 0, "W": -1, "B": -1}          # micro-batches that a stage
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """`begins` and `ends`: of the actions of each rank, in their order. `busy`: seconds that each
-    rank computes. `peaks`: how many micro-batches each stage holds at most, each from
-    its F until its B or W; `rank_peaks`: the chunks of a rank together."""
+    """`begins` and `ends`: of the actions of each rank, in their order. `peaks`: how many
+    micro-batches each stage holds at most, each from its F until its B or W; `rank_peaks`: the
+    chunks of a rank together."""
 
     begins: dict[int, list[float]]
     ends: dict[int, list[float]]
-    busy: dict[int, float]
     peaks: list[int]
     rank_peaks: dict[int, int]
 
@@ -38,7 +36,8 @@ class Timed:
     @property
     def bubble_share(self) -> float:
         """The part of the ranks' time in which they compute nothing."""
-        return 1 - sum(self.busy.values()) / (len(self.busy) * self.step_seconds)
+        busy = sum(map(sum, self.ends.values())) - sum(map(sum, self.begins.values()))
+        return 1 - busy / (len(self.ends) * self.step_seconds)
 
 
 def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
@@ -77,9 +76,6 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
                     waiting[need] = rank
                     break
                 now = max(now, done[need] + late)
-            if done[made] is not None:
-                raise ConfigError(f"rank {rank} computes {kind} of micro-batch {micro} in stage "
-                                  f"{stage} a second time; give each action once")
             began.append(now)
             now += seconds[kind][stage]
             ended.append(now)
@@ -99,7 +95,5 @@ def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
     has = Counter(kind for actions in order.values() for _, kind, _ in actions)
     if not has["F"] == has["I"] + has["B"] == has["W"] + has["B"] == each:
         raise ConfigError(f"the order has {dict(has)} actions for {m} micro-batches in {stages} "
-                          f"stages; each needs F, and B or I and W")
-    busy = {rank: math.fsum(seconds[kind][stage] for stage, kind, _ in actions)
-            for rank, actions in order.items()}
-    return Timed(begins=begins, ends=ends, busy=busy, peaks=peaks, rank_peaks=rank_peaks)
+                          f"stages; each needs F, and B or I and W, once")
+    return Timed(begins=begins, ends=ends, peaks=peaks, rank_peaks=rank_peaks)

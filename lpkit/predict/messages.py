@@ -39,7 +39,7 @@ def gathered_bytes(config: Config, layout: Layout, name: str,
     `ranks` gather them in ZeRO 2 and 3 under the precision `name`; and of the amaxes that they
     agree on before, once an update, where weights travel as their casts."""
     m, p, row = config.model, stored(config, name), GATHERED[layout.gathered]
-    first, block, last = parameter_shapes(m)
+    first, block, last = parameter_shapes(m, tensor=layout.tensor)
     inside, outside = [(p.compute_bytes if row.mixed else p.weights)
                        * sum(padded(shape, ranks) for shape in group)
                        for group in (block, (*first, *last))]
@@ -52,7 +52,7 @@ def gathered_bytes(config: Config, layout: Layout, name: str,
     linears["head"] = m.L, ops.head
     stay = kept(linears, recipe.high_precision_layers) | ({"head"} if m.tied else set())
     for i, op in (linears[name] for name in linears.keys() - stay):
-        shape = op.shapes[0]
+        shape = part(op, layout.tensor)[0]
         found[i] -= (p.weights - 1) * padded(shape, ranks)
         if cast.block == (ALL, ALL):
             whole += 1
@@ -84,14 +84,26 @@ OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.b
                 "attention.q_norm", "attention.k_norm", "attention.prefix")
 
 
+def part(op: Op, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of its parameters on each of so many tensor ranks. Embeddings are cut by
+    the vocabulary, and what attention has besides is a number a head."""
+    if ranks == 1 or not (op.cut or op.name in ("embed", "attention")):
+        return op.shapes
+    if op.cut == "row":
+        (N, K), *bias = op.shapes
+        return ((N, K // ranks), *bias)
+    return tuple((shape[0] // ranks, *shape[1:]) for shape in op.shapes)
+
+
 @functools.lru_cache(maxsize=256)
-def parameter_shapes(m: ModelConfig,
-                     trained: bool = False) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns shapes in the model's order: before, of and after blocks. `trained`: those alone."""
+def parameter_shapes(m: ModelConfig, trained: bool = False,
+                     tensor: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Returns shapes in the model's order: before, of and after blocks, on each of so many tensor
+    ranks. `trained`: those alone."""
     ops = of(m)
 
     def shapes(op: Op) -> tuple[tuple[int, ...], ...]:
-        return op.shapes if op.trained or not trained else ()
+        return part(op, tensor) if op.trained or not trained else ()
 
     named = {op.name: shapes(op) for op in ops.block if op.shapes}
     attention = [name for one in OF_ATTENTION for name in named
@@ -105,10 +117,11 @@ def parameter_shapes(m: ModelConfig,
 
 
 @functools.lru_cache(maxsize=256)
-def buckets(m: ModelConfig, most: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def buckets(m: ModelConfig, most: int,
+            tensor: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Shapes of the gradients that travel together, the last ones first: of `most` numbers at most
     unless one has more (`lpkit.parallel.replicas.buckets`)."""
-    first, block, last = parameter_shapes(m, trained=True)
+    first, block, last = parameter_shapes(m, trained=True, tensor=tensor)
     found, held = [[]], 0
     for shape in (*first, *m.L * block, *last)[::-1]:
         numbers = math.prod(shape)

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import Annotated, Any
 
-from lpkit.config import Config, MemoryConfig
+from lpkit.config import Config, MemoryConfig, SystemConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence
 from lpkit.predict.casts import as_run
@@ -40,8 +40,8 @@ from lpkit.techniques.layouts import (
     Layout,
     check,
     divisors,
+    refuse_untrainable,
     stages_fit,
-    untrained,
 )
 from lpkit.techniques.machines import Machine
 from lpkit.values import Positive, Text, between, checked
@@ -81,9 +81,13 @@ class Option:
         return (self.bill.cost or self.bill.device_hours, *self.order)
 
     @property
-    def trained(self) -> bool:
-        """True if lpkit trains this layout; else it is a prediction alone."""
-        return not untrained(self.layout)
+    def why_untrained(self) -> str:
+        """The reason lpkit predicts this layout alone; empty: it trains it."""
+        try:
+            refuse_untrainable(replace(self.config, system=SystemConfig()))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     @property
     def config(self) -> Config:
@@ -99,7 +103,7 @@ class Option:
         held, step = self.memory, self.time
         peak = held.at(held.peak_moment)
         return {
-            "devices": self.layout.devices, **asdict(self.layout), "trained": self.trained,
+            "devices": self.layout.devices, **asdict(self.layout), "why_untrained": self.why_untrained,
             "precision": self.precision, "emulated": self.time.emulated,
             "optimizer": self.optimizer, "recompute": self.recompute,
             "sequences": step.sequences, "micro_batches": step.micro_batches,
@@ -255,7 +259,8 @@ class Plan:
         missed = (math.inf, "")     # the least bytes that one which does not fit misses by
         for zero in (1,) if layout.pipeline > 1 or layout.state_ranks == 1 else (1, 3):
             for interleave in self.chunks(layout, share):
-                variant = replace(layout, zero=zero, interleave=interleave)
+                schedule = "interleaved" if interleave > 1 else layout.schedule
+                variant = replace(layout, zero=zero, interleave=interleave, schedule=schedule)
                 for micro in MICRO_BATCH_SIZES:
                     if share % micro or (interleave > 1 and share // micro % layout.pipeline):
                         break

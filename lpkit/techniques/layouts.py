@@ -17,6 +17,7 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -172,7 +173,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
     if chunks > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
-                          f"parallel.interleave=1 (pipeline stages are predicted, not trained)")
+                          f"parallel.interleave=1")
     parts = {"model.heads": m.H, "model.kv_heads": m.G, "model.mlp_width": m.F, "model.vocab": m.V,
              "a context rank's share of model.context": m.T // c}
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
@@ -249,14 +250,25 @@ UNSHARDED = (
               why="change whole weights, and a rank has parts"),
     Unsharded(axis="tensor", key="model.changes", only=(),
               why="change whole matrices, and a rank has parts"),
+    *(Unsharded(axis="pipeline", key=key, only=only, why=why) for key, only, why in (
+        ("memory.activation_offload", "device", "moves activations back as one micro-batch at a "
+                                                "time needs them"),
+        ("system.kernels", "auto", "are tried in a whole model, and a rank has some layers"),
+        ("precision.telemetry_every", 0, "looks at all layers, and a rank has some"),
+        ("governors", (), "change whole models, and a rank has some layers"),
+        ("transforms", (), "change whole models, and a rank has some layers"),
+        ("model.changes", (), "change whole models, and a rank has some layers"),
+        ("objective", "next-token", "reads the whole model, and a rank has some layers"),
+        ("sizes", "constant", "changes the number of micro-batches, and an order is of one"))),
     Unsharded(axis="tensor", key="objective", only="next-token",
               why="reads all logits of a token, and a rank has a part"),
 )
-TRAINED = ("data", "shard", "tensor")       # the axes
+TRAINED = ("data", "shard", "tensor", "pipeline")       # the axes
 # The ranks that talk, by what they are to one another: the axes on which they differ.
 GROUPS = {
     "data": ("data",), "shard": ("shard", "context"), "replicas": ("data", "shard", "context"),
     "tensor": ("tensor",), "context": ("context",), "pipeline": ("pipeline",),
+    "pipeline down": ("pipeline",),     # messages from higher ranks to lower ones
     "stage": ("data", "shard", "context", "tensor"),
 }
 
@@ -315,7 +327,6 @@ def refuse_untrainable(config: "Config") -> None:
         (axis, *_), kept = untrained(layout), f"{', '.join(TRAINED[:-1])} and {TRAINED[-1]}"
         why = (f"parallel.{axis}={getattr(layout, axis)} can be predicted, but training has the "
                f"axes {kept} so far")
-        changes |= {"parallel.interleave": 1} if layout.interleave > 1 else {}
     left = replace(layout, **{key.partition(".")[2]: 1 for key in changes})
     lower = left.stage
     for row in UNSHARDED if left.devices > 1 else ():
@@ -327,6 +338,15 @@ def refuse_untrainable(config: "Config") -> None:
             why = why or f"{row.key}={said} {row.why}"
             changes[row.key] = row.only
             lower = lower if row.axis else min(lower, row.stage - 1)
+    if left.pipeline > 1 and left.stage > 1:
+        why = why or (f"parallel.zero={layout.zero} gathers weights anew for each micro-batch, and "
+                      f"a pipeline has many under way")
+        changes["parallel.zero"], lower = 1, left.stage
+        changes |= {"parallel.gathered": "compute"} if GATHERED[layout.gathered].cast else {}
+    if left.pipeline > 1 and (problem := SCHEDULES[left.schedule].problem(
+            left.pipeline, left.interleave, config.micro_batches)):
+        why = why or f"parallel.schedule={left.schedule} has no order of {problem}"
+        changes |= _ordered(config, left)
     m = config.model
     if layout.tensor > 1 and m.attention.rule(m.T) is None:
         why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
@@ -342,10 +362,32 @@ def refuse_untrainable(config: "Config") -> None:
     raise ConfigError(f"{why}; set {words}{other}")
 
 
+def _ordered(config: "Config", layout: Layout) -> dict[str, Any]:
+    """Returns what to set so that the schedule has an order: of the nearest number of micro-batches
+    that divides a rank's sequences; else there is no pipeline."""
+    row, ranks = SCHEDULES[layout.schedule], layout.pipeline
+    chunks = row.nearest_chunks(layout.interleave)
+    for m in sorted(divisors(config.global_batch // layout.batch_ranks),
+                    key=lambda m: abs(m - config.micro_batches)):
+        if stages_fit(config.model.L, ranks, chunks) and not row.problem(ranks, chunks, m):
+            found = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
+            more = {"grad_accum_steps": m * layout.batch_ranks} if m != config.micro_batches else {}
+            return found | more
+    return {"parallel.pipeline": 1, "parallel.interleave": 1}
+
+
 def stages_fit(layers: int, stages: int, chunks: int) -> bool:
     """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """The layers of each stage, where they fit: the first and the last may have one fewer."""
+    fewer = layers % stages > 0
+    each = (layers + 2 * fewer) // stages
+    cuts = [0, *(each * stage - fewer for stage in range(1, stages)), layers]
+    return [range(*both) for both in itertools.pairwise(cuts)]
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:

@@ -55,17 +55,14 @@ class PipelineSchedule(Row):
         return [PLACES[self.places](rank, chunk, ranks) for chunk in range(chunks)]
 
     def problem(self, ranks: int, chunks: int, m: int) -> str:
-        """Why there is no such order, and the nearest that there is; empty: there is one."""
-        least, most = self.chunks
-        if not least <= chunks <= most:
-            return f"{chunks} chunks; set parallel.interleave={min(max(chunks, least), most)}"
-        if self.fits(ranks, m):
-            return ""
-        below, above = range(m, 0, -1), range(m, m + 2 * ranks + 1)
-        near = [next((str(n) for n in numbers if self.fits(ranks, n)), "")
-                for numbers in (below, above)]
-        return (f"{m} micro-batches over pipeline={ranks} ranks, but needs {self.needs}; take "
-                f"{' or '.join(filter(None, near))} micro-batches")
+        """Why there is no such order; empty: there is one."""
+        if chunks != (near := self.nearest_chunks(chunks)):
+            return f"{chunks} chunks a rank, but of {near}"
+        needs = f"{m} micro-batches over {ranks} ranks, but of {self.needs}"
+        return "" if self.fits(ranks, m) else needs
+
+    def nearest_chunks(self, chunks: int) -> int:
+        return min(max(chunks, self.chunks[0]), self.chunks[1])
 
 
 def whole_rounds(ranks: int, m: int) -> bool:
@@ -75,18 +72,17 @@ def whole_rounds(ranks: int, m: int) -> bool:
 TORCH = "torch.distributed.pipelining.schedules:Schedule"
 MEGATRON = "Narayanan et al. 2021, https://arxiv.org/abs/2104.04473"
 ZERO_BUBBLE = "Qi et al. 2024, https://arxiv.org/abs/2401.10241"
-MANY, ROUNDS = 64, "rounds of as many, of which there are micro-batches // ranks"
+MANY, ROUNDS = 64, "a whole number in each of m // ranks rounds, such as multiples of the ranks"
 SCHEDULES = {
     "gpipe": PipelineSchedule(
-        why="all forwards, then all backwards: every micro-batch is held",
+        why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
         source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
-        implementation=f"{TORCH}GPipe", breadth_first=True,
-        warm_up=lambda rank, p, v, m: m * v),
+        implementation=f"{TORCH}GPipe", warm_up=lambda rank, p, v, m: m * v),
     "1f1b": PipelineSchedule(
         why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
             "holds as many as there are stages from it on",
         source="Narayanan et al. 2020, https://arxiv.org/abs/2006.09503",
-        implementation=f"{TORCH}1F1B", fits=lambda p, m: m >= p, needs="a micro-batch a rank",
+        implementation=f"{TORCH}1F1B", fits=lambda p, m: m >= p, needs="one a rank or more",
         warm_up=lambda rank, p, v, m: p - 1 - rank),
     "interleaved": PipelineSchedule(
         why="1f1b with chunks: the bubble of a chunk, for more messages and more that is held",
@@ -112,7 +108,7 @@ SCHEDULES = {
         source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
                "https://github.com/deepseek-ai/DualPipe",
         implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
-        fits=lambda p, m: m >= 2 * p, needs="a micro-batch a stage",
+        fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
         bubble=lambda p, f, i, w: (p - 1) * f, even=True),
 }
 

@@ -32,7 +32,7 @@ from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.precision import backends
-from lpkit.precision.compute import LowPrecision, autocast
+from lpkit.precision.compute import LowPrecision, autocast, linears
 from lpkit.techniques import layouts
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
@@ -162,8 +162,11 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
         if why := MODEL_CHANGES[change.name].problem(config, recipe):
             raise ConfigError(f"model.changes={change.name} {why}")
     compiled = memory.choose_compile(config, compiling.choose(config.system.compile, device))
-    if compiled.used != OFF and config.parallel.tensor > 1:
-        why = f"parallel.tensor={config.parallel.tensor} sends messages inside of a block"
+    for axis, does in (("tensor", "sends messages inside of a block"),
+                       ("pipeline", "lets gradients of weights wait")):
+        if compiled.used == OFF or (size := getattr(config.parallel, axis)) == 1:
+            continue
+        why = f"parallel.{axis}={size} {does}"
         if compiled.asked != "auto":
             raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
                               f"set system.compile=false")
@@ -219,19 +222,19 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
     rank rounds its activations and gradients by noise of its own."""
     recipe, choices, rows, m = decisions.recipe, decisions.choices, rows_of(config), config.memory
     backend = backends.BACKENDS[choices["backend"].used].by(choices.get("products"))
-    precision = LowPrecision(recipe=recipe, backend=backend,
-                             seed=config.seed + (sharding.ranks.rank << 24),
+    named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
+    with nullcontext() if named else sharding.making(decisions.device):
+        model = made(config, choices["attention"].used, start)
+    precision = LowPrecision(recipe=recipe, backend=backend, names=list(linears(model)),
+                             seed=config.seed + (sharding.ranks.in_stage << 24),
                              tokens=config.micro_batch
                              * (config.model.T + virtual(config.model, "prompt")))
     recomputation = rows["recompute"].load()(m.recompute)
-    named = [MODEL_TRANSFORMS[settings.name].load()(settings) for settings in config.transforms]
     offload = rows["activation_offload"].load()(decisions.device)
     transforms = [*rows["param_dtype"].load()(), precision, *named, *filter(None, [kernels]),
                   *sharding.transforms, *recomputation.transforms, *offload.transforms]
     if (what := choices["compile"].used) != OFF:
         transforms.append(Compile(what=what, backend=recomputation.compiler))
-    with nullcontext() if named else sharding.making(decisions.device):
-        model = made(config, choices["attention"].used, start)
     splits = [one for one in transforms if one.stage < Stage.STORAGE]
     model = moved(transformed(model, splits), decisions.device)
     return transformed(model, [one for one in transforms if one.stage >= Stage.STORAGE])

@@ -19,6 +19,7 @@ from lpkit.contracts import Observer, RunAccount, StepRecord
 from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.parallel.cut import Cut
+from lpkit.parallel.ranks import everybodys
 from lpkit.training import checkpoint, runs
 from lpkit.training.ahead import AHEAD, Arriving, moment
 from lpkit.training.build import environment
@@ -279,8 +280,11 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
     if training.ranks.first:
         sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
-    tensors = {name: value for name, value in state.items() if isinstance(value, (torch.Tensor, Cut))}
+    tensors = {name: training.sharding.placed(name, value) for name, value in state.items()
+               if isinstance(value, (torch.Tensor, Cut))}
     numbers = {name: value for name, value in state.items() if name not in tensors}
+    if training.sharding.layout.pipeline > 1:       # each stage has those of its parameters
+        numbers = {name: value for one in everybodys(numbers) for name, value in one.items()}
     waits = {RECORD: unevaluated.to_dict()} if unevaluated else {}
     try:
         checkpoint.save(run.checkpoints, step, tensors, {"optimizer": numbers, **waits},

@@ -60,13 +60,22 @@ Phases = Callable[[str], AbstractContextManager]
 
 class Executor:
     """Runs forward and backward of what a rank reads of an update, on one device. A pipeline's
-    stages would have another. `in_parts`: it can be given up between micro-batches."""
+    stages have another (`pipelined`). `in_parts`: it can be given up between micro-batches."""
 
     in_parts = True
 
     def fresh(self) -> Executor:
         """Returns one for another training."""
         return self
+
+    @property
+    def plain(self) -> Executor:
+        """One that takes another objective."""
+        return Executor()
+
+    def loss(self, training: Any, batch: Batch) -> Tensor:
+        """Returns what is, as a mean over the ranks, the loss of evaluation."""
+        return training.loss(training.model, batch)
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
         """Leaves the gradients of `batch` in the parameters, and returns its mean loss."""

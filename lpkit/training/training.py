@@ -120,8 +120,11 @@ class Training:
             text = corpus(config, ranks, decisions.device)
             data, val, tokenizer, tokens = text.data, text.val, text.tokenizer, text.tokens
         rows, device, m = rows_of(config), decisions.device, config.memory
-        kernels = None      # on a CPU PyTorch's own stay, unless others are asked for
-        if device.type == "cuda" or set(by_name(config.system.kernels).values()) != {"auto"}:
+        # on a CPU PyTorch's own stay, unless others are asked for; who has a part of the layers
+        # cannot try them in a whole model
+        kernels, alone = None, config.parallel.pipeline == 1
+        if alone and (device.type == "cuda"
+                      or set(by_name(config.system.kernels).values()) != {"auto"}):
             kernels = build.kernels(config, decisions, ranks)
         shards = sharding(ranks, config.parallel, compute=compute_dtype(decisions.recipe),
                           entry=build.entry_of_loss(config, decisions))
@@ -152,6 +155,11 @@ class Training:
 
             cached_casts = weights_cached
         loss = build.build_loss(config, replace(decisions, choices=choices))
+        executor = Graphs() if choices["cuda_graphs"].used == ON else Executor()
+        if shards.layout.pipeline > 1:
+            from lpkit.training.pipelined import PipelineExecutor
+
+            executor = PipelineExecutor(config, ranks)
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
             optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens, start=start,
@@ -161,7 +169,7 @@ class Training:
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
             cached_casts=cached_casts, governors=governors, estimating=estimating(config.optimizer),
-            executor=Graphs() if decisions.choices["cuda_graphs"].used == ON else Executor())
+            executor=executor)
 
     @property
     def device(self) -> torch.device:
@@ -204,14 +212,15 @@ class Training:
         that follow from the seed and the update, whatever the ranks. It is never given up."""
         if asking := [one for one in self.estimating if step % one.every == 0]:
             draw = stepper.generator(torch.device("cpu"), self.config.seed, step)
-            world = self.ranks.world
+            layout = self.ranks.layout
+            world, own = layout.batch_ranks, layout.batch_rank(self.ranks.rank)
             drawn = torch.rand(world * len(batch.targets), *batch.targets.shape[1:], generator=draw)
             labels = drawn.numel() if batch.weights is None else (
                 self.ranks.mean(batch.weights.sum()) * world)
             self.optimizer.asking = dict.fromkeys(asking, labels)
-            batch = replace(batch, targets=drawn.chunk(world)[self.ranks.rank].to(self.device))
-            Executor().forward_backward(replace(self, objective=self.loss), batch,
-                                        phases=nullcontext)
+            batch = replace(batch, targets=drawn.chunk(world)[own].to(self.device))
+            self.executor.plain.forward_backward(replace(self, objective=self.loss), batch,
+                                                 phases=nullcontext)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.optimizer.asking = {}
@@ -253,7 +262,7 @@ class Training:
                 for i in range(self.config.eval_batches):
                     with phases("evaluation"):
                         batch = self.val.batch(i).to(self.device)
-                        losses.append(self.loss(self.model, batch))
+                        losses.append(self.executor.loss(self, batch))
                         weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
                                        else batch.weights.sum())
         finally:
@@ -355,6 +364,11 @@ class Training:
     def load_state_dict(self, state: Mapping[str, Any], *, source: object = "the state") -> None:
         """Raises RunFailedError where `state` lacks a tensor, or has it in another shape."""
         parameters = self.sharding.owned
+        if self.sharding.layout.pipeline > 1:       # without what other stages have
+            ours = self._tensors().keys()
+            state = {name: t for name, t in state.items() if name in ours
+                     or (parts := name.split("/"))[0] not in ("model", "optimizer", "evaluated")
+                     or (parts[0] != "model" and parts[1] in parameters)}
         slots = [name for name in state
                  if name.startswith("optimizer/") and name.split("/")[1] in parameters]
         governed = [name for name in state

@@ -257,7 +257,7 @@ def _ranked(found: Plan) -> str:
              quantity(option.memory.peak_bytes, "bytes"), duration(option.time.step_seconds),
              f"{option.time.mfu:.0%}", duration(option.bill.seconds),
              between(option.bill.range_of(option.bill.seconds), duration), _dollars(option),
-             "trains" if option.trained else "predicts")
+             "predicts" if option.why_untrained else "trains")
             for option in found.options[:SHOWN]]
     caption = f"{len(found.options)} of {found.counted} layouts will do; {found.order}"
     energy = found.options[0].bill.energy_wh

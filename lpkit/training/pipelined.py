@@ -1,0 +1,113 @@
+"""An update by the stages of a pipeline: this rank computes its part of every micro-batch, in the
+order of the schedule.
+
+Micro-batches of an update are under way together. So histories of casts move on once an update, by
+the largest of all its micro-batches, and each action draws the noise that its micro-batch has in
+one process. The last stage knows the loss, and tells it to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lpkit.config import Config
+from lpkit.contracts import Batch
+from lpkit.parallel.pipeline import Pipeline, order
+from lpkit.parallel.ranks import Ranks
+from lpkit.techniques.layouts import stage_layers
+from lpkit.techniques.pipelines import SCHEDULES, Action
+from lpkit.training.steps import Executor, Phases, advance
+
+
+@dataclass(frozen=True)
+class Part:
+    """The model as a loss sees it on a stage: it reads `x` instead of tokens."""
+
+    model: nn.Module
+    layers: range
+    x: Tensor | None
+
+    def hidden(self, tokens: Tensor, **beside: Tensor) -> Tensor:
+        return self.model.hidden(tokens, x=self.x, layers=self.layers, **beside)
+
+    def __call__(self, tokens: Tensor, **beside: Tensor) -> Tensor:
+        return self.model.head(self.hidden(tokens, **beside))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class PipelineExecutor(Executor):
+    in_parts = False        # micro-batches are under way together
+
+    def __init__(self, config: Config, ranks: Ranks):
+        name, p, v = (config.parallel.schedule, config.parallel.pipeline,
+                      config.parallel.interleave)
+        self.config, self.ranks, groups = config, ranks, ranks.groups
+        self.layers = stage_layers(config.model.L, p * v)
+        made = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
+                       groups=(groups["pipeline"], groups["pipeline down"]))
+        self.updates = made(order(name, p, v, config.micro_batches))
+        self.evaluations = made({rank: [(stage, "F", 0) for stage in
+                                        SCHEDULES[name].stages(rank, p, v)] for rank in range(p)})
+
+    @property
+    def plain(self) -> Executor:
+        return self
+
+    def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
+        m, ranks, model = self.config.micro_batches, self.ranks, training.model
+        pieces, scaler = batch.chunk(m), training.scaler
+        scale = 1.0 if scaler is None else scaler.scale / ranks.layout.replicas
+        share = [1 / m] * m         # of a micro-batch's loss in that of the batch
+        if batch.weights is not None:
+            whole = ranks.mean(batch.weights.sum())
+            share = [piece.weights.sum() / whole for piece in pieces]
+        draws = [(t, t.clone()) for name, t in model.named_buffers() if name.endswith(".draws")]
+
+        def before(action: Action) -> None:
+            for counter, begun in draws:
+                counter.copy_(begun + action[2])
+
+        training.sharding.backward(last=False)
+        with training.cached_casts(model), phases("backward"):
+            loss = self._run(self.updates, training, training.objective, pieces, share, scale,
+                             before)
+            training.sharding.reduce()
+        before((0, "W", m - 1))
+        group = ranks.groups.get("stage")
+        advance(model, group and partial(ranks.largest, group=group))
+        if scaler is not None:
+            scaler.unscale(training.sharding.owned.values(), ranks)
+        return ranks.mean(loss)
+
+    def loss(self, training: Any, batch: Batch) -> Tensor:
+        return self._run(self.evaluations, training, training.loss, [batch], [1.0])
+
+    def _run(self, pipeline: Pipeline, training: Any, loss: Callable, pieces: list[Batch],
+             share: list, scale: Any = 1.0, before: Callable = lambda action: None) -> Tensor:
+        """Returns what is, as a mean over the ranks, the loss."""
+        config, last, model = self.config, len(self.layers) - 1, training.model
+        B, T = pieces[0].tokens.shape
+        like = torch.empty(B, T // config.parallel.tensor, config.model.D, device=training.device,
+                           dtype=next(model.parameters()).dtype)
+        total = torch.zeros((), device=training.device)
+
+        def forward(stage: int, micro: int, x: Tensor | None) -> Tensor:
+            piece, part = pieces[micro], Part(model, self.layers[stage], x)
+            if stage < last:
+                with training.decisions.autocast:
+                    return part.hidden(piece.tokens, **piece.beside)
+            nats = loss(part, piece) * share[micro]
+            total.add_(nats.detach(), alpha=config.parallel.pipeline)
+            return nats * scale
+
+        pipeline.step(forward, like, before)
+        return total
