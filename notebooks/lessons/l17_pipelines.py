@@ -230,10 +230,9 @@ def _kits(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float]
           alive: Alive) -> Callable[[], None]:
     stages = {stage: Stage(seconds, alive)
               for stage in SCHEDULES[name].stages(place.rank, place.world, chunks)}
-    run = Pipeline(order(name, place.world, chunks, m), place.rank, torch.zeros(1),
-                   groups=(dist.group.WORLD,) * 2, deferring=deferring)
+    run = Pipeline(order(name, place.world, chunks, m), place.rank, groups=(dist.group.WORLD,) * 2)
     return partial(run.step, lambda stage, micro, x: stages[stage](
-        torch.zeros(1) if x is None else x))
+        torch.zeros(1) if x is None else x), torch.zeros(1))
 
 
 def _torchs(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float],
