@@ -7,7 +7,6 @@ import torch.distributed as dist
 from lessons.messages import messages, sent_bytes
 from lpkit import predict_trace
 from lpkit.config import Config
-from lpkit.errors import ConfigError
 from lpkit.hardware import room
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.trace import _world
@@ -37,6 +36,12 @@ OTHERS = {"fp16": {"precision.recipe": "fp16"}, "fp8-delayed": {"precision.recip
 SPLITS = {"tensor": {"tensor": 2}, "tensor, data": {"tensor": 4, "data": 2}, "tensor, ZeRO 1": {"tensor": 2, "shard": 3, "zero": 1},
           "tensor, ZeRO 2": {"tensor": 2, "shard": 5, "zero": 2}, "tensor, ZeRO 3": {"tensor": 4, "shard": 8},
           "tensor, hybrid": {"tensor": 2, "data": 2, "shard": 2, "gathered": "float32"}}
+SPLITS |= {"context": {"context": 2, "zero": 0}, "context, ZeRO 1": {"context": 4, "zero": 1}, "context, ZeRO 3": {"context": 2, "shard": 3},
+           "all-to-all": {"context": 4, "attention": "all-to-all", "zero": 0}, "context, tensor": {"context": 2, "tensor": 2, "data": 2, "zero": 1},
+           "pipeline": {"pipeline": 2}, "interleaved": {"pipeline": 2, "interleave": 2, "schedule": "interleaved"},
+           "V": {"pipeline": 2, "interleave": 2, "schedule": "zbv"}, "pipeline, data": {"pipeline": 4, "data": 2, "schedule": "gpipe"},
+           "pipeline, ZeRO 1": {"pipeline": 2, "shard": 3, "zero": 1}, "pipeline, tensor": {"pipeline": 2, "tensor": 2},
+           "all axes": {"pipeline": 2, "tensor": 2, "context": 2, "data": 2, "shard": 2, "zero": 1}}
 CUT = {"model.heads": 8, "model.kv_heads": 4, "model.head_dim": 8, "model.mlp": "swiglu", "model.norm": "rmsnorm", "model.position": "rope",
        "model.vocab": 320, "model.qk_norm": True}
 OF_SPLITS = {"bias": {}, "llama": CUT, "sinks": {"model.attention.sinks": True, "model.tied": False}, "bf16": {"precision.recipe": "bf16"},
@@ -45,12 +50,13 @@ OF_SPLITS = {"bias": {}, "llama": CUT, "sinks": {"model.attention.sinks": True, 
              "memory.recompute": "block", "grad_accum_steps": 2}, "in pieces": OTHERS["in pieces"] | {"grad_accum_steps": 2}}
 
 
-@pytest.mark.parametrize("layout", SPLITS)
-@pytest.mark.parametrize("changes", OF_SPLITS)
+@pytest.mark.prove
+@pytest.mark.parametrize("layout, changes", [(layout, changes) for layout in SPLITS for changes in OF_SPLITS
+                                             if layout.startswith("tensor") or changes in ("bias", "llama", "bf16", "delayed, recomputed")])
 def test_ranks_that_split_a_model_send_what_the_formula_says(layout, changes):
-    config = laid_out(SMALL.replace(OF_SPLITS[changes]), SPLITS[layout])
+    config = laid_out(SMALL.replace(OF_SPLITS[changes] | {"model.layers": 4, "grad_accum_steps": 4}), SPLITS[layout])
     traced, said = predict_trace(config).messages, messages(config)
-    assert traced == said and said.total() > 20, (traced - said, said - traced)
+    assert traced == said and len(said) > 1, (traced - said, said - traced)
 
 
 def laid_out(config: Config, layout: dict) -> Config:
@@ -108,11 +114,6 @@ def test_a_count_knows_each_kind_and_leaves_control_apart():
     assert count.sent == {Message("all-reduce", 20, 4): 1, Message("all-gather", 32, 4): 1, Message("reduce-scatter", 32, 4): 1}
     assert sent_bytes(count.sent) == {"all-reduce": 30.0, "all-gather": 24.0, "reduce-scatter": 24.0}
     assert {message.kind for message in count.control} == {"broadcast_"} and count.control.total() == 3
-
-
-def test_what_does_not_train_sends_nothing_that_is_known():
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline=2 can be predicted, but training has"):
-        messages(SMALL, layout=Layout(pipeline=2))
 
 
 # ---- memory

@@ -118,8 +118,6 @@ def test_shards_are_cut_as_chunk_cuts(rows, count):
 def test_what_cannot_be_traced_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"global_batch=4 sequences does not split over"):
         predict_trace(SMALL, 3)
-    with pytest.raises(ConfigError, match=r"parallel\.context=2 can be predicted, but training has the axes data, shard, tensor and pipeline"):
-        predict_trace(SMALL, 2, layout=Layout(context=2))
     with pytest.raises(ConfigError, match="is 2 devices, not 4"):
         predict_trace(SMALL, 4, layout=Layout(shard=2))
     with pytest.raises(ConfigError, match="device cannot be 'tpu'; did you mean 'cpu'"):

@@ -16,11 +16,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lpkit.predict.messages import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Message
+from lpkit.predict.messages import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SEND,
+    Message,
+)
 
 # by c10d's operation; which of its arguments has all the bytes
 DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
-        "_reduce_scatter_base_": (REDUCE_SCATTER, 1)}
+        "_reduce_scatter_base_": (REDUCE_SCATTER, 1), "alltoall_base_": (ALL_TO_ALL, 1),
+        "send": (SEND, 0)}
 
 
 class MessageCount(TorchDispatchMode):
@@ -38,6 +46,6 @@ class MessageCount(TorchDispatchMode):
             kind, whole = DATA.get(name, (name, 0))
             nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
             group = next(a for a in args if isinstance(a, torch.ScriptObject))
-            ranks = dist.ProcessGroup.unbox(group).size()
+            ranks = 2 if kind == SEND else dist.ProcessGroup.unbox(group).size()
             (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1
         return func(*args, **(kwargs or {}))

@@ -4,6 +4,8 @@
     all-reduce     2 (n - 1) / n
     reduce-scatter   (n - 1) / n    of all that is scattered
     all-gather       (n - 1) / n    of all that is gathered
+    all-to-all       (n - 1) / n    of what a rank has
+    send             1              from one rank to another
 
 which is the least, and what a ring sends (Thakur et al. 2005,
 https://doi.org/10.1177/1094342005051521). Exact: tests/test_messages.py holds all of an update, as
@@ -23,6 +25,7 @@ from lpkit.techniques.operation import FP32, Op
 from lpkit.techniques.recipes import ALL, kept
 
 ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER = "all-reduce", "reduce-scatter", "all-gather"
+ALL_TO_ALL, SEND = "all-to-all", "send"
 
 
 class Message(NamedTuple):
@@ -117,13 +120,14 @@ def parameter_shapes(m: ModelConfig, trained: bool = False,
 
 
 @functools.lru_cache(maxsize=256)
-def buckets(m: ModelConfig, most: int,
-            tensor: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def buckets(m: ModelConfig, most: int, tensor: int = 1,
+            last: bool = True) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Shapes of the gradients that travel together, the last ones first: of `most` numbers at most
-    unless one has more (`lpkit.parallel.replicas.buckets`)."""
-    first, block, last = parameter_shapes(m, trained=True, tensor=tensor)
+    unless one has more (`lpkit.parallel.replicas.buckets`). `last`: also of what comes after
+    blocks, which another stage of a pipeline may have."""
+    first, block, after = parameter_shapes(m, trained=True, tensor=tensor)
     found, held = [[]], 0
-    for shape in (*first, *m.L * block, *last)[::-1]:
+    for shape in (*first, *m.L * block, *(after if last else ()))[::-1]:
         numbers = math.prod(shape)
         if found[-1] and held + numbers > most:
             found.append([])

@@ -35,6 +35,7 @@ from lpkit.techniques.attention_backends import (
     why_not,
 )
 from lpkit.techniques.contexts import CONTEXT
+from lpkit.techniques.layouts import Layout
 
 if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
     from lpkit.kernels.kernel import Kernel
@@ -50,14 +51,21 @@ GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
 WHERE = "system.attention"
 
 
+def by_layout(asked: str, layout: Layout) -> Choice | None:
+    """Returns what context ranks attend by, where it is to give log-sums."""
+    if layout.context == 1 or not CONTEXT[layout.attention].partial:
+        return None
+    why = f"parallel.attention={layout.attention} combines parts of the keys by their log-sums"
+    return Choice(asked=asked, used="tiled" if asked == "auto" else asked, why=why)
+
+
 def choose(asked: str, config: Config, device: torch.device, *, compute: str | None,
            before: str | None = None) -> Choice:
     """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
     ConfigError for what cannot be."""
-    model, on_gpu, layout = attended(config.model), device.type != "cpu", config.parallel
-    if layout.context > 1 and CONTEXT[layout.attention].partial:
-        why = f"parallel.attention={layout.attention} combines parts of the keys by their log-sums"
-        return Choice(asked=asked, used="tiled" if asked == "auto" else asked, why=why)
+    model, on_gpu = attended(config.model), device.type != "cpu"
+    if (found := by_layout(asked, config.parallel)) is not None:
+        return found
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
                                  model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lessons.tasks import Task
-from lpkit.config import Config
+from lpkit.config import Config, ModelConfig
 from lpkit.predict.casts import on_hardware
 from lpkit.predict.messages import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
+    SEND,
     Message,
     buckets,
     gathered_bytes,
@@ -22,13 +24,16 @@ from lpkit.predict.messages import (
 from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
+from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import POLICIES
-from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout, stage_layers
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import FP32
+from lpkit.techniques.pipelines import SCHEDULES
 
-ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1}      # of (n - 1) / n of the bytes
+# of (n - 1) / n of the bytes; who sends to one other sends all of them
+ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1, SEND: 2}
 
 
 def each_sends(message: Message) -> float:
@@ -46,7 +51,7 @@ def sent_bytes(messages: Mapping[Message, int]) -> dict[str, float]:
 
 def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout | None = None, *,
              precision: str | None = None) -> Counter[Message]:
-    """Returns the messages of one update that one rank takes part in, and how many of each.
+    """Returns the messages of one update that rank 0 takes part in, and how many of each.
 
     layout     None: the config's `parallel`
     machine    what "auto" precision is decided by; `precision` as in `lpkit.predict.memory`
@@ -58,26 +63,33 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     sent: Counter[Message] = Counter()
     if layout.devices == 1:
         return sent
-    world, shard, data, tensor = layout.devices, layout.shard, layout.data, layout.tensor
+    world, shard, data, tensor = layout.devices, layout.state_ranks, layout.data, layout.tensor
     name = precision_of(config, machines.find(machine), precision)
-    p, m, pieces = stored(config, name), config.model, config.micro_batches
+    p, pieces = stored(config, name), config.micro_batches
+    m, last = of_first_rank(config)
     sent[Message(ALL_REDUCE, FP32, world)] += 1                 # the loss
     weighted = POLICIES[config.data.policy.name].gives_ids or isinstance(config.data.policy, Task)
     sent[Message(ALL_REDUCE, FP32, world)] += weighted          # the targets that count
-    if layout.stage:
-        sent[Message(ALL_REDUCE, FP32, shard)] += 1             # the gradients' norm
+    # the gradients' norm
+    for ranks in (shard if layout.stage else 1, tensor, layout.pipeline):
+        sent[Message(ALL_REDUCE, FP32, ranks)] += ranks > 1
     recipe = row_of(config, name)
     sent[Message(ALL_REDUCE, FP32, world)] += recipe.loss_scaling is not None   # all are finite
     if recipe.products and recipe.delayed:
         cast = m.L * len(of(m).linears) + 1 - sum(on_hardware(name, recipe, m).kept.values())
-        sent[Message(ALL_REDUCE, 3 * FP32 * cast, world)] += pieces     # amaxes of x, w and dy
+        # amaxes of x, w and dy, which all ranks agree on, or those of a stage once an update
+        ranks, times = (world, pieces) if layout.pipeline == 1 else (world // layout.pipeline, 1)
+        sent[Message(ALL_REDUCE, 3 * FP32 * cast, ranks)] += times * (ranks > 1)
 
-    if tensor > 1:
-        sent += of_tensor_ranks(config, name)
+    for axis, of_ranks in (("tensor", of_tensor_ranks), ("context", of_context_ranks),
+                           ("pipeline", of_stages)):
+        if getattr(layout, axis) > 1:
+            sent += of_ranks(config, name)
     if layout.replicas == 1:
         return +sent
     if layout.stage < 2:
-        for bucket in buckets(m, REDUCTIONS[layout.reduction].bucket_bytes // p.weights, tensor):
+        for bucket in buckets(m, REDUCTIONS[layout.reduction].bucket_bytes // p.weights, tensor,
+                              last):
             if not layout.stage:
                 numbers = sum(map(math.prod, bucket))
                 sent[Message(ALL_REDUCE, p.gradients * numbers, layout.replicas)] += 1
@@ -110,17 +122,18 @@ def of_tensor_ranks(config: Config, name: str) -> Counter[Message]:
     backward, and each scatter a gather (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
     two of both in a layer, a scatter of embeddings and a gather for the head. What is gathered for
     a plain Linear travels as that takes it; a recipe casts the residual stream's own numbers."""
-    p, m, n, ops = stored(config, name), config.model, config.parallel.tensor, of(config.model)
+    (m, last), n, ops = of_first_rank(config), config.parallel.tensor, of(config.model)
+    p = stored(config, name)
     row, sent, layout = row_of(config, name), Counter(), config.parallel
     stream = p.residual_bytes
     if layout.stage >= 2 and GATHERED[layout.gathered].mixed:
         stream = p.compute_bytes
-    pieces, numbers = config.micro_batches, config.micro_batch * m.T * m.D
+    pieces, tokens = config.micro_batches, config.micro_batch * m.T // layout.context
 
     def both(gathers: bool, itemsize: int, times: int, again: int = 1) -> None:
         there, back = (ALL_GATHER, REDUCE_SCATTER)[::1 if gathers else -1]
-        sent[Message(there, numbers * itemsize, n)] += again * times * pieces
-        sent[Message(back, numbers * itemsize, n)] += times * pieces
+        sent[Message(there, tokens * m.D * itemsize, n)] += again * times * pieces
+        sent[Message(back, tokens * m.D * itemsize, n)] += times * pieces
 
     plain = on_hardware(name, row, m).kept if row.products else {op.name: m.L for op in ops.block}
     cut, repeats = [op for op in ops.block if op.cut], rows_of(config)["recompute"].repeats
@@ -132,20 +145,64 @@ def of_tensor_ranks(config: Config, name: str) -> Counter[Message]:
         both(True, p.compute_bytes, plain.get(op.name, 0), again)
         both(True, stream, m.L - plain.get(op.name, 0), again)
     both(False, stream, 1)                  # embeddings
-    both(True, p.compute_bytes, 1)          # the head
+    both(True, p.compute_bytes, last)       # the head
     # of each token the largest logit; then the target's, and the sum of exponentials
-    tokens = config.micro_batch * m.T
     loss = rows_of(config)["cross_entropy"]
     size = loss.chunk_tokens(config.memory.cross_entropy) or tokens
-    for at in range(0, tokens, size):
+    for at in range(0, tokens if last else 0, size):
         some = min(size, tokens - at)
         sent[Message(ALL_REDUCE, FP32 * some, n)] += pieces
         sent[Message(ALL_REDUCE, 2 * FP32 * some, n)] += pieces
     # gradients of what all have: norms
-    shard = layout.shard if layout.stage else 1
-    whole = [shape for op in (*ops.block * m.L, ops.norm) for shape in op.shapes
+    shard = layout.state_ranks if layout.stage else 1
+    whole = [shape for op in (*ops.block * m.L, *[ops.norm] * last) for shape in op.shapes
              if op.trained and not op.cut and op.name != "attention"]
     alike = sum(-(-shape[0] // shard) * math.prod(shape[1:]) for shape in whole)
     sent[Message(ALL_REDUCE, FP32 * alike, n)] += 1
-    sent[Message(ALL_REDUCE, FP32, n)] += 1         # the gradients' norm
     return sent
+
+
+def of_context_ranks(config: Config, name: str) -> Counter[Message]:
+    """Returns what attention of the ranks of a context group sends: k and v to the next rank,
+    c - 1 times, and backward once more with their gradients (`lpkit.parallel.context`); or q, k
+    and v to each other rank, and what came of it back."""
+    m, layout, itemsize = of_first_rank(config)[0], config.parallel, stored(config, name).compute_bytes
+    c, pieces, sent = layout.context, config.micro_batches, Counter()
+    again = 1 + bool(rows_of(config)["recompute"].repeats)
+    a_head = config.micro_batch * m.T // c * m.E * itemsize
+    queries, keys = m.H // layout.tensor * a_head, m.G // layout.tensor * a_head
+    if CONTEXT[layout.attention].by_heads:
+        for nbytes in (queries + 2 * keys, queries):
+            sent[Message(ALL_TO_ALL, nbytes, c)] += (1 + again) * m.L * pieces
+        return sent
+    sent[Message(SEND, 2 * keys, 2)] += (2 + again) * (c - 1) * m.L * pieces
+    return sent
+
+
+def of_stages(config: Config, name: str) -> Counter[Message]:
+    """Returns what the first rank of a pipeline sends: the residual stream to the next stage, its
+    gradient to the one before, of stages that are another rank's; and its gradient of embeddings
+    that the head shares."""
+    m, layout, p = config.model, config.parallel, stored(config, name)
+    own = SCHEDULES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
+    sent, last = Counter(), layout.pipeline * layout.interleave - 1
+    ends = sum((stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own)
+               for stage in own)
+    stream = config.micro_batch * m.T // layout.context // layout.tensor * m.D * p.weights
+    sent[Message(SEND, stream, 2)] += config.micro_batches * ends
+    if m.tied and last not in own:
+        rows = m.V // layout.tensor
+        if layout.stage:
+            rows = -(-rows // layout.state_ranks)
+        sent[Message(SEND, rows * m.D * p.gradients, 2)] += 1
+    return sent
+
+
+def of_first_rank(config: Config) -> tuple[ModelConfig, bool]:
+    """Returns the model with the layers that rank 0 has, and whether it has the head."""
+    m, layout = config.model, config.parallel
+    stages = layout.pipeline * layout.interleave
+    own = SCHEDULES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
+    layers = stage_layers(m.L, stages) if stages > 1 else [range(m.L)]
+    count = sum(len(layers[stage]) for stage in own) if stages > 1 else m.L
+    return replace(m, layers=count), stages == 1 or stages - 1 in own
