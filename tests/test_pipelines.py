@@ -17,6 +17,7 @@ from lpkit.parallel.pipeline import message, order, routes
 from lpkit.parallel.processes import Processes
 from lpkit.predict import memory
 from lpkit.predict.clock import clock
+from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout, refuse_untrainable, stage_layers, stages_fit
 from lpkit.techniques.pipelines import SCHEDULES, closed_order
@@ -363,6 +364,35 @@ def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path, optimizer):
     for a, b in zip(alone, together):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5) and b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b.get("val_loss", 0) == pytest.approx(a.get("val_loss", 0), rel=1e-5)
+
+
+@pytest.mark.prove
+@pytest.mark.dist
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fp16"])
+def test_what_recipes_keep_is_in_checkpoints(on_ranks, tmp_path, recipe):
+    """Histories, draws and the loss scale of every stage: a run that stops and goes on is the one that did not, bit for bit."""
+    config = laid(SMALL.replace({"model.width": 128, "precision.recipe": recipe, "grad_accum_steps": 4, "schedule.warmup_steps": 0}),
+                  {"pipeline": 2, "data": 2, "schedule": "zero-bubble"})
+    found = []
+    for folder, parts in (("whole", [4]), ("stopped", [2, 4])):
+        for i, steps in enumerate(parts):
+            on_ranks("chain", config.replace({"steps": steps}), 4, out=str(tmp_path / folder), resume=i > 0)
+        lines = (json.loads(line) for line in (tmp_path / folder / "metrics.jsonl").read_text().splitlines())
+        found.append([(line["loss"], line["grad_norm"]) for line in lines])
+    assert found[0] == found[1] and len(found[0]) == 4
+
+
+def test_a_schedule_is_predicted():
+    """The bubble of llama-8b over 4 stages, in seconds: as the rows have it, with dx and dw half of backward each."""
+    config = preset("llama-8b").replace({"parallel.pipeline": 4, "parallel.tensor": 8, "global_batch": 32, "grad_accum_steps": 32})
+
+    def bubble(name):
+        time = step_time(laid(config, {"schedule": name, "interleave": least_chunks(name)}), "h100")
+        return next(sum(row.phases.values()) for row in time.rows if row.name == "pipeline: bubble")
+
+    found = {name: bubble(name) for name in SCHEDULES}
+    assert found["gpipe"] == found["1f1b"] > found["interleaved"] > 0.5 * found["1f1b"] * 0.99
+    assert found["zero-bubble"] == pytest.approx(found["1f1b"] / 3, rel=0.05) and found["zbv"] < 0.6 * found["zero-bubble"]
 
 
 def test_layers_of_stages():

@@ -50,12 +50,13 @@ from lpkit.predict.roofline import Efficiency
 from lpkit.predict.updates import Work, moved_bytes
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import Layout, check
+from lpkit.techniques.layouts import Layout, check, layers_of_stage
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import estimating, find
+from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.row import Settings
 from lpkit.values import between
 
@@ -250,15 +251,6 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
     return rows
 
 
-def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
-    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
-    the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
-    https://arxiv.org/abs/2407.21783, section 3.3.2)."""
-    if layers % stages == 0:
-        return layers // stages, False
-    return (layers + 2) // stages, True
-
-
 class _Rank:
     """One micro-batch on one rank: seconds of a layer, of the head, and of messages to others."""
 
@@ -384,9 +376,11 @@ class _Rank:
             row("pipeline: send and receive",
                 f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
                 PIPELINE, communication=pieces * send)
-            row("pipeline: bubble", f"(stages - 1) / (micro-batches x chunks) of the rest: "
-                f"({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
-                PIPELINE, communication=others / v + (stages - 1) * send / v)
+            schedule, half = SCHEDULES[layout.schedule], self.backward / 2      # dx, and dw
+            left = schedule.bubble(2, self.forward, half, half) / (self.forward + self.backward)
+            row("pipeline: bubble", f"{left:.2g} x (stages - 1) / (micro-batches x chunks) of the "
+                f"rest: ({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
+                schedule.source, communication=left * others / v + (stages - 1) * send / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
         outside = parts["embedding"] + parts["positions"] + parts["head"]
