@@ -10,6 +10,7 @@ import torch
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
+from lpkit.measure.trace import predict_trace
 from lpkit.parallel.context import joined, part, share
 from lpkit.parallel.processes import Processes
 from lpkit.techniques.attention_backends import ATTENTION

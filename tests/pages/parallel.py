@@ -3,6 +3,7 @@
 import json
 
 from lpkit.files import resource
+from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
 from tests import parity
 from tests.bench.harness import recorded
@@ -71,8 +72,8 @@ RECORDED = {
 def page() -> str:
     """Parity is computed now, by up to 4 processes; faults and starts are as last recorded."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
-    refused = [(f"`{row.key}`", f"`{row.only}`", f"ZeRO {row.stage}" if row.stage else "any",
-                row.why) for row in UNSHARDED]
+    refused = [(f"`{row.key}`", f"`{row.only}`", f"`parallel.{row.axis}`" if row.axis else
+                f"ZeRO {row.stage}" if row.stage else "any", row.why) for row in UNSHARDED]
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
@@ -80,6 +81,9 @@ def page() -> str:
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
         "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
+        "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
+        "attend as `parallel.attention` says:\n\n",
+        markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure())]
