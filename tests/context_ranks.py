@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from lpkit.config import Config
+from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined, meet
 from lpkit.parallel.processes import Place
-from lpkit.parallel.ranks import Waits
+from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.contexts import CONTEXT
@@ -94,9 +95,8 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
     inputs, d_out = drawn(rule, dtype, kv_heads)
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
     want = both(plain, wide, d_out.double(), rule)
-    waits = Waits()
-    row = CONTEXT[way]
-    here = row.load()(partial_of(backend) if row.partial else ATTENTION[backend].load(), dist.group.WORLD, waits)
+    ranks, row = Ranks(groups={"context": dist.group.WORLD}), CONTEXT[way]
+    here = row.load()(partial_of(backend) if row.partial else ATTENTION[backend].load(), ranks)
     part = context.part
     mine = lambda t, dim: part(t, rank, world, dim).contiguous()
     q, k, v, documents, sinks = inputs
@@ -129,7 +129,7 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
         got = [out.detach(), *torch.autograd.grad(out, leaves, mine(d_out, 2))]
     if sinks is not None:       # each rank has a share of it
         dist.all_reduce(got[4])
-    assert waits.seconds > 0
+    assert ranks.waits.seconds > 0
     off = []
     for i, (ours, exact) in enumerate(zip(got, want, strict=True)):
         exact = mine(exact, 2) if i < 4 else exact
@@ -146,6 +146,21 @@ def trained(place: Place, told: dict) -> list:
         config = Config.from_dict(given)
         with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
             found.append(updates(Training.build(config, ranks=ranks), told["updates"]))
+    return found
+
+
+def sends(place: Place, told: dict) -> list:
+    """For each config: the messages of its second update."""
+    torch.set_num_threads(1)
+    found = []
+    for i, given in enumerate(told["configs"]):
+        config = Config.from_dict(given)
+        with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
+            training = Training.build(config, ranks=ranks)
+            training.update(0)
+            with MessageCount() as count:
+                training.update(1)
+        found.append(sorted([*one, times] for one, times in count.sent.items()))
     return found
 
 

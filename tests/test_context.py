@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lessons.messages import messages
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
@@ -171,6 +172,29 @@ def test_losses_are_those_of_one_process(parent, world, models, ways):
 
 
 @pytest.mark.prove
+@pytest.mark.parametrize("world, models, ways", [(2, MODELS, WAYS[::3]), (2, MODELS[:1], WAYS[1:]), (4, MODELS[:1], MORE)],
+                         ids=["models", "2 ranks", "4 ranks"])
+def test_an_update_sends_what_the_formula_says_message_by_message(parent, world, models, ways):
+    configs = [SMALL.replace({"precision.recipe": recipe} | model | way) for recipe in ("fp32", "bf16") for model in models for way in ways
+               if recipe == "fp32" or not way.get("parallel.zero") or "parallel.gathered" in way]
+    with Processes("tests.context_ranks:sends", {"configs": [one.to_dict() for one in configs]}, world=world, parent=parent) as running:
+        found, *_ = running.wait()
+    for config, counted in zip(configs, found, strict=True):
+        due = sorted([*one, times] for one, times in messages(config).items())
+        assert counted == due, (config.parallel, config.memory.recompute, config.model.attention)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("layout", [axes(context=2, zero=0), axes(context=2, zero=3) | FLOAT32, axes(context=2, zero=1, attention="all-to-all"),
+                                    axes(context=4, zero=0)])
+def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks, layout):
+    config = SMALL.replace({"model.width": 64, "model.context": 128, "grad_accum_steps": 1} | layout)
+    traced = predict_trace(config, config.parallel.devices, layout=config.parallel)
+    for *_, peak, rows in on_ranks("counted", config, config.parallel.devices):
+        assert (peak, rows) == (traced.peak_bytes, traced.rows)
+
+
+@pytest.mark.prove
 def test_recipes_are_within_their_noise(parent, monkeypatch):
     """bf16 as parity.py has it. With a scale a tensor, that of a rank is of its part of a sequence: finer than that of the whole, and
     every rounding is another one from the first update on, which another order of micro-batches does not do. Of 5 seeds and 3 layouts
@@ -206,11 +230,11 @@ def test_a_run_goes_on_in_one_process_and_back_bit_for_bit(parent, tmp_path):
     (LLAMA | axes(context=4, attention="all-to-all"), r"parallel.attention=all-to-all does not split 2 key/value heads over context=4 ranks, "
                                                       r"and parallel.attention=ring splits none; context may be 2"),
     (axes(context=2, attention="rign"), r"there is no parallel.attention 'rign'; did you mean 'ring'\?"),
-    ({"model.attention": "linear", **axes(context=2)}, r"model.attention=linear is of whole sequences, and parallel.context=2 cuts them; "
+    ({"model.attention": "linear", **axes(context=2)}, r"model.attention=linear takes whole sequences, and parallel.context=2 cuts them; "
                                                        r"set parallel.context=1"),
-    ({"model.changes": ["prefix"], **LLAMA, **axes(context=2)}, r"a prompt or a prefix is of whole sequences, and parallel.context=2 cuts them"),
-    ({"system.attention": "sdpa", **axes(context=2)}, r"parallel.attention=ring combines parts of the keys by their log-sums, and of those "
-                                                      r"system.attention=sdpa gives no gradient, as plain and tiled do; set system.attention=auto")])
+    ({"model.changes": ["prefix"], **LLAMA, **axes(context=2)}, r"a prompt or a prefix takes whole sequences, and parallel.context=2 cuts them"),
+    ({"system.attention": "sdpa", **axes(context=2)}, r"parallel.attention=ring combines parts of the keys by their log-sums, "
+                                                      r"whose gradient system.attention=sdpa has not; set system.attention=auto")])
 def test_what_cannot_be_cut_is_refused_before_a_process_starts(changes, said):
     with pytest.raises(ConfigError, match=said):
         refuse_untrainable(SMALL.replace(changes))

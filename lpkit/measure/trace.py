@@ -46,7 +46,7 @@ from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.layouts import Layout, check
-from lpkit.training.attention import by_layout
+from lpkit.training.attention import of_parts
 from lpkit.training.build import Decisions, decide
 from lpkit.values import between, checked
 
@@ -59,8 +59,8 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
     """Live bytes of one device in the second update of `config` on `world_size` devices, by row, as
     `measure.memory`; and what it tells the others.
 
-    layout: that of rank 0; without one the config's `parallel` on one device, and on more all ranks
-    shard (ZeRO 3). device: whose operations to trace, "cpu" or
+    layout: the axes data and shard, as training has them; without one the config's `parallel` on
+    one device, and on more all ranks shard (ZeRO 3). device: whose operations to trace, "cpu" or
     "cuda", which takes a GPU that is not used. Raises ConfigError for what cannot be trained, or
     traced.
     """
@@ -98,8 +98,7 @@ def _decide(config: Config, device: str) -> Decisions:
     used, why = choose_attention(attention, device=device, model=config.model,
                                  low_precision=decisions.recipe.compute == "bfloat16",
                                  tiles=hardware.multiplies_tiles())
-    chosen["attention"] = (by_layout(attention, config.parallel)
-                           or Choice(asked=attention, used=used, why=why))
+    chosen["attention"] = of_parts(config) or Choice(asked=attention, used=used, why=why)
     if device == "cuda" and config.precision.backend == "auto":
         chosen["backend"] = Choice(asked="auto",
                                    used="scaled_mm" if decisions.recipe.products else "pytorch",

@@ -1,37 +1,32 @@
 """Attention over sequences that are cut over the ranks of a group: context parallelism.
 
-Rank r of c has the tokens of chunks r and 2c - 1 - r of 2c, in this order (zig-zag), of q
-(B, H, T / c, E), and of k and v (B, G, T / c, E). Everything else of a Transformer is of one token,
-and needs no message.
+Rank r of c has the tokens of chunks r and 2c - 1 - r of 2c, in this order (zig-zag,
+https://github.com/zhuzilin/ring-flash-attention), of q (B, H, T / c, E), k and v (B, G, T / c, E).
 
-Ring (Liu et al. 2023, https://arxiv.org/abs/2310.01889; zig-zag:
-https://github.com/zhuzilin/ring-flash-attention). Keys and values go to the next rank, c - 1 times,
+Ring (Liu et al. 2023, https://arxiv.org/abs/2310.01889). k and v go to the next rank, c - 1 times,
 while a rank attends to those that it has. A part i of the keys gives a query o_i, and the logarithm
-l_i of its sum of exponentials. All parts together are
+l_i of its sum of exponentials. All parts together, added up one by one, are
 
     L = log sum exp(l_i)        w_i = exp(l_i - L)          out = sum w_i o_i
 
-which is added up part by part. Backward keeps q, k, v, out and L, and makes each part again, as
-FlashAttention does a tile. Since dw_i / dl_i = w_i (1 - w_i), and dw_j / dl_i = -w_i w_j,
+Backward has q, k, v, out and L, and makes each part again, as FlashAttention does a tile. Since
+dw_i / dl_i = w_i (1 - w_i), and dw_j / dl_i = -w_i w_j, the backend's own backward takes
 
     d o_i = w_i d_out           d l_i = w_i (d_out . o_i - d_out . out)
 
-are the gradients that the backend's own backward takes, for dq, dk and dv of the part. k and v go
-round again; behind them go dk and dv, to which each rank adds, and which a last message brings
-home. So a rank sends (c - 1) times its k and v forward, and twice that backward: of grouped heads,
-what few there are. Pairs of chunks of which a query sees no key are not computed. Messages pass
-through all ranks all the same, under a window too: chunk 2c - 2 - r, which rank r's late one begins
-in, is of rank r + 1, which is c - 1 messages away.
+k and v go round again; behind them go dk and dv, to which each rank adds, and which a last message
+brings home: (c - 1) times k and v forward, twice that backward. Pairs of chunks of which no query
+sees a key are not computed. Messages go all the way round even under a window: what the late chunk
+of rank r sees before itself is of rank r + 1.
 
-AllToAll (DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). One message to
-each rank makes whole sequences of H / c heads of a part of H heads, another takes the answer back.
-A rank sends (c - 1) / c of its q, k, v and out, forward, and again backward.
+AllToAll (DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A message to
+each rank makes whole sequences of H / c heads, another takes the answer back: (c - 1) / c of q,
+k, v and out, forward and again backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.contracts import Attend, Batch, Partial
+from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import FULL
 
@@ -65,56 +61,55 @@ def share(batch: Batch, rank: int, ranks: int) -> Batch:
     return Batch.of({name: part(t, rank, ranks) for name, t in present.items()})
 
 
-class Group:
-    """What both ways know: how a rank attends, the ranks, and the documents of whole sequences."""
+class Over:
+    """A `contracts.Attend` over all tokens of a context group; `attend`: how one rank attends."""
 
-    def __init__(self, attend: Attend | Partial, group: dist.ProcessGroup,
-                 waits: AbstractContextManager):
-        self.attend, self.group, self.waits = attend, group, waits
+    def __init__(self, attend: Attend | Partial, among: Ranks):
+        self.attend, self.among, group = attend, among, among.groups["context"]
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._gathered: tuple[Tensor | None, Tensor | None] = None, None
 
-    def __deepcopy__(self, _: Any) -> Group:
-        """A copy of the model belongs to the same ranks."""
-        return self
+    @torch.compiler.disable
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+        ids = None
+        if rule.documents:      # of all tokens; gathered once for all layers
+            if self._gathered[0] is not documents:
+                parts = documents.expand(self.ranks, *documents.shape).contiguous()
+                self._gathered = documents, joined(self.exchanged(parts).unbind())
+            ids = self._gathered[1]
+        return self.over(q, k, v, ids, sinks, rule)
 
-    def whole(self, documents: Tensor | None, rule: Rule) -> Tensor | None:
-        """The ids of all tokens, (B, T), from this rank's; gathered once for all layers."""
-        if not rule.documents:
-            return None
-        if self._gathered[0] is not documents:
-            parts = [torch.empty_like(documents) for _ in range(self.ranks)]
-            with self.waits:
-                dist.all_gather(parts, documents.contiguous(), group=self.group)
-            self._gathered = documents, joined(parts)
-        return self._gathered[1]
+    def exchanged(self, to: Tensor) -> Tensor:
+        """Row n of `to` goes to rank n; the result has what each sent, in their order."""
+        received = torch.empty_like(to)
+        with self.among.waits:
+            dist.all_to_all_single(received, to, group=self.among.groups["context"])
+        return received
 
+
+class Ring(Over):
+    """One rank attends by a `contracts.Partial`."""
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
+             rule: Rule) -> Tensor:
+        chunks = None if ids is None else ids.chunk(2 * self.ranks, 1)
+        return _Ring.apply(q, k, v, sinks, chunks, rule, self)
 
     def passed(self, t: Tensor) -> Callable[[], Tensor]:
         """Sends `t` to the next rank. Call the result to have what the previous one sends."""
-        arriving = torch.empty_like(t)
+        arriving, group = torch.empty_like(t), self.among.groups["context"]
         requests = dist.batch_isend_irecv([
-            dist.P2POp(way, one, group=self.group, group_peer=(self.rank + step) % self.ranks)
+            dist.P2POp(way, one, group=group, group_peer=(self.rank + step) % self.ranks)
             for way, one, step in ((dist.isend, t, 1), (dist.irecv, arriving, -1))])
 
         def wait() -> Tensor:
-            with self.waits:
+            with self.among.waits:
                 for request in requests:
                     request.wait()
             return arriving
 
         return wait
-
-
-class Ring(Group):
-    """A `contracts.Attend`, by a backend's `contracts.Partial`."""
-
-    @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-        ids = self.whole(documents, rule)
-        parts = None if ids is None else ids.chunk(2 * self.ranks, 1)
-        return _Ring.apply(q, k, v, sinks, parts, rule, self)
 
     def around(self, k: Tensor, v: Tensor) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
         """Each rank's number, and its k and v. The next are on their way meanwhile."""
@@ -148,18 +143,17 @@ class _Ring(torch.autograd.Function):
             L.copy_(sinks[:, None].expand_as(L))
         for source, (keys, values) in ring.around(k, v):
             for rows, columns, own, told in ring.pairs(source, T // 2, rule, ids):
-                o, l = ring.attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], own,
-                                    rule=told)
+                given = q[:, :, rows], keys[:, :, columns], values[:, :, columns]
+                o, l = ring.attend(*given, own, rule=told)
                 before, total = L[:, :, rows], torch.logaddexp(L[:, :, rows], l)
                 out[:, :, rows] *= _weights(before, total)
                 out[:, :, rows] += _weights(l, total) * o
                 L[:, :, rows] = total
-        out = out.type_as(q)
+        out, device = out.type_as(q), q.device.type
         ctx.save_for_backward(q, k, v, sinks, out, L)
         ctx.told = ids, rule, ring
-        ctx.autocast = partial(torch.autocast, q.device.type,
-                               torch.get_autocast_dtype(q.device.type),
-                               torch.is_autocast_enabled(q.device.type))
+        ctx.autocast = partial(torch.autocast, device, torch.get_autocast_dtype(device),
+                               torch.is_autocast_enabled(device))
         return out
 
     @staticmethod
@@ -178,20 +172,17 @@ class _Ring(torch.autograd.Function):
                     o, l = ring.attend(*given, own, rule=told)
                 w, dy = _weights(l.detach(), L[:, :, rows]), d_out[:, :, rows]
                 d_l = w[..., 0] * ((dy * o.detach()).sum(-1) - delta[:, :, rows])
-                of = (w * dy).type_as(o), d_l.type_as(l)
-                parts = torch.autograd.grad((o, l), given, of)
+                parts = torch.autograd.grad((o, l), given, ((w * dy).type_as(o), d_l.type_as(l)))
                 for total, some in zip((dq[:, :, rows], *d[:, :, :, columns]), parts):
                     total += some
             if source == ring.rank:
                 own_d = d
-                continue
-            coming = ring.passed((d if coming is None else d + coming()).type_as(k))
-        if coming is not None:
-            own_d += coming()
+            else:
+                coming = ring.passed((d if coming is None else d + coming()).type_as(k))
+        dk, dv = own_d if coming is None else own_d + coming()
         d_sinks = None
         if sinks is not None:
             d_sinks = -((sinks[:, None] - L).exp() * delta).sum((0, 2)).type_as(sinks)
-        dk, dv = own_d.unbind()
         return dq.type_as(q), dk.type_as(k), dv.type_as(v), d_sinks, None, None, None
 
 
@@ -200,45 +191,29 @@ def _weights(l: Tensor, L: Tensor) -> Tensor:
     return (l - L.clamp(min=torch.finfo(L.dtype).min)).exp()[..., None]
 
 
-class AllToAll(Group):
-    """A `contracts.Attend`, by any other."""
+class AllToAll(Over):
+    """One rank attends by any other backend."""
 
-    @torch.compiler.disable
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
+    def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
+             rule: Rule) -> Tensor:
         by_rank = [t.unflatten(1, (self.ranks, -1)) for t in (q, k, v)]
-        heads = _Exchange.apply(torch.cat(by_rank, 2).flatten(1, 2), self.to_heads, self.to_tokens)
+        parts = _Exchange.apply(torch.cat(by_rank, 2).movedim(1, 0), self)
+        heads = joined(parts.unbind(), 2).split([t.shape[2] for t in by_rank], 1)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
-        out = self.attend(*heads.split([t.shape[2] for t in by_rank], 1),
-                          self.whole(documents, rule), own, rule=rule)
-        return _Exchange.apply(out, self.to_tokens, self.to_heads)
-
-    def sent(self, to: Tensor) -> Tensor:
-        """Row n of `to` goes to rank n; the result has what each sent, in their order."""
-        received = torch.empty_like(to)
-        with self.waits:
-            dist.all_to_all_single(received, to, group=self.group)
-        return received
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        """(B, heads, T / c, E) -> (B, heads / c, T, E)"""
-        parts = x.unflatten(1, (self.ranks, -1)).movedim(1, 0).contiguous()
-        return joined(self.sent(parts).unbind(), 2)
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """(B, heads / c, T, E) -> (B, heads, T / c, E)"""
-        parts = torch.stack([part(x, rank, self.ranks, 2) for rank in range(self.ranks)])
-        return self.sent(parts).movedim(0, 1).flatten(1, 2)
+        out = self.attend(*heads, ids, own, rule=rule)
+        parts = torch.stack([part(out, rank, self.ranks, 2) for rank in range(self.ranks)])
+        return _Exchange.apply(parts, self).movedim(0, 1).flatten(1, 2)
 
 
 class _Exchange(torch.autograd.Function):
+    """Its own backward: what came from a rank goes back to it."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor],
-                back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, to: Tensor, over: Over) -> Tensor:
+        ctx.over = over
+        return over.exchanged(to.contiguous())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(d), None, None
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return ctx.over.exchanged(d.contiguous()), None

@@ -1,9 +1,4 @@
-"""Ranks of a context group hold a part of each sequence; attention alone needs the others' parts. No
-torch.
-
-Rank r of c holds the chunks r and 2c - 1 - r of 2c: an early one, whose queries see few keys, and a
-late one, whose queries see many, so that a causal mask leaves all ranks the same work (zig-zag).
-"""
+"""Attention over sequences of which each rank of a context group has a part. No torch."""
 
 from dataclasses import dataclass
 
@@ -12,15 +7,10 @@ from lpkit.techniques.row import Row
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention(Row):
-    """The implementation makes a `contracts.Attend` over the ranks of a group: of what one rank
-    attends with, the group, and what to wait within.
-
-    partial:    ranks attend with a `contracts.Partial`, else with a `contracts.Attend`
-    by_heads:   heads are split over the ranks, and must divide
-    """
+    """The implementation makes a `contracts.Attend` of what one rank attends with, and of the ranks.
+    `partial`: it is a `contracts.Partial`, of some keys; else of some heads, which must divide."""
 
     partial: bool = False
-    by_heads: bool = False
 
 
 CONTEXT = {
@@ -29,7 +19,7 @@ CONTEXT = {
         implementation="lpkit.parallel.context:Ring",
         source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
     "all-to-all": ContextAttention(
-        why="each rank attends over whole sequences with its share of the heads", by_heads=True,
+        why="each rank attends over whole sequences with its share of the heads",
         implementation="lpkit.parallel.context:AllToAll",
         source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
 }

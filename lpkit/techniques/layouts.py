@@ -183,7 +183,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              "a context rank's share of model.context": m.T // c}
     uneven = next((f"{what}={count}" for what, count in parts.items() if count % t), "")
     times = f" x interleave={chunks}" if chunks > 1 else ""
-    heads = m.G // t if CONTEXT[layout.attention].by_heads else 0
+    heads = 0 if CONTEXT[layout.attention].partial else m.G // t
     for axis, most, fits, why in (
             ("context", m.T, lambda n: n == 1 or m.T % (2 * n) == 0,
              f"model.context={m.T} does not split into 2 x context={c} pieces (zig-zag deals each "
@@ -352,14 +352,12 @@ def refuse_untrainable(config: "Config") -> None:
         changes["parallel.tensor"] = 1
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
         said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
-        why = why or f"{said} is of whole sequences, and parallel.context={layout.context} cuts them"
+        why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"
         changes["parallel.context"] = 1
-    backend, way = config.system.attention, layout.attention
-    able = ["auto", *(name for name, row in ATTENTION.items() if row.partial)]
-    if layout.context > 1 and CONTEXT[way].partial and backend not in able:
-        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, and of "
-                      f"those system.attention={backend} gives no gradient, as "
-                      f"{' and '.join(able[1:])} do")
+    way, backend = layout.attention, ATTENTION.get(config.system.attention)     # None: auto
+    if layout.context > 1 and CONTEXT[way].partial and backend and not backend.partial:
+        why = why or (f"parallel.attention={way} combines parts of the keys by their log-sums, "
+                      f"whose gradient system.attention={config.system.attention} has not")
         changes["system.attention"] = "auto"
     if not why:
         return

@@ -35,7 +35,6 @@ from lpkit.techniques.attention_backends import (
     why_not,
 )
 from lpkit.techniques.contexts import CONTEXT
-from lpkit.techniques.layouts import Layout
 
 if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
     from lpkit.kernels.kernel import Kernel
@@ -51,8 +50,9 @@ GRAIN = 2.0**-19        # PyTorch's CPU flash kernel has an exp of 20 bits
 WHERE = "system.attention"
 
 
-def by_layout(asked: str, layout: Layout) -> Choice | None:
-    """Returns what context ranks attend by, where it is to give log-sums."""
+def of_parts(config: Config) -> Choice | None:
+    """The choice of ranks that attend to parts of the keys; None: they do not."""
+    layout, asked = config.parallel, config.system.attention
     if layout.context == 1 or not CONTEXT[layout.attention].partial:
         return None
     why = f"parallel.attention={layout.attention} combines parts of the keys by their log-sums"
@@ -63,9 +63,9 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
            before: str | None = None) -> Choice:
     """`compute`: the dtype of its autocast; `before`: what a run that goes on was begun with. Raises
     ConfigError for what cannot be."""
+    if combines := of_parts(config):
+        return combines
     model, on_gpu = attended(config.model), device.type != "cpu"
-    if (found := by_layout(asked, config.parallel)) is not None:
-        return found
     used, why = choose_attention(asked, device=device.type, low_precision=compute == "bfloat16",
                                  model=model, tiles=multiplies_tiles())
     given = Attending(model=model, device="gpu" if on_gpu else "cpu", here=True,

@@ -293,7 +293,7 @@ def among(config: Config, attend: str, ranks: Ranks) -> Attend:
     """Attends to the tokens of all ranks of a context group."""
     row, rule = CONTEXT[config.parallel.attention], config.model.attention.rule(config.model.T)
     one = attention.partial_of(attend) if row.partial else ATTENTION[attend].load()
-    return partial(row.load()(one, ranks.groups["context"], ranks.waits), rule=rule)
+    return partial(row.load()(one, ranks), rule=rule)
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

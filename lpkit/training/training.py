@@ -53,20 +53,15 @@ class RandomTokens(DataPolicy):
     needed."""
 
     def __init__(self, config: Config, device: torch.device | str = "cpu"):
-        self.ranks = config.parallel.context
-        shape = config.micro_batch * config.micro_batches, config.model.context
+        tokens = config.model.context // config.parallel.context
+        shape = config.micro_batch * config.micro_batches, tokens
         self.draw = partial(torch.randint, config.model.vocab, shape, device=device)
         names = ["scores"] if config.data.scores else []
         self.extra = lambda: {name: torch.rand(shape, device=device) for name in names}
 
     @cached_property
     def drawn(self) -> Batch:
-        batch = Batch(self.draw(), self.draw(), extra=self.extra())
-        if self.ranks == 1:
-            return batch
-        from lpkit.parallel.context import share
-
-        return share(batch, 0, self.ranks)
+        return Batch(self.draw(), self.draw(), extra=self.extra())
 
     def batch(self, step: int) -> Batch:
         return self.drawn

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from lessons.drawing import NAMES, axis, figure, heat, note
 from lessons.draws import normal
-from lessons.messages import each_sends
+from lessons.messages import sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.rank_exercises import meet_as
 from lpkit.course.judge import Exercise, adding_to
@@ -33,14 +32,13 @@ from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import plain, plain_partial
 from lpkit.parallel.context import Ring, part
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.parallel.ranks import all_gather, reduce_scatter
+from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 
 # ---- The study: what is cut, and its numbers
 
 T, H, G, E, F_, V = 64, 32, 4, 4, 192, 256     # of the block that is cut; D is H E
 D = H * E
 ZIG_ZAG, IN_ORDER = "zig-zag", "in order"
-SENT = "to the next rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,13 +188,8 @@ def _tensor(w: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _sent(count: MessageCount) -> Counter[str]:
-    """Bytes by kind, of collectives, and of what goes to one rank."""
-    sent: Counter[str] = Counter()
-    for one, times in count.sent.items():
-        sent[one.kind] += times * each_sends(one)
-    for one, times in count.control.items():
-        sent[SENT] += times * one.nbytes * (one.kind == "send")
-    return +sent
+    """Bytes by kind."""
+    return Counter(sent_bytes(count.sent))
 
 
 def _halves(w: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -302,7 +295,7 @@ def _kit() -> dict[str, Any]:
     want = both(plain, *(t.double() for t in (*qkv, d_out)))
     with MessageCount() as count:
         own = [part(t, rank, ranks, 2) for t in (*qkv, d_out)]
-        got = both(Ring(plain_partial, dist.group.WORLD, nullcontext()), *own)
+        got = both(Ring(plain_partial, Ranks(groups={"context": dist.group.WORLD})), *own)
     return _result(got, {name: part(t, rank, ranks, 2) for name, t in want.items()}, _sent(count))
 
 

@@ -24,6 +24,7 @@ from lpkit.predict.messages import (
 from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
+from lpkit.techniques.attention import KINDS
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import POLICIES
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout, stage_layers
@@ -168,10 +169,12 @@ def of_context_ranks(config: Config, name: str) -> Counter[Message]:
     and v to each other rank, and what came of it back."""
     m, layout, itemsize = of_first_rank(config)[0], config.parallel, stored(config, name).compute_bytes
     c, pieces, sent = layout.context, config.micro_batches, Counter()
-    again = 1 + bool(rows_of(config)["recompute"].repeats)
+    again = 1 + ("attention" in rows_of(config)["recompute"].repeats)
     a_head = config.micro_batch * m.T // c * m.E * itemsize
     queries, keys = m.H // layout.tensor * a_head, m.G // layout.tensor * a_head
-    if CONTEXT[layout.attention].by_heads:
+    if KINDS[m.attention.name].reads_ids:       # of documents, 8 bytes each
+        sent[Message(ALL_TO_ALL, 8 * config.micro_batch * m.T, c)] += pieces
+    if not CONTEXT[layout.attention].partial:
         for nbytes in (queries + 2 * keys, queries):
             sent[Message(ALL_TO_ALL, nbytes, c)] += (1 + again) * m.L * pieces
         return sent
