@@ -242,7 +242,7 @@ def test_what_cannot_be_cut_is_refused_before_a_process_starts(changes, said):
 
 def test_sizes_and_compiling_are_refused_too():
     config = SMALL.replace(axes(context=2) | {"system.compile": True})
-    with pytest.raises(ConfigError, match=r"system.compile=true compiles whole blocks, and parallel.context sends messages inside of a block"):
+    with pytest.raises(ConfigError, match=r"system.compile=true compiles whole blocks, and parallel.context=2 sends messages inside of a block"):
         build.decide(config)
     refuse_untrainable(SMALL.replace({"system.attention": "sdpa", **axes(context=2, attention="all-to-all")}))
 
