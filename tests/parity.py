@@ -72,7 +72,38 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "pipeline, ZB-H1": {"pipeline": 2, "schedule": "zero-bubble"},
     "pipeline, DualPipeV": {"pipeline": 2, "schedule": "dualpipev", "interleave": 2},
+    "context": {"context": 2, "zero": 0},
+    "all-to-all": {"context": 2, "zero": 0, "attention": "all-to-all"},
+    "context, ZeRO 3": {"context": 2, "zero": 3, "gathered": "float32"},
 }
+# Every two axes, and four ranks on each, in float32; of four layers, so that four stages have one.
+V = {"pipeline": 2, "interleave": 2}
+AXES: dict[str, dict[str, Any]] = {
+    "tensor 4": {"tensor": 4}, "context 4": {"context": 4, "zero": 0},
+    "all-to-all 4": {"context": 4, "zero": 0, "attention": "all-to-all"},
+    "context 4, ZeRO 3": {"context": 4, "zero": 3, "gathered": "float32"},
+    **{f"pipeline 4, {name}": {"pipeline": 4, "schedule": name}
+       for name in ("gpipe", "1f1b", "zero-bubble")},
+    **{f"pipeline, {name}": V | {"schedule": name}
+       for name in ("interleaved", "looped-bfs", "zbv")},
+    "tensor, data": {"tensor": 2, "data": 2},
+    "tensor, context": {"tensor": 2, "context": 2, "zero": 0},
+    "tensor, context, ZeRO 1": {"tensor": 2, "context": 2, "zero": 1},
+    "tensor, all-to-all": {"tensor": 2, "context": 2, "zero": 0, "attention": "all-to-all"},
+    "tensor, pipeline": {"tensor": 2, "pipeline": 2},
+    "tensor, ZBV": {"tensor": 2, "schedule": "zbv"} | V,
+    "context, data": {"context": 2, "data": 2, "zero": 0},
+    "context, shard, ZeRO 1": {"context": 2, "shard": 2, "zero": 1},
+    "context, shard, ZeRO 3": {"context": 2, "shard": 2, "zero": 3, "gathered": "float32"},
+    "context, pipeline": {"context": 2, "pipeline": 2, "zero": 0},
+    "context, pipeline, ZeRO 1": {"context": 2, "pipeline": 2, "zero": 1},
+    "pipeline, data": {"pipeline": 2, "data": 2},
+    "pipeline, shard, ZeRO 1": {"pipeline": 2, "shard": 2, "zero": 1},
+    "tensor, context, pipeline": {"tensor": 2, "context": 2, "pipeline": 2, "zero": 0},
+}
+
+
+FOUR_LAYERS = {"model.layers": 4}
 
 
 class OneRank(Layout):
@@ -299,8 +330,10 @@ micro-batches. A cell is how far the run is from that, in sigmas: losses, gradie
 weights. A sigma is how far one process gets when it takes the micro-batches of each update in
 another order ({ORDERS} of them), and stands in the first columns, relative. The tolerance is
 {SIGMAS:g} sigma; in float32, whose cells are the largest relative distance, {FLOAT32:g}. Where the
-residual stream is in 16 bits (gathered=compute), the one process gathers so too; how far that is
-from the one that does not is the last column, in sigmas of the loss.
+residual stream is in 16 bits (gathered=compute), the one process gathers so too; a rank's part of a
+matrix has scales of its own, and what is summed over ranks is rounded before, so tensor ranks are
+held to one process that multiplies the same parts, and takes the loss in pieces for its sigma. How
+far these are from the process that does neither is the last column, in sigmas of the loss.
 
 """
 
@@ -330,10 +363,15 @@ def _cell(row: Row | None) -> str:
     return words if row.same else f"**{words}**"
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The table of docs/parallel.md."""
-    return f"{INTRODUCTION}{markdown_table(*table(rows))}\n"
+def page(rows: Sequence[Row], axes: Sequence[Row] = ()) -> str:
+    """The tables of docs/parallel.md."""
+    lines = [(row.layout, str(Layout(**AXES[row.layout]).devices),
+              *(f"{far:.0e}" if far <= FLOAT32 else f"**{far:.0e}**"
+                for far in asdict(row.distance).values())) for row in axes]
+    more = markdown_table(("float32", "ranks", "losses", "gradient norms", "weights", "last loss"),
+                          lines)
+    return f"{INTRODUCTION}{markdown_table(*table(rows))}\n{more if axes else ''}"
 
 
 if __name__ == "__main__":
-    print(page(measure()), end="")
+    print(page(measure(), measure(["fp32"], AXES, changes=FOUR_LAYERS)), end="")

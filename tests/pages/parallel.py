@@ -70,7 +70,7 @@ RECORDED = {
 
 
 def page() -> str:
-    """Parity is computed now, by up to 4 processes; faults and starts are as last recorded."""
+    """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
     refused = [(f"`{row.key}`", f"`{row.only}`", f"`parallel.{row.axis}`" if row.axis else
                 f"ZeRO {row.stage}" if row.stage else "any", row.why) for row in UNSHARDED]
@@ -86,7 +86,9 @@ def page() -> str:
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
-        "\n\n## The same numbers\n\n", parity.page(parity.measure())]
+        "\n\n## The same numbers\n\n", parity.page(parity.measure(),
+                                                      parity.measure(["fp32"], parity.AXES,
+                                                                     changes=parity.FOUR_LAYERS))]
     for bench, words in RECORDED.items():
         parts += _recorded(bench, words)
     return "".join(parts).rstrip("\n") + "\n"
