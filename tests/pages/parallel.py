@@ -5,6 +5,7 @@ import json
 from lpkit.files import resource
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
+from lpkit.techniques.pipelines import SCHEDULES
 from tests import parity
 from tests.bench.harness import recorded
 from tests.pages import markdown_table
@@ -17,6 +18,8 @@ INTRODUCTION = """\
     lpkit train gpt2-124m --processes 8 parallel.shard=8 parallel.gathered=fp8 \\
         precision.recipe=fp8-tensorwise
     torchrun --nproc-per-node 8 -m lpkit train gpt2-124m parallel.shard=8
+    lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.pipeline=2 grad_accum_steps=4
+    lpkit train cpu-3m --processes 4 parallel.tensor=2 parallel.context=2 parallel.zero=1
 
 and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns what `lpkit.start` does.
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
@@ -52,6 +55,21 @@ its numbers, but he cannot execute anything. Use several machines in a network o
 listens there on the address of the host's name, or on the interface that GLOO_SOCKET_IFNAME names.
 NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it listens.
 
+## How a model is split
+
+| `parallel` | a rank has | and sends, in a layer of a micro-batch | source |
+|---|---|---|---|
+| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two scatters of the residual stream forward, and as many backward | Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 |
+| `context` | an early and a late chunk of each sequence | its keys and values c - 1 times forward, twice that backward; or all-to-all | Liu et al. 2023, https://arxiv.org/abs/2310.01889 |
+| `pipeline` | some layers, `interleave` chunks of them | the residual stream to the next stage, its gradient to the one before, once a stage | Narayanan et al. 2021, https://arxiv.org/abs/2104.04473 |
+
+They go with `data`, with ZeRO and with one another; a pipeline with ZeRO 1 at most. The batch of tensor
+ranks is the same, that of context ranks are parts of the same sequences, and their gradients are
+averaged as those of replicas are. Weights are plain tensors, so that every recipe casts a part as it
+casts a matrix: a cut matrix has a scale a part. In a checkpoint each piece has its place, and any other
+layout reads it. Ranks are laid out so that those who talk most are neighbours: `tensor` counts fastest,
+then `context`, `shard`, `data`, and `pipeline`.
+
 ## Where model states lie
 
 `parallel.data` counts replicas, `parallel.shard` the ranks that keep a part each, by
@@ -81,6 +99,8 @@ def page() -> str:
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
         "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
+        "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of `parallel.schedule`:\n\n",
+        markdown_table(("`parallel.schedule`", "", "source"), rows(SCHEDULES)),
         "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
         "attend as `parallel.attention` says:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
