@@ -24,6 +24,7 @@ from lpkit.presets import preset
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout, check, stages_fit
 from lpkit.training.runs import sealed_yaml
+from lpkit.training.training import Training
 
 LLAMA = preset("llama-70b")
 H200 = machines.CATALOGUE["h200"]
@@ -358,3 +359,19 @@ def test_a_machine_that_is_none(values, said):
     with pytest.raises(ConfigError) as found:
         machines.from_dict(whole)
     assert said in str(found.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("precision", ["fp32", "fp8-tensorwise"])
+def test_every_layout_that_a_plan_lists_for_four_devices_trains(precision, on_ranks):
+    """Two updates each on four processes. The first loss is one process's: to 1e-6 in float32; to 2% where a part of a
+    matrix has a scale of its own."""
+    config = Config().replace({"model.layers": 4, "model.width": 64, "model.heads": 4, "model.context": 64, "model.vocab": 272, "global_batch": 16,
+                               "grad_accum_steps": 1, "system.device": "cpu", "system.threads": 1, "precision.recipe": precision})
+    found = plan(config, 1e6, "h100", devices=4, precisions=[precision])
+    assert len(found.options) > 4 and not any(option.why_untrained for option in found.options)
+    layouts = [{**{f"parallel.{key}": value for key, value in vars(option.layout).items()},
+                "grad_accum_steps": option.config.grad_accum_steps} for option in found.options]
+    due = Training.build(config).update(0).loss.item()
+    for losses in on_ranks("losses", config, 4, layouts=layouts):
+        assert losses == pytest.approx([due] * len(layouts), rel=1e-6 if precision == "fp32" else 2e-2)

@@ -90,6 +90,19 @@ def beside_ddp(place: Place, told: dict) -> float:
         return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item() for name, p in theirs.items())
 
 
+def losses(place: Place, told: dict) -> list[float]:
+    """Of the first update in each of told["layouts"], settings beside those of the config."""
+    found = []
+    for i, layout in enumerate(told["layouts"]):
+        config = Config.from_dict(told["config"]).replace(layout)
+        place.store += f"-{i}"
+        with _meet(place, config) as ranks:
+            training = Training.build(config, ranks=ranks)
+            found.append(training.update(0).loss.item())
+            assert math.isfinite(training.update(1).loss.item())
+    return found
+
+
 def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
     """By parameter, how far its gradient is from that of PyTorch's parallelize_module over the same ranks, of the largest."""
     config = Config.from_dict(told["config"])

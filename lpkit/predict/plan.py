@@ -44,6 +44,7 @@ from lpkit.techniques.layouts import (
     stages_fit,
 )
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
@@ -237,6 +238,11 @@ class Plan:
                          f"set --batch-tokens")
                 self.refusals["batch"].add(ranks, words)
                 continue
+            if (share := self.config.global_batch // ranks) < layout.pipeline:
+                words = (f"{layout.pipeline} stages need as many micro-batches, and a rank has "
+                         f"{share} sequences; set --batch-tokens")
+                self.refusals["batch"].add(layout.pipeline / share, words)
+                continue
             yield replace(layout, shard=ranks)
 
     def shapes(self, count: int) -> Iterator[Layout]:
@@ -262,7 +268,9 @@ class Plan:
                 schedule = "interleaved" if interleave > 1 else layout.schedule
                 variant = replace(layout, zero=zero, interleave=interleave, schedule=schedule)
                 for micro in MICRO_BATCH_SIZES:
-                    if share % micro or (interleave > 1 and share // micro % layout.pipeline):
+                    order = SCHEDULES[schedule] if layout.pipeline > 1 else None
+                    if share % micro or (order and order.problem(layout.pipeline, interleave,
+                                                                 share // micro)):
                         break
                     config = replace(self.config,
                                      grad_accum_steps=self.config.global_batch // micro)
