@@ -293,7 +293,10 @@ def _pieces_of_loss(order: int) -> dict[str, Any]:
 
 
 def _goes(recipe: str, layout: Mapping[str, Any]) -> bool:
-    """Not where the recipe has no cast to gather, or is in float32 whatever is gathered."""
+    """Not where the recipe has no cast to gather, or is in float32 whatever is gathered, nor where
+    a rank's tokens are no whole blocks."""
+    if CONFIG.model.T // layout.get("context", 1) % RECIPES[recipe].tile:
+        return False
     row = GATHERED[layout.get("gathered", "float32")]
     return RECIPES[recipe].gathers if row.cast else not row.mixed or bool(RECIPES[recipe].compute)
 
