@@ -44,7 +44,6 @@ from lpkit.techniques.layouts import (
     stages_fit,
 )
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.values import Positive, Text, between, checked
 
 MOST_DEVICES = 65_536
@@ -268,9 +267,9 @@ class Plan:
                 schedule = "interleaved" if interleave > 1 else layout.schedule
                 variant = replace(layout, zero=zero, interleave=interleave, schedule=schedule)
                 for micro in MICRO_BATCH_SIZES:
-                    order = SCHEDULES[schedule] if layout.pipeline > 1 else None
-                    if share % micro or (order and order.problem(layout.pipeline, interleave,
-                                                                 share // micro)):
+                    # the bubble is known where each stage has a micro-batch, in whole rounds
+                    rounds, left = divmod(share // micro, layout.pipeline)
+                    if share % micro or not rounds or (interleave > 1 and left):
                         break
                     config = replace(self.config,
                                      grad_accum_steps=self.config.global_batch // micro)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lpkit.kernels.cross_entropy import cross_entropy_
 from lpkit.kernels.kernel import Kernel
 from lpkit.machine_facts import status_bytes
 from lpkit.measure.tracking import Tracker
@@ -168,7 +169,7 @@ def _in_pieces(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """`linear_cross_entropy` under a head that is no module, w (V, D)."""
     head = nn.Linear(*w.T.shape, bias=False, device="meta")
     head.weight = nn.Parameter(w.detach(), requires_grad=False)
-    return _LinearCrossEntropy.apply(h, y, None, head, PIECE, "", w)
+    return _LinearCrossEntropy.apply(h, y, None, head, PIECE, cross_entropy_, w)
 
 
 KERNEL = Kernel(
