@@ -440,6 +440,22 @@ def sums_of_ring(values, turns):
 
 
 # one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
+def by_passes(orders, forward, backward):
+    """Rank after rank, as far as each gets, until all are done."""
+    ends = {}
+    while len(ends) < sum(map(len, orders)):
+        for rank, actions in enumerate(orders):
+            at = 0.0
+            for action in actions:
+                other = rank + (1 if action[0] == "B" else -1)
+                needed = (other, action) if 0 <= other < len(orders) else None
+                if needed and needed not in ends:
+                    break
+                at = max(at, ends.get(needed, 0.0)) + (backward if action[0] == "B" else forward)
+                ends[rank, action] = at
+    return max(ends.values())
+
+
 OTHERS = {
     "00.uniform_loss": [lambda vocab: -math.log(1 / vocab), lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64), torch.tensor([0])).item()],
     "00.bits_per_byte": [lambda loss, size: math.log2(math.exp(loss)) / size],
@@ -537,6 +553,10 @@ OTHERS = {
     "14.clip": [lambda parts, most: [min(1.0, most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6)) for _ in parts]],
     "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks) for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step and b <= a]],
+    "17.bubble": [lambda ranks, m, chunks: 1 - m * chunks / (m * chunks + ranks - 1)],
+    "17.order": [lambda rank, ranks, m: [*(f"F{i}" for i in range(w := min(ranks - rank, m))), *(
+        one for i in range(m) for one in ((f"B{i}", f"F{w + i}") if w + i < m else (f"B{i}",)))]],
+    "17.step": [by_passes],
     "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
     "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
     "15.interval": [lambda save, apart, devices: math.sqrt(save) * math.sqrt(2 * apart / devices)],

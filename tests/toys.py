@@ -221,7 +221,7 @@ def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> lis
     losses = []
     for step in range(updates):
         if step == updates // 2:
-            saved = {name: t.clone() if torch.is_tensor(t) else t for name, t in training.state_dict().items()}
+            saved = {name: whole(t).clone() if isinstance(t, (Tensor, Cut)) else t for name, t in training.state_dict().items()}
         losses.append(training.update(step).loss.item())
     other = Training.build(config, ranks=ranks)
     other.load_state_dict(saved)
