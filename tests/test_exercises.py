@@ -439,7 +439,6 @@ def sums_of_ring(values, turns):
     return values.tolist()
 
 
-# one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
 def by_passes(orders, forward, backward):
     """Rank after rank, as far as each gets, until all are done."""
     ends = {}
@@ -456,6 +455,7 @@ def by_passes(orders, forward, backward):
     return max(ends.values())
 
 
+# one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
 OTHERS = {
     "00.uniform_loss": [lambda vocab: -math.log(1 / vocab), lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64), torch.tensor([0])).item()],
     "00.bits_per_byte": [lambda loss, size: math.log2(math.exp(loss)) / size],
@@ -554,8 +554,8 @@ OTHERS = {
     "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks) for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
                                             and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step and b <= a]],
     "17.bubble": [lambda ranks, m, chunks: 1 - m * chunks / (m * chunks + ranks - 1)],
-    "17.order": [lambda rank, ranks, m: [*(f"F{i}" for i in range(w := min(ranks - rank, m))), *(
-        one for i in range(m) for one in ((f"B{i}", f"F{w + i}") if w + i < m else (f"B{i}",)))]],
+    "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
+        f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
     "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
     "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
