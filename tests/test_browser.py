@@ -186,7 +186,7 @@ def test_stop_is_heard_while_a_cell_awaits(notebook):
     opened.command("notebook:run-all-cells")
     opened.page.get_by_text("awaits", exact=True).wait_for()     # the run grows from the cell before on: its points say nothing of this one
     opened.page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 20")
-    assert opened.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status") == "busy"
+    opened.page.wait_for_function("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status == 'busy'")
     opened.page.get_by_role("button", name="Stop").click()
     opened.page.wait_for_function("() => window.lpkitDone", timeout=20_000)
     assert [output["text"] for output in opened.outputs() if "text" in output] == ["awaits\nended\n"]
