@@ -1,6 +1,7 @@
 """What ranks of tests/test_context.py do; each is `f(place, told)`."""
 
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
@@ -138,28 +139,27 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
     return [off, forward_pairs, forward, sent]
 
 
-def trained(place: Place, told: dict) -> list:
-    """For each config: losses and gradients' norms of some updates, and what evaluation says."""
+def built(place: Place, told: dict) -> Iterator[Training]:
+    """Yields a training of each config, among ranks that meet for it."""
     torch.set_num_threads(1)
-    found = []
     for i, given in enumerate(told["configs"]):
         config = Config.from_dict(given)
         with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            found.append(updates(Training.build(config, ranks=ranks), told["updates"]))
-    return found
+            yield Training.build(config, ranks=ranks)
+
+
+def trained(place: Place, told: dict) -> list:
+    """Returns, for each config, losses and gradients' norms of some updates, and what evaluation says."""
+    return [updates(training, told["updates"]) for training in built(place, told)]
 
 
 def sends(place: Place, told: dict) -> list:
-    """For each config: the messages of its second update."""
-    torch.set_num_threads(1)
+    """Returns, for each config, the messages of its second update."""
     found = []
-    for i, given in enumerate(told["configs"]):
-        config = Config.from_dict(given)
-        with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            training = Training.build(config, ranks=ranks)
-            training.update(0)
-            with MessageCount() as count:
-                training.update(1)
+    for training in built(place, told):
+        training.update(0)
+        with MessageCount() as count:
+            training.update(1)
         found.append(sorted([*one, times] for one, times in count.sent.items()))
     return found
 

@@ -95,7 +95,7 @@ def test_messages_and_equal_weights(on_ranks):
     assert on_ranks("messages", config, reductions=["per-parameter", "buckets", "overlapped"]) == [[parameters, 1, 1]] * 2
 
 
-@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}])
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}, {"pipeline": 2}])
 def test_weights_of_targets_count_over_all_ranks(on_ranks, layout):
     """The first sequences have most of the targets that count."""
     config = SMALL.replace({"global_batch": 8, "grad_accum_steps": 4})

@@ -23,7 +23,6 @@ from lpkit.techniques.layouts import Layout, refuse_untrainable, stage_layers, s
 from lpkit.techniques.pipelines import SCHEDULES, closed_order
 from lpkit.training.training import Training
 from tests.pipeline_ranks import counted, trained, whole
-from tests.training_ranks import weighted
 
 SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8, 12, 16)))
 
@@ -305,21 +304,6 @@ def test_every_schedule_trains_as_one_process(parent, pipeline):
     ({"schedule": "looped-bfs", "interleave": 2}, {"model.layers": 2, "data.policy": "spread-documents"})])
 def test_layouts_train_as_one_process(parent, layout, settings):
     agree(parent, laid(SMALL.replace(settings), {"pipeline": 2, **layout}), 4)
-
-
-@pytest.mark.dist
-def test_weights_of_targets_count_in_every_micro_batch(on_ranks):
-    config = SMALL.replace({"global_batch": 8, "grad_accum_steps": 4})
-
-    class Drawn:
-        def batch(self, step):
-            return weighted(config)
-
-    alone = Training.build(config, data=Drawn())
-    done = alone.update(0)
-    due = [done.loss.item(), done.grad_norm.item(), alone.evaluate()]
-    found = on_ranks("weights_and_zeros", laid(config, {"pipeline": 2}))
-    assert found[0] == found[1] == pytest.approx(due, rel=1e-5)
 
 
 @pytest.mark.dist

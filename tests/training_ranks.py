@@ -91,7 +91,7 @@ def beside_ddp(place: Place, told: dict) -> float:
 
 
 def losses(place: Place, told: dict) -> list[float]:
-    """Of the first update in each of told["layouts"], settings beside those of the config."""
+    """Returns those of the first update in each of told["layouts"], settings beside those of the config."""
     found = []
     for i, layout in enumerate(told["layouts"]):
         config = Config.from_dict(told["config"]).replace(layout)
@@ -104,7 +104,7 @@ def losses(place: Place, told: dict) -> list[float]:
 
 
 def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
-    """By parameter, how far its gradient is from that of PyTorch's parallelize_module over the same ranks, of the largest."""
+    """Returns, by parameter, how far its gradient is from that of PyTorch's parallelize_module over the same ranks, of the largest."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)

@@ -68,11 +68,8 @@ class Cut:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Returns those of the whole."""
         return self.shape.numel() * self.dtype.itemsize
-
-    def numel(self) -> int:
-        return self.shape.numel()
 
     def empty(self, dtype: torch.dtype) -> Cut:
         """Returns one that is cut alike, to be filled."""

@@ -43,7 +43,7 @@ def order(name: str, ranks: int, chunks: int, m: int) -> Order:
 
 
 def message(action: Action, stages: int, hops: int) -> Message | None:
-    """What an action reads (0 hops) or leaves (1 hop) beside batch and loss."""
+    """Returns what an action reads (0 hops) or leaves (1 hop) beside batch and loss."""
     stage, kind, micro = action
     at = stage + hops if kind == "F" else stage - hops
     there = {"F": 0 < at < stages, "W": False}.get(kind, 0 <= at < stages - 1)

@@ -1,8 +1,8 @@
 """The processes that train together: which one this is, and what they tell one another.
 
-PyTorch's own: `torch.distributed`, and a process group for each of `layouts.GROUPS` that has several
-ranks. On GPUs tensors travel by NCCL, and what the host asks (whether to stop) by gloo, so that no GPU is waited for. How
-they meet is in `lpkit.parallel.meeting`.
+PyTorch's own: `torch.distributed`, and a process group for each of `layouts.GROUPS` that has
+several ranks. On GPUs tensors travel by NCCL, and what the host asks (whether to stop) by gloo, so
+that no GPU is waited for. How they meet is in `lpkit.parallel.meeting`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lpkit import records
 from lpkit.errors import ConfigError, packed, unpacked
-from lpkit.techniques.layouts import GROUPS, Layout
+from lpkit.techniques.layouts import APART, GROUPS, Layout
 
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -167,7 +167,7 @@ def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGrou
     made = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
         each = sorted({tuple(layout.peers(one, axes)) for one in range(layout.devices)})
-        own = name if name.endswith("down") else ""     # though another group has the same ranks
+        own = name if name in APART else ""
         for ranks in each if len(each[0]) > 1 else ():
             if (own, ranks) not in made:
                 made[own, ranks] = dist.new_group(ranks)

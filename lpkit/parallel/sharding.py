@@ -112,11 +112,13 @@ class Sharding:
         norm = torch.linalg.vector_norm(torch.stack(list(norms))) if norms else torch.tensor(0.0)
         over = [name for name, cut in (("shard", self.by_rows), ("tensor", self.layout.tensor > 1),
                                        ("pipeline", self.layout.pipeline > 1)) if cut]
+        if not over:
+            return norm
         squares = norm.square()
         for name in over:
             with self.ranks.waits:
                 dist.all_reduce(squares, group=self.ranks.groups[name])
-        return squares.sqrt() if over else norm
+        return squares.sqrt()
 
     def spread(self) -> None:
         """Is called after the optimizer's step: every rank then has the new weights that it is to
@@ -153,8 +155,8 @@ class Sharding:
         return self.ranks.in_stage if self.twice.get(name) == 0 else self.ranks.rank
 
     def placed(self, name: str, t: Tensor | Cut) -> Tensor | Cut:
-        """What all ranks of this stage have in a state, as a checkpoint has it: other stages have
-        none."""
+        """Returns what all ranks of this stage have in a state, as a checkpoint has it: other
+        stages have none."""
         if self.layout.pipeline == 1 or isinstance(t, Cut):
             return t
         return Cut(shape=t.shape, dtype=t.dtype, pieces=(Piece((0,) * t.ndim, t),),

@@ -20,7 +20,7 @@ that of the part, at least as fine as that of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,7 +34,9 @@ from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cut import Split
 from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.operation import MicroBatch, fused
+from lpkit.techniques.operation import MicroBatch, Op, fused
+
+Move = Callable[[Tensor, Ranks], Tensor]
 
 
 def gathered(x: Tensor, ranks: Ranks) -> Tensor:
@@ -54,26 +56,27 @@ def scattered(x: Tensor, ranks: Ranks) -> Tensor:
     return mine
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return gathered(x, ranks)
+class _Moved(torch.autograd.Function):
+    """Tokens go `there`, and their gradients `back`."""
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
-        return scattered(g, ctx.ranks), None
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return scattered(x, ranks)
+    def forward(ctx, x: Tensor, ranks: Ranks, there: Move, back: Move) -> Tensor:
+        ctx.ranks, ctx.back = ranks, back
+        return there(x, ranks)
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
-        return gathered(g, ctx.ranks), None
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(g, ctx.ranks), None, None, None
+
+
+def gather(x: Tensor, ranks: Ranks) -> Tensor:
+    """`gathered`, whose backward is `scattered`."""
+    return _Moved.apply(x, ranks, gathered, scattered)
+
+
+def scatter(x: Tensor, ranks: Ranks) -> Tensor:
+    """`scattered`, whose backward is `gathered`."""
+    return _Moved.apply(x, ranks, scattered, gathered)
 
 
 class CutEmbedding(nn.Module):
@@ -151,12 +154,13 @@ class TensorParallel(Transform):
         split = partial(Split, index=index, ranks=size)
         names = {p: name for name, p in model.named_parameters()}
         first = index * model.config.V // size
-        for p, how in self._cuts(model, split):
+        cut = [op for op in operations(MicroBatch(model=model.config)).block if op.cut]
+        for p, how in _cuts(model, cut, split):
             self.splits[names[p]] = how
             p.data = how.part(p.data)
         for block in model.blocks:
             block.attention.G //= size
-            for op in self._cut_operations(model):
+            for op in cut:
                 part, linear = _linear(block, op)
                 linear.out_features, linear.in_features = linear.weight.shape
                 if op.cut == "row":
@@ -171,30 +175,31 @@ class TensorParallel(Transform):
         model.vocabulary = Vocabulary(first=first, ranks=self.ranks)
         return model
 
-    def _cut_operations(self, model: nn.Module) -> list[Any]:
-        return [op for op in operations(MicroBatch(model=model.config)).block if op.cut]
 
-    def _cuts(self, model: nn.Module, split: Any) -> Iterator[tuple[nn.Parameter, Split]]:
-        yield model.embed.weight, split(0)
-        if model.head.weight is not model.embed.weight:
-            yield model.head.weight, split(0)
-        for p in model.positions.parameters():
-            yield p, split(None)
-        for block in model.blocks:
-            for op in self._cut_operations(model):
-                _, linear = _linear(block, op)
-                by_rows = op.cut == "column"
-                rows = fused(model.config, f"{op.name}.weight")
-                # heads take turns by group, and an even split is one of groups
-                parts = len(rows) if sum(rows) == linear.out_features else 1
-                yield linear.weight, split(0, parts=parts) if by_rows else split(1)
-                if linear.bias is not None:
-                    yield linear.bias, split(0, parts=parts) if by_rows else split(None)
-            for p in block.attention.kind.parameters(recurse=False):
-                yield p, split(0)       # a number a head
+def _cuts(model: nn.Module, cut: Sequence[Op], split: Callable[..., Split]
+          ) -> Iterator[tuple[nn.Parameter, Split]]:
+    """Yields each parameter that is cut, and how. `cut`: the operations of a block whose Linears
+    are."""
+    yield model.embed.weight, split(0)
+    if model.head.weight is not model.embed.weight:
+        yield model.head.weight, split(0)
+    for p in model.positions.parameters():
+        yield p, split(None)
+    for block in model.blocks:
+        for op in cut:
+            _, linear = _linear(block, op)
+            by_rows = op.cut == "column"
+            rows = fused(model.config, f"{op.name}.weight")
+            # heads take turns by group, and an even split is one of groups
+            parts = len(rows) if sum(rows) == linear.out_features else 1
+            yield linear.weight, split(0, parts=parts) if by_rows else split(1)
+            if linear.bias is not None:
+                yield linear.bias, split(0, parts=parts) if by_rows else split(None)
+        for p in block.attention.kind.parameters(recurse=False):
+            yield p, split(0)       # a number a head
 
 
-def _linear(block: nn.Module, op: Any) -> tuple[nn.Module, nn.Module]:
+def _linear(block: nn.Module, op: Op) -> tuple[nn.Module, nn.Module]:
     """Returns the part of a block that has an operation's Linear, and that."""
     return block.get_submodule(op.name.partition(".")[0]), block.get_submodule(op.name)
 
@@ -202,7 +207,7 @@ def _linear(block: nn.Module, op: Any) -> tuple[nn.Module, nn.Module]:
 def _add_scattered(add: Callable[[Tensor, Any], Tensor], ranks: Ranks, x: Tensor,
                    start: Any) -> Tensor:
     """Adds positions to this rank's summand of the embeddings, and keeps its tokens of the sum."""
-    return Scatter.apply(add(x, start), ranks)
+    return scatter(add(x, start), ranks)
 
 
 def _gather_for(leaf: str, part: nn.Module, given: tuple[Any, ...], *, ranks: Ranks) -> tuple:
@@ -216,7 +221,7 @@ def _gather_result(model: nn.Module, norm: nn.Module, given: Any, h: Tensor, *,
 
 
 def _scatter_result(part: nn.Module, given: Any, summand: Tensor, *, ranks: Ranks) -> Tensor:
-    return Scatter.apply(summand, ranks)
+    return scatter(summand, ranks)
 
 
 def _gathered_for(linear: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
@@ -225,4 +230,4 @@ def _gathered_for(linear: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:
     kind = x.device.type
     if not hasattr(linear, "recipe") and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    return Gather.apply(x, ranks)
+    return gather(x, ranks)

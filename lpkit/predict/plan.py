@@ -103,7 +103,8 @@ class Option:
         held, step = self.memory, self.time
         peak = held.at(held.peak_moment)
         return {
-            "devices": self.layout.devices, **asdict(self.layout), "why_untrained": self.why_untrained,
+            "devices": self.layout.devices, **asdict(self.layout),
+            "why_untrained": self.why_untrained,
             "precision": self.precision, "emulated": self.time.emulated,
             "optimizer": self.optimizer, "recompute": self.recompute,
             "sequences": step.sequences, "micro_batches": step.micro_batches,

@@ -281,6 +281,7 @@ GROUPS = {
     "pipeline down": ("pipeline",),     # messages from higher ranks to lower ones
     "stage": ("data", "shard", "context", "tensor"),
 }
+APART = {"pipeline down"}       # of their own, though another group has the same ranks
 
 
 def trains(config: "Config", changes: Mapping[str, Any]) -> bool:

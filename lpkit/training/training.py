@@ -375,10 +375,8 @@ class Training:
         governed = [name for name in state
                     if name.startswith("governor/") and name.split("/")[1] in self.governors]
         self._load(self._tensors(), state, source,
-                   beside=["rng/cpu", "rng/cuda", *governed,
-                           *(name for name in state if name.startswith(EVALUATED) or (
-                               name.startswith("optimizer/")
-                               and name.split("/")[1] in self.sharding.shapes))])
+                   beside=["rng/cpu", "rng/cuda", *slots, *governed,
+                           *(name for name in state if name.startswith(EVALUATED))])
         for name, governor in self.governors.items():
             prefix = f"governor/{name}/"
             governor.load_state_dict({key.removeprefix(prefix): t for key, t in state.items()
