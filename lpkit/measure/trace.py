@@ -54,9 +54,9 @@ World = Annotated[int, between(1, 65_536)]      # of devices
 
 
 @checked
-def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
+def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None, rank: int = 0,
                   device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
-    """Live bytes of one device in the second update of `config` on `world_size` devices, by row, as
+    """Live bytes of the device of a rank in the second update of `config` on `world_size` devices, by row, as
     `measure.memory`; and what it tells the others.
 
     layout: the axes data and shard, as training has them; without one the config's `parallel` on
@@ -70,7 +70,7 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
     check(config, layout, world_size if given else None)
     config = replace(config, parallel=layout)
     decisions = _decide(config, device)
-    with _world(layout, device) as ranks, _fake_step(device):
+    with _world(layout, device, rank) as ranks, _fake_step(device):
         bench = measure.Bench(config, decisions=decisions, ranks=ranks)
         tracker, messages = bench.watched()
         return tracker.footprint(chosen=decisions.choices, messages=messages,
@@ -107,8 +107,8 @@ def _decide(config: Config, device: str) -> Decisions:
 
 
 @contextmanager
-def _world(layout: Layout, device: str) -> Iterator[Ranks]:
-    """Rank 0 of a world that is not there."""
+def _world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
+    """One rank of a world that is not there."""
     if layout.devices == 1:
         yield Ranks()
         return
@@ -117,10 +117,10 @@ def _world(layout: Layout, device: str) -> Iterator[Ranks]:
                           "own; trace before it is made, or in another process")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.devices)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.devices)
     try:
         yield Ranks(world=layout.devices, layout=layout, device=device,
-                    groups=dict(groups_of(layout, 0)))
+                    groups=dict(groups_of(layout, rank)))
     finally:
         dist.destroy_process_group()
 
@@ -154,7 +154,8 @@ def _instead(fake: FakeTensorMode) -> Iterator[None]:
     with (mock.patch.multiple(Scratch, mapped=mapped, let_go=nothing),
           mock.patch.multiple(Slots, slot=lambda self, nbytes: Slot(0, nbytes), expect=nothing,
                               write=lambda self, t: self.slot(len(t)), read=read),
-          mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks)):
+          mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks),
+          mock.patch.object(dist.Work, "is_completed", lambda self: True)):
         yield
 
 

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lpkit.errors import ConfigError
 from lpkit.precision.deferred import Queue, deferring
@@ -91,7 +92,7 @@ class Pipeline:
         self.here: dict[Message, Tensor] = {}               # or on their way here
         self.coming: dict[Message, dist.Work] = {}
         self.going: deque[tuple[dist.Work, Tensor]] = deque()
-        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        kept: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         queues: dict[tuple[int, int], Queue] = {of: [] for of in self.split}
         for action, asks in zip(self.actions, self.asks):
             for asked, source in asks:
@@ -105,9 +106,10 @@ class Pipeline:
                     got.requires_grad_(torch.is_grad_enabled())
                 with deferring(queues.get(of)):
                     made = forward(stage, micro, got)
-                if made.requires_grad:
-                    kept[of] = got, made
-                self._give(message(action, self.stages, 1), made.detach())
+                given = message(action, self.stages, 1)
+                if made.requires_grad:      # nobody but its reader needs the numbers
+                    kept[of] = got, get_gradient_edge(made) if given else made
+                self._give(given, made.detach())
             elif kind == "W":
                 queue = queues.pop(of)
                 while queue:        # each is freed once it has run

@@ -23,12 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cut import Split
@@ -37,6 +38,7 @@ from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch, Op, fused
 
 Move = Callable[[Tensor, Ranks], Tensor]
+SMALL = 32      # scales of blocks of so many numbers, or of more, stay whole
 
 
 def gathered(x: Tensor, ranks: Ranks) -> Tensor:
@@ -77,6 +79,44 @@ def gather(x: Tensor, ranks: Ranks) -> Tensor:
 def scatter(x: Tensor, ranks: Ranks) -> Tensor:
     """`scattered`, whose backward is `gathered`."""
     return _Moved.apply(x, ranks, scattered, gathered)
+
+
+class Part(NamedTuple):
+    """What a rank keeps of a tensor, as hooks outside keep it; and what the tensor was."""
+
+    kept: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def kept_in_parts(x: Tensor, linear: nn.Module, ranks: Ranks) -> saved_tensors_hooks:
+    """Within, backward of `linear` needs its input x or a cast of that. All ranks of the tensor
+    group have the same, so each keeps a part, and backward gathers it once more (Korthikanti et al.
+    2022, section 4.2.2). Recomputation has hooks of its own, of which only the last would count."""
+    outside = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda t: t,) * 2
+    group, size = ranks.groups["tensor"], ranks.layout.tensor
+    index, storage, small = dist.get_rank(group), x.untyped_storage()._cdata, x.numel() // SMALL
+
+    def pack(t: Tensor) -> Any:
+        of_cast = getattr(t, "cast_for", None) is linear and t.numel() > small
+        if not of_cast and t.untyped_storage()._cdata != storage:
+            return outside[0](t)
+        flat, numbers = t.detach().as_strided((t.numel(),), (1,)), -(-t.numel() // size)
+        part = flat.new_empty(numbers)
+        mine = flat[index * numbers:][:numbers]
+        part[:len(mine)] = mine
+        return Part(outside[0](part), t.shape, t.stride())
+
+    def unpack(kept: Any) -> Tensor:
+        if not isinstance(kept, Part):
+            return outside[1](kept)
+        part = outside[1](kept.kept)
+        flat = part.new_empty(size * len(part))
+        with ranks.waits:
+            all_gather(flat.view(torch.uint8), part.view(torch.uint8), group=group)
+        return flat.as_strided(kept.shape, kept.stride)
+
+    return saved_tensors_hooks(pack, unpack)
 
 
 class CutEmbedding(nn.Module):
@@ -167,7 +207,7 @@ class TensorParallel(Transform):
                     part.register_forward_hook(partial(_scatter_result, ranks=self.ranks))
                     continue
                 leaf = op.name.rpartition(".")[2]
-                part.register_forward_pre_hook(partial(_gather_for, leaf, ranks=self.ranks))
+                part.forward = partial(_gather_for, part, leaf, part.forward, self.ranks)
         model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
         model.norm.register_forward_hook(partial(_gather_result, model, ranks=self.ranks))
         model.embed = CutEmbedding(model.embed.weight, first)
@@ -210,9 +250,14 @@ def _add_scattered(add: Callable[[Tensor, Any], Tensor], ranks: Ranks, x: Tensor
     return scatter(add(x, start), ranks)
 
 
-def _gather_for(leaf: str, part: nn.Module, given: tuple[Any, ...], *, ranks: Ranks) -> tuple:
-    x, *others = given
-    return _gathered_for(getattr(part, leaf), x, ranks), *others
+def _gather_for(part: nn.Module, leaf: str, forward: Callable[..., Tensor], ranks: Ranks,
+                x: Tensor, *others: Any) -> Tensor:
+    linear = getattr(part, leaf)
+    x = _gathered_for(linear, x, ranks)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return forward(x, *others)
+    with kept_in_parts(x, linear, ranks):
+        return forward(x, *others)
 
 
 def _gather_result(model: nn.Module, norm: nn.Module, given: Any, h: Tensor, *,

@@ -68,10 +68,13 @@ class ScaledMatmul(torch.autograd.Function):
             # gathered weights are freed, and gathered again for backward
             regather = x_trained and layer.gathered is not None
             saved = w_T().stored if x_trained and not regather else ()
+            inputs = x_T().stored if w_trained else ()
             if not torch.compiler.is_compiling():
                 for t in filter(torch.is_tensor, saved):
                     t.of_weight = True      # what moves activations away (memory.saved) leaves it
-            saved += x_T().stored if w_trained else ()
+                for t in filter(torch.is_tensor, inputs):
+                    t.cast_for = layer      # tensor ranks have the same, and keep a part of it each
+            saved += inputs
         ctx.save_for_backward(*saved)
         ctx.layer, ctx.dtype, ctx.w_T = layer, dtype, w_T if regather else None
         ctx.dtypes, ctx.leave = (x.dtype, carrier.dtype), leave

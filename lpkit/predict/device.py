@@ -100,14 +100,8 @@ class Device:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        # The first stage begins that many micro-batches before the first comes back (one forward,
-        # one backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C).
-        chunks, stages = layout.interleave, layout.pipeline
-        self.under_way = min(step.pieces, stages * (1 - 1 / chunks) + 1 / chunks)
-        if embeds:
-            self.under_way = min(step.pieces, stages + (stages - 1) / chunks * (chunks > 1))
-        if SCHEDULES[layout.schedule].breadth_first:
-            self.under_way = step.pieces
+        self.under_way = min(step.pieces, SCHEDULES[layout.schedule].under_way(
+            layout.pipeline, layout.interleave, embeds))
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
         self.stream_cut = self.cut if step.stack.sequence_parallel else layout.context
@@ -136,13 +130,14 @@ class Device:
         m, ops, parts = self.s.model, self.ops, parameters(self.s.model)
         prompt = parts.get("prompt", 0)
         outside = parts["embedding"] + prompt + parts["positions"] + parts["head"]
-        self.inside = (sum(parts.values()) - outside) * self.layers / m.L / self.tensor
+        norms = self.layers * ops.small[1]      # and what else tensor ranks have whole
+        self.inside = (sum(parts.values()) - outside) * self.layers / m.L
+        self.inside = (self.inside - norms) / self.tensor + norms
         self.block_parameters = self.inside / self.layers
-        tables = (self.embeds * (parts["embedding"] + prompt + parts["positions"])
-                  + self.heads * parts["head"])
+        tables = self.embeds * (parts["embedding"] + prompt) + self.heads * parts["head"]
         if m.tied and not self.embeds:
             tables += parts["embedding"]
-        self.tables = tables / self.tensor
+        self.tables = tables / self.tensor + self.embeds * parts["positions"]
         self.table = ops.head.weights / self.tensor     # of the embedding, and of the head
         self.linear_weights = ops.linear_weights / self.tensor
         with_columns, others = ops.small

@@ -38,6 +38,7 @@ from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, fused
+from lpkit.techniques.pipelines import SCHEDULES
 
 MOMENTS = {     # in the order in which they come
     LOSS: "everything is kept, and the logits have their gradients",
@@ -174,7 +175,10 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     on = machines.find(machine)
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
                 attention=attention)
-    stages = [(True, True)] if layout.pipeline == 1 else [(True, False), (False, True)]
+    schedule = SCHEDULES[layout.schedule]
+    stages = [(True, True)]     # of a V, too
+    if layout.pipeline > 1 and schedule.places == "loop":
+        stages = [(True, False), (False, True)]
     doubt = _doubt(step)
     found = [_held(Walk(step, *ends), doubt) for ends in stages]
     return found[0] if len(found) == 1 else max(found, key=lambda held: held.peak_bytes)
@@ -303,6 +307,8 @@ def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
     if d.gathers:
+        if d.under_way == d.step.pieces > 1:    # until one of them is gone there are none
+            nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
         if d.staged and d.step.layout.zero >= 2:
             nbytes = (d.inside + d.tables) * d.step.p.gradients
         yield State(walk.GRADIENTS, nbytes, dies=EMBED)
@@ -318,6 +324,8 @@ def _batches(d: Walk) -> Iterator[State]:
     yield State("batch", read * s.tokens * step.pieces / step.layout.context)
     others = d.under_way - 1
     waits = others * d.kept.waiting_bytes
+    if d.heads and SCHEDULES[step.layout.schedule].breadth_first:   # not one loss has gone back
+        waits += others * d.kept.operations["loss"]
     if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
         waits += others * d.stream
     yield State(walk.ACTIVATIONS, waits, dies=EMBED)

@@ -13,6 +13,7 @@ under way, and their activations are held. Sources are with the rows; Narayanan 
 https://arxiv.org/abs/2104.04473, explain the first three.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,14 @@ PLACES: dict[str, Callable[[int, int, int], int]] = {
 }
 
 
+def _under_way(ranks: int, chunks: int, first: bool) -> float:
+    """The first stage begins that many micro-batches before the first comes back (one forward, one
+    backward), and with chunks a part of one more (Korthikanti et al. 2022, appendix C)."""
+    if first:
+        return ranks + (ranks - 1) / chunks * (chunks > 1)
+    return ranks * (1 - 1 / chunks) + 1 / chunks
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineSchedule(Row):
     """`implementation`: PyTorch's. `places`: a row of PLACES. `splits`: backward is I and W.
@@ -36,6 +45,8 @@ class PipelineSchedule(Row):
     bubble:     (ranks, F, I, W) -> seconds of an update in which a rank computes nothing, where a
                 stage takes F, I and W, messages take nothing, and there are at least as many
                 micro-batches as stages. With `even` it holds if F, I and W take equally long
+    under_way:  (ranks, chunks, of the first rank, or the last) -> micro-batches that a rank holds
+                at most, if there are as many
     warm_up:    (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
                 backwards take turns. None: there is no closed form, and PyTorch is asked
     """
@@ -48,6 +59,7 @@ class PipelineSchedule(Row):
     bubble: Callable[[int, float, float, float], float] = lambda p, f, i, w: (p - 1) * (f + i + w)
     even: bool = False
     warm_up: Callable[[int, int, int, int], int] | None = None
+    under_way: Callable[[int, int, bool], float] = _under_way
     breadth_first: bool = False     # a chunk computes all micro-batches in a row
 
     def stages(self, rank: int, ranks: int, chunks: int) -> list[int]:
@@ -77,7 +89,7 @@ SCHEDULES = {
     "gpipe": PipelineSchedule(
         why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
         source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
-        implementation=f"{TORCH}GPipe", warm_up=lambda rank, p, v, m: m * v),
+        implementation=f"{TORCH}GPipe", under_way=lambda p, v, first: math.inf, warm_up=lambda rank, p, v, m: m * v),
     "1f1b": PipelineSchedule(
         why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
             "holds as many as there are stages from it on",
@@ -93,22 +105,26 @@ SCHEDULES = {
         why="gpipe with chunks: a rank needs the weights of one chunk at a time",
         source="Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953",
         implementation=f"{TORCH}LoopedBFS", chunks=(2, MANY), breadth_first=True,
+        under_way=lambda p, v, first: math.inf,
         warm_up=lambda rank, p, v, m: m * v),
     "zero-bubble": PipelineSchedule(
         why="1f1b whose weight gradients fill the bubble (ZB-H1; with chunks its interleaved form)",
         source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
         chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
+        under_way=lambda p, v, first: p,
         bubble=lambda p, f, i, w: (p - 1) * (f + max(0.0, i - w))),
     "zbv": PipelineSchedule(
         why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
         source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
-        chunks=(2, 2), bubble=lambda p, f, i, w: (p - 1) * f, even=True),
+        chunks=(2, 2), under_way=lambda p, v, first: p,
+        bubble=lambda p, f, i, w: (p - 1) * f, even=True),
     "dualpipev": PipelineSchedule(
         why="the V, in which a forward of one chunk and a backward of the other make a pair",
         source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
                "https://github.com/deepseek-ai/DualPipe",
         implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
         fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
+        under_way=lambda p, v, first: p + 0.5,
         bubble=lambda p, f, i, w: (p - 1) * f, even=True),
 }
 

@@ -109,5 +109,10 @@ class PipelineExecutor(Executor):
             total.add_(nats.detach(), alpha=config.parallel.pipeline)
             return nats * scale
 
-        pipeline.step(forward, like, before)
+        torch.autocast_increment_nesting()      # all micro-batches share the casts of weights
+        try:
+            pipeline.step(forward, like, before)
+        finally:
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
         return total
