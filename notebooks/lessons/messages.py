@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lessons.tasks import Task
 from lpkit.config import Config, ModelConfig
-from lpkit.predict.casts import on_hardware
+from lpkit.predict.casts import on_hardware, why_emulated
 from lpkit.predict.messages import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -55,7 +55,8 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     """Returns the messages of one update that rank 0 takes part in, and how many of each.
 
     layout     None: the config's `parallel`
-    machine    what "auto" precision is decided by; `precision` as in `lpkit.predict.memory`
+    machine    what "auto" precision is decided by, and how wide a cast is; `precision` as in
+               `lpkit.predict.memory`
     Raises ConfigError for what cannot be trained.
     """
     layout = layout or config.parallel
@@ -65,7 +66,8 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     if layout.devices == 1:
         return sent
     world, shard, data, tensor = layout.devices, layout.state_ranks, layout.data, layout.tensor
-    name = precision_of(config, machines.find(machine), precision)
+    on = machines.find(machine)
+    name = precision_of(config, on, precision)
     p, pieces = stored(config, name), config.micro_batches
     m, last = of_first_rank(config)
     sent[Message(ALL_REDUCE, FP32, world)] += 1                 # the loss
@@ -82,8 +84,9 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
         ranks, times = (world, pieces) if layout.pipeline == 1 else (world // layout.pipeline, 1)
         sent[Message(ALL_REDUCE, 3 * FP32 * cast, ranks)] += times * (ranks > 1)
 
-    for axis, of_ranks in (("tensor", of_tensor_ranks), ("context", of_context_ranks),
-                           ("pipeline", of_stages)):
+    if tensor > 1:
+        sent += of_tensor_ranks(config, name, on)
+    for axis, of_ranks in (("context", of_context_ranks), ("pipeline", of_stages)):
         if getattr(layout, axis) > 1:
             sent += of_ranks(config, name)
     if layout.replicas == 1:
@@ -118,7 +121,7 @@ def messages(config: Config, machine: "str | Machine" = "h200", layout: Layout |
     return +sent
 
 
-def of_tensor_ranks(config: Config, name: str) -> Counter[Message]:
+def of_tensor_ranks(config: Config, name: str, on: Machine) -> Counter[Message]:
     """Returns what the ranks of a tensor group send in an update. Each gather is a scatter in
     backward, and each scatter a gather (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
     two of both in a layer, a scatter of embeddings and a gather for the head. What is gathered for
@@ -143,8 +146,16 @@ def of_tensor_ranks(config: Config, name: str) -> Counter[Message]:
         if op.cut == "row":
             both(False, p.compute_bytes, m.L, again)
             continue
-        both(True, p.compute_bytes, plain.get(op.name, 0), again)
-        both(True, stream, m.L - plain.get(op.name, 0), again)
+        few = plain.get(op.name, 0)
+        both(True, p.compute_bytes, few, again)
+        both(True, stream, m.L - few, again)
+        # once more for the weight's gradient: as it came, or as it was cast
+        if not (on.kind == "cpu" and p.dtype == "fp16"):    # which widens it, and keeps that whole
+            sent[Message(ALL_GATHER, tokens * m.D * p.compute_bytes, n)] += few * pieces
+        if p.low:
+            low = replace(p.low, native=not why_emulated(row, on, config.precision.backend))
+            nbytes = round(tokens * m.D * low.number_bytes)
+            sent[Message(ALL_GATHER, nbytes, n)] += (m.L - few) * pieces
     both(False, stream, 1)                  # embeddings
     both(True, p.compute_bytes, last)       # the head
     # of each token the largest logit; then the target's, and the sum of exponentials
