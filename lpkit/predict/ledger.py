@@ -307,10 +307,10 @@ def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
         return
     yield State(walk.GRADIENTS, nbytes, UPDATE)
     if d.gathers:
-        if d.under_way == d.step.pieces > 1:    # until one of them is gone there are none
-            nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
         if d.staged and d.step.layout.zero >= 2:
             nbytes = (d.inside + d.tables) * d.step.p.gradients
+        if d.under_way == d.step.pieces > 1:    # until one of them is gone there are none
+            nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
         yield State(walk.GRADIENTS, nbytes, dies=EMBED)
 
 
