@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from lpkit import train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.measure.rehearsal import rehearse
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.pipeline import message, order, routes
 from lpkit.parallel.processes import Processes
@@ -246,13 +247,19 @@ def test_gradients_are_those_of_one_process(parent, ranks, untagged):
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks, seconds", [(4, (0.03, 0.05, 0.02)), (8, (0.04, 0.04, 0.04))])
 def test_steps_take_what_the_clock_says(parent, ranks, seconds):
-    """Stages that sleep, a rank's together `seconds`: the only honest way to see 8 of them on 2 cores."""
-    told = {"cases": cases(ranks, 2 * ranks), "seconds": seconds}
-    with Processes("tests.pipeline_ranks:slept", told, world=ranks, parent=parent) as running:
-        found = running.wait()[0]
-    f, i, w = seconds
-    off = {name: found[name] * chunks / clock(order(name, ranks, chunks, m), forward=f, dx=i, dw=w).step_seconds - 1
-           for name, chunks, m in told["cases"]}
+    """Stages that sleep, a rank's together `seconds`: the only honest way to see 8 of them on 2 cores. What they hold, and in which
+    order they compute, is exact; of seconds a machine has more than the clock."""
+    off = {}
+    for name, chunks, m in cases(ranks, 2 * ranks):
+        found = order(name, ranks, chunks, m)
+        each = dict(zip(("forward", "dx", "dw"), (one / chunks for one in seconds)))
+        done, due = rehearse(found, **each, parent=parent), clock(found, **each)
+        assert done.how == "rehearsed: stages that sleep" != due.how
+        assert (done.peaks, done.rank_peaks) == (due.peaks, due.rank_peaks), name
+        for rank, actions in found.items():
+            kinds = [each["forward"] if kind == "F" else each["dx"] * (kind != "W") + each["dw"] * (kind != "I") for _, kind, _ in actions]
+            assert all(end - begin >= nap for begin, end, nap in zip(done.begins[rank], done.ends[rank], kinds, strict=True)), name
+        off[name] = done.step_seconds / due.step_seconds - 1
     print({name: f"{one:+.1%}" for name, one in off.items()})
     assert max(map(abs, off.values())) < 0.1, off
 
