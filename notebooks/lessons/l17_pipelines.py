@@ -13,7 +13,7 @@ sleep. And how often a backward in two parts multiplies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
