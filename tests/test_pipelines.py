@@ -356,9 +356,15 @@ def test_every_schedule_trains_as_one_process(parent, pipeline):
     ({"data": 2, "schedule": "interleaved", "interleave": 2}, {"model.tied": False, "memory.cross_entropy": "chunked"}),
     ({"shard": 2, "zero": 1, "schedule": "dualpipev", "interleave": 2}, {"model.position": "rope", "memory.recompute": "block"}),
     ({"tensor": 2, "schedule": "zero-bubble"}, {}),
+    # a head of two layers' work: the last rank has fewer
+    ({"schedule": "zero-bubble"}, {"model.vocab": 1024}),
+    ({"schedule": "interleaved", "interleave": 2, "data": 2}, {"model.vocab": 1024, "model.tied": False}),
+    ({"schedule": "zbv", "interleave": 2}, {"model.vocab": 1024}),
     # the first stage has the embedding alone, and the last one the head
     ({"schedule": "looped-bfs", "interleave": 2}, {"model.layers": 2, "data.policy": "spread-documents"})])
 def test_layouts_train_as_one_process(parent, layout, settings):
+    config = laid(SMALL.replace(settings), {"pipeline": 2, **layout})
+    assert (len({*rank_layers(config.model, config.parallel)}) > 1) == ("model.vocab" in settings)
     agree(parent, laid(SMALL.replace(settings), {"pipeline": 2, **layout}), 4)
 
 
