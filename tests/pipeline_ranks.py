@@ -1,6 +1,5 @@
 """What ranks do in tests of pipelines; each is `f(place, told)`."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,25 +41,6 @@ class Product(torch.autograd.Function):
         return g @ w, None
 
 
-class Nap(torch.autograd.Function):
-    """Sleeps in forward, in dx and in dw."""
-
-    @staticmethod
-    def forward(ctx, x, w, seconds):
-        ctx.seconds, ctx.queue = seconds, QUEUE.get()
-        time.sleep(seconds[0])
-        return x + w
-
-    @staticmethod
-    def backward(ctx, g):
-        time.sleep(ctx.seconds[1])
-        if ctx.queue is None:
-            time.sleep(ctx.seconds[2])
-        else:
-            ctx.queue.append(lambda: time.sleep(ctx.seconds[2]))
-        return g, torch.zeros(()), None
-
-
 @contextmanager
 def joined(place: Place) -> Iterator[None]:
     torch.set_num_threads(1)
@@ -73,23 +53,6 @@ def joined(place: Place) -> Iterator[None]:
 
 def pipeline(place: Place, name: str, chunks: int, m: int) -> Pipeline:
     return Pipeline(order(name, place.world, chunks, m), place.rank, groups=(dist.group.WORLD,) * 2)
-
-
-def slept(place: Place, told: dict) -> dict[str, float]:
-    """Seconds of an update of stages that sleep, by schedule: the less of two."""
-    w, found = torch.zeros((), requires_grad=True), {}
-    with joined(place):
-        for name, chunks, m in told["cases"]:
-            run = pipeline(place, name, chunks, m)
-            taken, seconds = [], [one / chunks for one in told["seconds"]]
-            for _ in range(2):
-                dist.barrier()
-                began = time.perf_counter()
-                run.step(lambda stage, micro, x, s=seconds: Nap.apply(torch.zeros(1) if x is None else x, w, s), torch.zeros(1))
-                dist.barrier()
-                taken.append(time.perf_counter() - began)
-            found[name] = min(taken)
-    return found
 
 
 def layers(stages: int) -> list[nn.Parameter]:

@@ -19,10 +19,11 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.links import stride
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import MICRO_BATCH_SIZES, USABLE_MEMORY_SHARE, largest_model, plan
-from lpkit.predict.time import bill, layers_of_stage, step_time
+from lpkit.predict.time import bill, step_time
 from lpkit.presets import preset
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout, check, stages_fit
+from lpkit.techniques.stages import rank_layers
 from lpkit.training.runs import sealed_yaml
 from lpkit.training.training import Training
 
@@ -70,7 +71,7 @@ def test_what_a_sentence_proposes_can_exist():
 
 def test_llama_3s_stages_exist():
     """126 layers on 16 stages: 8 each, 7 in the first and the last; in chunks, two of 128 slots are empty."""
-    assert layers_of_stage(126, 16) == (8, True) and layers_of_stage(80, 16) == (5, False)
+    assert rank_layers(preset("llama-405b").model, Layout(pipeline=16)) == (7, *[8] * 14, 7)
     assert stages_fit(126, 16, 1) and stages_fit(126, 16, 8) and not stages_fit(126, 15, 1) and not stages_fit(2, 4, 1)
     check(preset("llama-405b"), Layout(tensor=8, pipeline=16, interleave=8))
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.layouts import stage_layers
 from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.stages import stage_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class KeepStages(Transform):
         layout = self.ranks.layout
         rank, size = dist.get_rank(self.ranks.groups["pipeline"]), layout.pipeline
         mine = SCHEDULES[layout.schedule].stages(rank, size, layout.interleave)
-        last, layers = size * layout.interleave - 1, len(model.blocks)
-        for stage, its in enumerate(stage_layers(layers, last + 1)):
+        last = size * layout.interleave - 1
+        for stage, its in enumerate(stage_layers(model.config, layout)):
             for layer in its if stage not in mine else ():
                 delattr(model.blocks, str(layer))
         tied = model.head.weight is model.embed.weight

@@ -22,12 +22,13 @@ KEEPS = {"F": 1, "I": 0, "W": -1, "B": -1}          # micro-batches that a stage
 class Timed:
     """`begins` and `ends`: of the actions of each rank, in their order. `peaks`: how many
     micro-batches each stage holds at most, each from its F until its B or W; `rank_peaks`: the
-    chunks of a rank together."""
+    chunks of a rank together. `how` they were found."""
 
     begins: dict[int, list[float]]
     ends: dict[int, list[float]]
     peaks: list[int]
     rank_peaks: dict[int, int]
+    how: str = "by the clock"
 
     @property
     def step_seconds(self) -> float:
@@ -40,14 +41,19 @@ class Timed:
         return 1 - busy / (len(self.ends) * self.step_seconds)
 
 
+def of_stages(order: Order, *seconds: Seconds) -> list[Sequence[float]]:
+    """Each of `seconds` for each stage."""
+    stages = len({stage for actions in order.values() for stage, _, _ in actions})
+    return [[one] * stages if isinstance(one, (int, float)) else one for one in seconds]
+
+
 def clock(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds,
           message_seconds: float = 0.0) -> Timed:
     """Raises ConfigError for an order in which an action is lacking, comes twice, or waits for
     ever."""
     rank_of = {stage: rank for rank, actions in order.items() for stage, _, _ in actions}
     stages, m = len(rank_of), 1 + max(one[2] for actions in order.values() for one in actions)
-    f, i, w = ([one] * stages if isinstance(one, (int, float)) else one
-               for one in (forward, dx, dw))
+    f, i, w = of_stages(order, forward, dx, dw)
     seconds = {"F": f, "I": i, "W": w, "B": [a + b for a, b in zip(i, w)]}
     # of a message to the next stage; a V turns without one
     hop = [message_seconds * (rank_of[s] != rank_of[s + 1]) for s in range(stages - 1)]

@@ -29,6 +29,7 @@ from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import resolve, untiled
+from lpkit.techniques.stages import rank_layers
 
 # bytes a number while its code is found: in float32, padded, from the least, and the noise
 PACKED = {2: 16, 4: 12}
@@ -95,7 +96,8 @@ class Device:
         self.step, self.s, self.ops, self.padded = step, s, ops, step.padded
         self.m = m = s.model
         self.embeds, self.heads = embeds, heads
-        self.layers = -(-m.L // layout.pipeline)
+        own = rank_layers(m, layout, step.config.system.stack == "auto")
+        self.layers = own[-1] if heads else max(own[:-1])
         if step.stack.stages_by_work and layout.pipeline > 1:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1

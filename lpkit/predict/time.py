@@ -11,7 +11,9 @@ phase by phase. Products, attention and pointwise work are rooflines; messages a
   computes (FSDP);
 - gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one backward or forward
   pass;
-- tensor-parallel, context-parallel and pipeline messages hide behind nothing.
+- pipeline messages hide behind other micro-batches, but for those on the longest path of the order
+  (`hops` of `lpkit.techniques.pipelines`, from `lpkit.predict.clock`);
+- tensor-parallel and context-parallel messages hide behind nothing.
 
 Of what could hide, a stated share does (`Efficiency.overlap`): messages and work slow each other.
 
@@ -50,7 +52,7 @@ from lpkit.predict.roofline import Efficiency
 from lpkit.predict.updates import Work, moved_bytes
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import Layout, check, layers_of_stage
+from lpkit.techniques.layouts import Layout, check
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
@@ -58,6 +60,7 @@ from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import estimating, find
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.row import Settings
+from lpkit.techniques.stages import rank_layers
 from lpkit.values import between
 
 TENSOR = "Korthikanti et al. 2022, section 4.2, https://arxiv.org/abs/2205.05198"
@@ -215,7 +218,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         if updating:
             moved = 3 * FP32 + 2 * (updating.cut_bytes + updating.whole_bytes)
         rank = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered)
-        rows = rank.rows(moved, updating)
+        own = rank_layers(config.model, layout, config.system.stack == "auto")
+        rows = rank.rows(moved, updating, own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
         for one in estimating(optimizer_settings(config, optimizer)):
@@ -319,23 +323,22 @@ class _Rank:
         if hidden or any(phases.values()):
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
-    def rows(self, optimizer_bytes: float, work: Work | None) -> list[TimeRow]:
-        """Makes the rows of a pipeline's slowest stage, a middle one or the last, with the head."""
+    def rows(self, optimizer_bytes: float, work: Work | None,
+             own: tuple[int, ...]) -> list[TimeRow]:
+        """Makes the rows of a pipeline's slowest rank. `own`: layers of each, and last of all of that
+        with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         v, stages = layout.interleave, layout.pipeline
-        chunk, fewer = layers_of_stage(self.m.L, stages * v)
-        middle = chunk * v
-        ends = middle - 1 if fewer else middle
         layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
                  + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
-        last = ends * layer + (sum(self.head) + pointwise_head + 2 * self.tensor_once)
-        has_head = stages == 1 or last >= middle * layer
-        layers, others = ends if has_head else middle, 0.0
-        if stages > 1:
-            others = ends * layer + last + (stages - 2) * middle * layer - max(last, middle * layer)
+        seconds = [count * layer for count in own]
+        seconds[-1] += sum(self.head) + pointwise_head + 2 * self.tensor_once
+        has_head = seconds[-1] == max(seconds)
+        layers = own[-1] if has_head else max(own)
+        others = sum(seconds) - max(seconds)
         message = self.group_bytes / layout.tensor * self.p.residual_bytes / self.p.compute_bytes
-        send = 2 * v * self.exposed * self.link("pipeline").send_seconds(message)
+        send = self.exposed * self.link("pipeline").send_seconds(message)
         times, heads = pieces * layers, pieces * has_head
         count = f"{pieces} micro-batches x {layers} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
@@ -373,20 +376,24 @@ class _Rank:
             "gathered before attention, forward and again backward; their gradients scattered",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         if stages > 1:
-            row("pipeline: send and receive",
-                f"{pieces} micro-batches x {v} chunks, activations forward and gradients backward",
-                PIPELINE, communication=pieces * send)
-            schedule, half = SCHEDULES[layout.schedule], self.backward / 2      # dx, and dw
-            left = schedule.bubble(2, self.forward, half, half) / (self.forward + self.backward)
+            schedule = SCHEDULES[layout.schedule]
+            forward = (self.forward + self.casts + 4 * self.tensor_once + self.context_once
+                       + rate.layer_seconds / 3)
+            half = (layer - forward) / 2        # dx, and dw
+            hops = schedule.hops(stages, v, pieces)
+            row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
+                f"gradients backward; others travel beside work", PIPELINE,
+                communication=hops * send)
+            left = schedule.bubble(2, forward, half, half) / layer
             row("pipeline: bubble", f"{left:.2g} x (stages - 1) / (micro-batches x chunks) of the "
                 f"rest: ({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
-                schedule.source, communication=left * others / v + (stages - 1) * send / v)
+                schedule.source, communication=left * others / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
         parts = parameters(self.m)
         outside = parts["embedding"] + parts["positions"] + parts["head"]
         block = (sum(parts.values()) - outside) / self.m.L
         trained = trained_count(self.m) / parameter_count(self.m)
-        states = trained * (middle * block + outside / min(stages, 2)) / layout.tensor
+        states = trained * (max(own) * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
         self.state_rows(layers, states, owned, block / layout.tensor, trained)
         row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",

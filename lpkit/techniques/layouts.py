@@ -17,7 +17,6 @@ context   ranks that hold a part of each sequence everywhere, dealt in zig-zag s
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -388,21 +387,6 @@ def stages_fit(layers: int, stages: int, chunks: int) -> bool:
     """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
     return (layers % (stages * chunks) == 0
             or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
-
-
-def layers_of_stage(layers: int, stages: int) -> tuple[int, bool]:
-    """Layers of a middle stage, or chunk; and whether the first and the last hold one fewer, beside
-    the embedding and the head, as Llama 3 does (126 layers on 16 stages of 8 chunks,
-    https://arxiv.org/abs/2407.21783, section 3.3.2)."""
-    fewer = layers % stages > 0
-    return (layers + 2 * fewer) // stages, fewer
-
-
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each stage, or chunk."""
-    each, fewer = layers_of_stage(layers, stages)
-    cuts = [0, *(each * stage - fewer for stage in range(1, stages)), layers]
-    return [range(*both) for both in itertools.pairwise(cuts)]
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:

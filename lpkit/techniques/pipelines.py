@@ -44,9 +44,12 @@ class PipelineSchedule(Row):
 
     bubble:     (ranks, F, I, W) -> seconds of an update in which a rank computes nothing, where a
                 stage takes F, I and W, messages take nothing, and there are at least as many
-                micro-batches as stages. With `even` it holds if F, I and W take equally long
+                micro-batches as stages. With `even` it holds if F, I and W take equally long; else
+                it is off by up to a tenth of the update
     under_way:  (ranks, chunks, of the first rank, or the last) -> micro-batches that a rank holds
                 at most, if there are as many
+    hops:       (ranks, chunks, micro-batches) -> messages of which each waits for the one before,
+                where F, I and W take equally long and a message much less
     warm_up:    (rank, ranks, chunks, micro-batches of a round) -> forwards before forwards and
                 backwards take turns. None: there is no closed form, and PyTorch is asked
     """
@@ -58,6 +61,7 @@ class PipelineSchedule(Row):
     needs: str = ""
     bubble: Callable[[int, float, float, float], float] = lambda p, f, i, w: (p - 1) * (f + i + w)
     even: bool = False
+    hops: Callable[[int, int, int], float] = lambda p, v, m: 2 * (p - 1)
     warm_up: Callable[[int, int, int, int], int] | None = None
     under_way: Callable[[int, int, bool], float] = _under_way
     breadth_first: bool = False     # a chunk computes all micro-batches in a row
@@ -65,6 +69,9 @@ class PipelineSchedule(Row):
     def stages(self, rank: int, ranks: int, chunks: int) -> list[int]:
         """Those of a rank, in the order of the layers."""
         return [PLACES[self.places](rank, chunk, ranks) for chunk in range(chunks)]
+
+    def by_rank(self, ranks: int, chunks: int) -> list[list[int]]:
+        return [self.stages(rank, ranks, chunks) for rank in range(ranks)]
 
     def problem(self, ranks: int, chunks: int, m: int) -> str:
         """Why there is no such order; empty: there is one."""
@@ -75,6 +82,12 @@ class PipelineSchedule(Row):
 
     def nearest_chunks(self, chunks: int) -> int:
         return min(max(chunks, self.chunks[0]), self.chunks[1])
+
+
+def one_way(p: int, f: float, i: float, w: float) -> float:
+    """The bubble where dw fills what it can: the way of the first micro-batch to the last rank, or
+    of a gradient back. Of equal F, I and W it is (p - 1) (f + i - w) (Qi et al. 2024, table 1)."""
+    return (p - 1) * max(f, i, f + i - w)
 
 
 def whole_rounds(ranks: int, m: int) -> bool:
@@ -95,11 +108,12 @@ SCHEDULES = {
             "holds as many as there are stages from it on",
         source="Narayanan et al. 2020, https://arxiv.org/abs/2006.09503",
         implementation=f"{TORCH}1F1B", fits=lambda p, m: m >= p, needs="one a rank or more",
+        hops=lambda p, v, m: 2 * (p - 1) * m / p + 2 * (p - 2),
         warm_up=lambda rank, p, v, m: p - 1 - rank),
     "interleaved": PipelineSchedule(
         why="1f1b with chunks: the bubble of a chunk, for more messages and more that is held",
         source=MEGATRON, implementation=f"{TORCH}Interleaved1F1B", chunks=(2, MANY),
-        fits=whole_rounds, needs=ROUNDS,
+        fits=whole_rounds, needs=ROUNDS, hops=lambda p, v, m: 2 * (p * v - 1),
         warm_up=lambda rank, p, v, m: (v - 1) * m + 2 * (p - 1 - rank)),
     "looped-bfs": PipelineSchedule(
         why="gpipe with chunks: a rank needs the weights of one chunk at a time",
@@ -112,12 +126,12 @@ SCHEDULES = {
         source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
         chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
         under_way=lambda p, v, first: p,
-        bubble=lambda p, f, i, w: (p - 1) * (f + max(0.0, i - w))),
+        bubble=one_way, hops=lambda p, v, m: 4 * (p - 1) + p * (v - 1)),
     "zbv": PipelineSchedule(
         why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
         source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
-        chunks=(2, 2), under_way=lambda p, v, first: p,
-        bubble=lambda p, f, i, w: (p - 1) * f, even=True),
+        chunks=(2, 2), under_way=lambda p, v, first: p, bubble=one_way, even=True,
+        hops=lambda p, v, m: 5 * p - 7),
     "dualpipev": PipelineSchedule(
         why="the V, in which a forward of one chunk and a backward of the other make a pair",
         source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
@@ -125,7 +139,7 @@ SCHEDULES = {
         implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
         fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
         under_way=lambda p, v, first: p + 0.5,
-        bubble=lambda p, f, i, w: (p - 1) * f, even=True),
+        bubble=one_way, even=True, hops=lambda p, v, m: 4 * (p - 1)),
 }
 
 

@@ -21,8 +21,8 @@ from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.layouts import stage_layers
 from lpkit.techniques.pipelines import SCHEDULES, Action
+from lpkit.techniques.stages import stage_layers
 from lpkit.training.steps import Executor, Phases, advance
 
 
@@ -51,7 +51,7 @@ class PipelineExecutor(Executor):
         name, p, v = (config.parallel.schedule, config.parallel.pipeline,
                       config.parallel.interleave)
         self.config, self.ranks, groups = config, ranks, ranks.groups
-        self.layers = stage_layers(config.model.L, p * v)
+        self.layers = stage_layers(config.model, config.parallel)
         made = partial(Pipeline, rank=dist.get_rank(groups["pipeline"]), waits=ranks.waits,
                        groups=(groups["pipeline"], groups["pipeline down"]))
         self.updates = made(order(name, p, v, config.micro_batches))

@@ -13,8 +13,7 @@ sleep. And how often a backward in two parts multiplies.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -32,10 +31,12 @@ from lessons.drawing import NAMES, axis, bars, figure
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.course.judge import Exercise, adding_to
+from lpkit.measure import rehearsal
+from lpkit.measure.rehearsal import Nap, Sleeper
 from lpkit.parallel.meeting import meet
-from lpkit.parallel.pipeline import Pipeline, order
+from lpkit.parallel.pipeline import order
 from lpkit.parallel.processes import Place, Processes, WarmParent
-from lpkit.precision.deferred import QUEUE, deferring
+from lpkit.precision.deferred import deferring
 from lpkit.precision.linear import ScaledLinear
 from lpkit.predict.clock import Timed, clock
 from lpkit.predict.compare import disturbance
@@ -110,109 +111,55 @@ PROGRESS_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
-    """`step_seconds`: the least of some updates. `held`: the most micro-batches of a stage that
-    were alive on each rank, over its chunks."""
-
-    step_seconds: float
-    held: tuple[float, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """By schedule: over the kit's runtime with `deferring`, and PEERS over PyTorch's. `others`: the
-    share of the cores that other processes took."""
+    """By schedule: over the kit's runtime with `deferring`, and the seconds of PEERS over PyTorch's.
+    `others`: the share of the cores that other processes took."""
 
-    kit: Mapping[str, Rehearsed]
-    torch: Mapping[str, Rehearsed]
+    kit: Mapping[str, Timed]
+    torch: Mapping[str, float]
     others: float
 
 
 def rehearse(paths: Mapping[str, Path], seconds: tuple[float, float, float], *, rounds: int = 2,
              parent: WarmParent | None = None) -> Rehearsal:
-    """Real processes, real messages, and naps in place of products: F, dx and dw of all layers of a
-    rank take `seconds`."""
-    one = next(iter(paths.values()))
-    told = {"rounds": rounds, "seconds": seconds, "cases": [[each.name, each.chunks, each.micro_batches] for each in paths.values()]}
-    others = hardware.others()
-    with Processes(f"{__name__}:rehearsed", told, world=one.ranks, parent=parent,
+    """F, dx and dw of all layers of a rank take `seconds`."""
+    others, kit = hardware.others(), {}
+    for name, one in paths.items():
+        forward, dx, dw = (each / one.chunks for each in seconds)
+        kit[name] = rehearsal.rehearse(one.order, forward=forward, dx=dx, dw=dw, rounds=rounds,
+                                       parent=parent)
+    told = {"rounds": rounds, "seconds": seconds,
+            "cases": [[each.name, each.chunks, each.micro_batches] for each in paths.values()
+                      if each.name in PEERS]}
+    world = next(iter(paths.values())).ranks
+    with Processes(f"{__name__}:rehearsed", told, world=world, parent=parent,
                    progress_seconds=PROGRESS_SECONDS) as running:
-        ranks = running.wait()
-    found = {runtime: {name: Rehearsed(
-        step_seconds=ranks[0][runtime][name][0],
-        held=tuple(each[runtime][name][1] / paths[name].chunks for each in ranks))
-        for name in ranks[0][runtime]} for runtime in ranks[0]}
-    return Rehearsal(kit=found["kit"], torch=found["torch"], others=others())
-
-
-class Alive:
-    """How many are alive now, and were at most."""
-
-    now = most = 0
-
-    def one(self) -> Tensor:
-        t = torch.empty(0)
-        weakref.finalize(t, self._gone)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        return t
-
-    def _gone(self) -> None:
-        self.now -= 1
-
-
-class Nap(torch.autograd.Function):
-    """x + w, which takes its time. As any Function of Python it makes dx and dw together, whatever
-    it is asked for; but where a queue was there in forward, dw waits in it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, seconds: Sequence[float], alive: Alive) -> Tensor:
-        ctx.seconds, ctx.queue = seconds, QUEUE.get()
-        ctx.save_for_backward(alive.one())
-        time.sleep(seconds[0])
-        return x + w
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
-        (held,), (_, dx, dw) = ctx.saved_tensors, ctx.seconds
-        if ctx.queue is not None:
-            time.sleep(dx)
-            ctx.queue.append(partial(_weights, dw, [held]))
-            return g, None, None, None
-        time.sleep(dx + dw)
-        return g, g.sum(), None, None
-
-
-def _weights(seconds: float, held: list[Tensor]) -> None:
-    time.sleep(seconds)
-    held.clear()
+        peers = running.wait()[0]
+    return Rehearsal(kit=kit, torch=peers, others=others())
 
 
 class Stage(nn.Module):
-    def __init__(self, seconds: Sequence[float], alive: Alive):
+    """One that sleeps, for PyTorch's runtime."""
+
+    def __init__(self, number: int, sleeper: Sleeper):
         super().__init__()
-        self.w, self.seconds, self.alive = nn.Parameter(torch.zeros(())), seconds, alive
+        self.w, self.number, self.sleeper = nn.Parameter(torch.zeros(())), number, sleeper
 
     def forward(self, x: Tensor) -> Tensor:
-        return Nap.apply(x, self.w, self.seconds, self.alive)
+        return Nap.apply(x, self.w, self.sleeper, self.number)
 
 
-def rehearsed(place: Place, told: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    """In a rank."""
+def rehearsed(place: Place, told: dict[str, Any]) -> dict[str, float]:
+    """In a rank: by schedule, the least seconds of an update over PyTorch's runtime."""
     torch.set_num_threads(1)
     meet("gloo", **place.among)
-    found: dict[str, dict[str, list[float]]] = {"kit": {}, "torch": {}}
+    found = {}
     try:
         for number, (name, chunks, m) in enumerate(told["cases"]):
             place.at(number, "rehearsal")
-            seconds = [each / chunks for each in told["seconds"]]
-            for runtime, of in (("kit", _kits), ("torch", _torchs)):
-                if runtime == "torch" and name not in PEERS:
-                    continue
-                alive = Alive()
-                step = of(name, place, chunks, m, seconds, alive)
-                taken = [_seconds(step) for _ in range(told["rounds"])]
-                found[runtime][name] = [min(taken), alive.most]
+            naps = [[each / chunks for each in told["seconds"]]] * place.world * chunks
+            step = _torchs(name, place, chunks, m, Sleeper(naps))
+            found[name] = min(_seconds(step) for _ in range(told["rounds"]))
     finally:
         dist.destroy_process_group()
     return found
@@ -226,20 +173,10 @@ def _seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _kits(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float],
-          alive: Alive) -> Callable[[], None]:
-    stages = {stage: Stage(seconds, alive)
-              for stage in SCHEDULES[name].stages(place.rank, place.world, chunks)}
-    run = Pipeline(order(name, place.world, chunks, m), place.rank, groups=(dist.group.WORLD,) * 2)
-    return partial(run.step, lambda stage, micro, x: stages[stage](
-        torch.zeros(1) if x is None else x), torch.zeros(1))
-
-
-def _torchs(name: str, place: Place, chunks: int, m: int, seconds: Sequence[float],
-            alive: Alive) -> Callable[[], Any]:
+def _torchs(name: str, place: Place, chunks: int, m: int, sleeper: Sleeper) -> Callable[[], Any]:
     kind, stages = SCHEDULES[name].load(), place.world * chunks
     ids = SCHEDULES[name].stages(place.rank, place.world, chunks)
-    parts = [PipelineStage(Stage(seconds, alive), stage, stages, torch.device("cpu"))
+    parts = [PipelineStage(Stage(stage, sleeper), stage, stages, torch.device("cpu"))
              for stage in ids]
     made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
                 loss_fn=lambda y, target: (y - target).sum())
@@ -428,19 +365,19 @@ def steps_table(paths: Mapping[str, Path], seconds: tuple[float, float, float]) 
 def rehearsal_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
                     run: Rehearsal) -> str:
     """HTML: an update by schedule, by the clock and rehearsed, over both runtimes."""
-    lines = []
+    lines, kit = [], {name: each.step_seconds for name, each in run.kit.items()}
     for name, one in paths.items():
         line = [name]
-        for due, runs in ((timed, run.kit), (timed_twice, run.torch)):
+        for due, runs in ((timed, kit), (timed_twice, run.torch)):
             if name in runs:
-                said, measured = due(one, *seconds).step_seconds, runs[name].step_seconds
+                said, measured = due(one, *seconds).step_seconds, runs[name]
                 line += [_ms(said), _ms(measured), f"{measured / said - 1:+.1%}"]
             else:
                 line += ["", "", ""]
         lines.append(tuple(line))
     return html_table(("", "clock", "the kit's runtime", "off", "clock, dw made twice",
                        "PyTorch's runtime", "off"), lines,
-                      caption="; ".join(filter(None, ("rehearsed: stages that sleep",
+                      caption="; ".join(filter(None, (rehearsal.HOW,
                                                       disturbance(run.others)))))
 
 
@@ -453,7 +390,7 @@ def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],
     """HTML: micro-batches that each rank holds, by the clock and as they were alive."""
     lines = []
     for name, one in paths.items():
-        both = held(one, timed(one, *seconds)), run.kit[name].held
+        both = held(one, timed(one, *seconds)), held(one, run.kit[name])
         lines.append((name, *(" ".join(f"{each:g}" for each in ranks) for ranks in both)))
     return html_table(("micro-batches, by rank", "by the clock", "alive, counted"), lines)
 

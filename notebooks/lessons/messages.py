@@ -27,11 +27,12 @@ from lpkit.techniques import layouts, machines
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import POLICIES
-from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout, stage_layers
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import FP32
 from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.stages import stage_layers
 
 # of (n - 1) / n of the bytes; who sends to one other sends all of them
 ROUNDS = {ALL_REDUCE: 2, REDUCE_SCATTER: 1, ALL_GATHER: 1, ALL_TO_ALL: 1, SEND: 2}
@@ -215,8 +216,6 @@ def of_stages(config: Config, name: str) -> Counter[Message]:
 def of_first_rank(config: Config) -> tuple[ModelConfig, bool]:
     """Returns the model with the layers that rank 0 has, and whether it has the head."""
     m, layout = config.model, config.parallel
-    stages = layout.pipeline * layout.interleave
     own = SCHEDULES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
-    layers = stage_layers(m.L, stages) if stages > 1 else [range(m.L)]
-    count = sum(len(layers[stage]) for stage in own) if stages > 1 else m.L
-    return replace(m, layers=count), stages == 1 or stages - 1 in own
+    layers = stage_layers(m, layout)
+    return (replace(m, layers=sum(len(layers[stage]) for stage in own)), len(layers) - 1 in own)

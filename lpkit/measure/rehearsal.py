@@ -1,0 +1,123 @@
+"""A pipeline rehearsed: real ranks and messages, and stages that sleep where they would multiply.
+
+Products of eight ranks would share two cores, and naps need none. The order, the runtime, the graph
+of autograd, the queues of dw and the waits are those of training, so that a clock can be held to
+them (`lpkit.predict.clock`, whose form the answer has):
+
+    found = order("1f1b", ranks=8, chunks=1, m=16)
+    seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # of every stage, or of each
+    rehearse(found, **seconds).step_seconds / clock(found, **seconds).step_seconds
+"""
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lpkit.parallel.meeting import meet
+from lpkit.parallel.pipeline import Pipeline
+from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.precision.deferred import QUEUE
+from lpkit.predict.clock import Seconds, Timed, of_stages
+from lpkit.techniques.pipelines import Order
+
+HOW = "rehearsed: stages that sleep"
+
+
+def rehearse(order: Order, *, forward: Seconds, dx: Seconds, dw: Seconds, rounds: int = 2,
+             parent: WarmParent | None = None) -> Timed:
+    """The fastest of `rounds` updates, on as many processes as there are ranks. `peaks` are counted:
+    a tensor of each forward, until its backward is over."""
+    told = {"order": [order[rank] for rank in range(len(order))], "rounds": rounds,
+            "seconds": list(zip(*of_stages(order, forward, dx, dw)))}
+    with Processes(f"{__name__}:naps", told, world=len(order), parent=parent) as ranks:
+        found = min(zip(*ranks.wait(), strict=True), key=_step_seconds)
+    began = min(one["naps"][0][0] for one in found)
+    begins, ends = ({rank: [nap[side] - began for nap in one["naps"]]
+                     for rank, one in enumerate(found)} for side in (0, 1))
+    most = {int(stage): count for one in found for stage, count in one["stages"].items()}
+    return Timed(begins=begins, ends=ends, peaks=[most[stage] for stage in sorted(most)],
+                 rank_peaks={rank: one["most"] for rank, one in enumerate(found)}, how=HOW)
+
+
+def _step_seconds(ranks: Sequence[dict[str, Any]]) -> float:
+    return max(one["naps"][-1][1] for one in ranks) - min(one["naps"][0][0] for one in ranks)
+
+
+class Sleeper:
+    """A rank's stages: when they slept, and of how many micro-batches they held something at most,
+    by stage; RANK: together."""
+
+    RANK = -1
+
+    def __init__(self, seconds: Sequence[Sequence[float]]):
+        self.w, self.seconds = torch.zeros((), requires_grad=True), seconds
+        self.naps: list[tuple[float, float]] = []
+        self.now, self.most = Counter[int](), Counter[int]()
+
+    def sleep(self, *seconds: float) -> None:
+        began = time.perf_counter()
+        time.sleep(sum(seconds))
+        self.naps.append((began, time.perf_counter()))
+
+    def hold(self, stage: int) -> Tensor:
+        held = torch.empty(0)
+        self._count(stage, 1)
+        weakref.finalize(held, self._count, stage, -1)
+        return held
+
+    def _count(self, stage: int, more: int) -> None:
+        for one in (stage, self.RANK):
+            self.now[one] += more
+            self.most[one] = max(self.most[one], self.now[one])
+
+    def __call__(self, stage: int, micro: int, x: Tensor | None) -> Tensor:
+        return Nap.apply(torch.zeros(1) if x is None else x, self.w, self, stage)
+
+
+class Nap(torch.autograd.Function):
+    """x + w, which takes its time. As any Function of Python it makes dx and dw together, whatever
+    it is asked for; but where a queue was there in forward, dw waits in it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, sleeper: Sleeper, stage: int) -> Tensor:
+        ctx.sleeper, ctx.seconds, ctx.queue = sleeper, sleeper.seconds[stage], QUEUE.get()
+        ctx.save_for_backward(sleeper.hold(stage))
+        sleeper.sleep(ctx.seconds[0])
+        return x + w
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor | None, ...]:
+        (held,), (_, dx, dw), sleep = ctx.saved_tensors, ctx.seconds, ctx.sleeper.sleep
+        if ctx.queue is None:
+            sleep(dx, dw)
+            return g, g.sum(), None, None
+        sleep(dx)
+        ctx.queue.append(partial(lambda held: sleep(dw), held))     # which is held until then
+        return g, None, None, None
+
+
+def naps(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """In a rank: of each round what the sleeper noted."""
+    torch.set_num_threads(1)
+    meet("gloo", **place.among)
+    try:
+        order = {rank: [tuple(one) for one in actions] for rank, actions in enumerate(told["order"])}
+        run = Pipeline(order, place.rank, groups=(dist.group.WORLD,) * 2)
+        noted = []
+        for number in range(told["rounds"]):
+            place.at(number, "rehearsal")
+            sleeper = Sleeper(told["seconds"])
+            dist.barrier()
+            run.step(sleeper, torch.zeros(1))
+            most = sleeper.most.pop(Sleeper.RANK)
+            noted.append({"naps": sleeper.naps, "stages": sleeper.most, "most": most})
+    finally:
+        dist.destroy_process_group()
+    return noted
