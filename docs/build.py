@@ -154,9 +154,9 @@ def planner(source: Path) -> str:
 
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
-    from lpkit.course.lessons import exercises  # they lie beside the notebooks
-
     sys.path.append(str(DOCS.parent / "notebooks"))
+    from lessons.index import exercises  # they lie beside the notebooks
+
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))

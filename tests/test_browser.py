@@ -292,7 +292,7 @@ THEMED = ["""
 import lpkit
 from lpkit.course.claims import claim
 from lessons.learner import check
-from lpkit.course.lessons import exercises
+from lessons.index import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row

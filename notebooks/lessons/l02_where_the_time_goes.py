@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lessons import roofs
 from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
+from lessons.judge import Exercise, adding_to
 from lessons.roofs import attainable_flops, gradients_of, intensity_of
 from lessons.timing import PHASES, by_phase
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.flops import Product, products

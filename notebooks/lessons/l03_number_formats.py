@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
 from lessons.drawing import NAMES, axis, box, columns, figure, note, scatter
 from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
+from lessons.judge import Exercise, adding_to
 from lessons.number_formats import encode, round_to, spacing, values
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
 from lpkit.measure.telemetry import observed

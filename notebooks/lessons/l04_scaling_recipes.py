@@ -29,7 +29,7 @@ from lessons import l03_number_formats as linear_operands
 from lessons.colours import lines_of
 from lessons.drawing import POWERS, axis, box, figure, scatter
 from lessons.draws import LARGEST, normal
-from lpkit.course.judge import Exercise, adding_to
+from lessons.judge import Exercise, adding_to
 from lpkit.kernels.scales import MAKE_SCALES
 from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise

@@ -57,9 +57,9 @@ from lessons.drawing import NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.explorer import Explorer
 from lessons.heat import Samples, cell_and_table, explorer
+from lessons.judge import Exercise, adding_to
 from lessons.questions import Question
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.measure.telemetry import Sample, Telemetry

@@ -13,11 +13,11 @@ from typing import Any
 
 from lessons.colours import ANSWER_COLOURS, WARNING
 from lessons.drawing import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lessons.judge import Exercise, adding_to
 from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
 from lessons.published import Run, optimism
 from lessons.step_bytes import ROW_COLOURS, limit_of
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.params import parameter_count

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lessons.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.draws import LARGEST, normal
+from lessons.judge import Exercise, adding_to
 from lessons.l10_custom_kernels import (
     HUGE,
     LONG,
@@ -47,7 +48,6 @@ from lessons.l10_custom_kernels import (
 )
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe

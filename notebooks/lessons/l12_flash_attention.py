@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lessons.colours import ANSWER_COLOURS, WARNING
 from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.saved import kept
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.hardware import synchronised
 from lpkit.kernels.tiled_attention import attend, tiles
 from lpkit.measure.tracking import Tracker

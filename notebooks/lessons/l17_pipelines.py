@@ -29,9 +29,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lessons.drawing import NAMES, axis, bars, figure
+from lessons.judge import Exercise, adding_to
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.processes import Place, Processes, WarmParent

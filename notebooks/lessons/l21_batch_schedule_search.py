@@ -32,12 +32,12 @@ from typing import Any
 import torch
 
 from lessons.drawing import axis, figure, note, scatter
+from lessons.judge import adding_to
 from lpkit import records
 from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
-from lpkit.course.judge import adding_to
 from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lessons.drawing import axis, figure, scatter
 from lessons.draws import normal
+from lessons.judge import adding_to
 from lessons.timing import by_phase
 from lpkit.config import Config
-from lpkit.course.judge import adding_to
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.compare import disturbance
