@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from lessons import puzzles
+from lessons.figure import plain
 from lessons.judge import source_of
 from lessons.l10_custom_kernels import (
     BETWEEN,
@@ -40,7 +41,6 @@ from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
-from lpkit.ui.figure import plain
 from tests.course import EXERCISES, PUZZLES
 
 tl = pytest.importorskip("triton.language")

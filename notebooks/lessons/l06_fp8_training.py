@@ -38,6 +38,7 @@ from lessons.judge import Exercise, adding_to
 from lessons.l04_scaling_recipes import expected_db
 from lessons.live import LiveRun
 from lessons.race import race_figure
+from lessons.style import COLOURS
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
@@ -57,7 +58,6 @@ from lpkit.techniques.recipes import (
     Recipe,
 )
 from lpkit.training.runs import Run
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -21,9 +21,9 @@ from lessons.judge import Exercise, adding_to
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
 from lessons.roofs import attainable_flops, ridge
+from lessons.style import COLOURS
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
-from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:
     import triton.language as tl

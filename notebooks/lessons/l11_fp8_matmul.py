@@ -48,10 +48,10 @@ from lessons.l10_custom_kernels import (
 )
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
+from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe
-from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -30,6 +30,7 @@ from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule,
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.saved import kept
+from lessons.style import COLOURS
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.hardware import synchronised
@@ -41,7 +42,6 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -32,7 +32,9 @@ from typing import Any
 import torch
 
 from lessons.drawing import axis, figure, note, scatter
+from lessons.figure import Figure
 from lessons.judge import adding_to
+from lessons.style import COLOURS
 from lpkit import records
 from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
@@ -48,8 +50,6 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.background import Background
 from lpkit.training.training import Training
-from lpkit.ui.figure import Figure
-from lpkit.ui.style import COLOURS
 from lpkit.values import Count, CountOrZero
 
 # ---- Runs, and their noise
