@@ -11,9 +11,9 @@ setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
     package_dir=BESIDE,
     package_data={
-        "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h", "ui/*.js", "ui/*.css"],
+        "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
         "lpkit.notebooks": ["*.ipynb"],
-        "lpkit.notebooks.lessons": ["*.py"],
+        "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css"],
         "lpkit.data.measured": ["*"],
         "lpkit.data.published": ["*"],
     },

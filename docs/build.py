@@ -67,7 +67,7 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
         return new_output("display_data", {"text/html": shown if awake else f"{ASLEEP}\n{shown}"})
     if WIDGET in data:
         if re.search(r"\bFigure(Widget)?\(", data.get("text/plain", "")):
-            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lpkit.ui's Figure "
+            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lessons.figure's Figure "
                               f"or explorer, which do")
         rest = {mime: value for mime, value in data.items() if mime not in (WIDGET, "text/plain")}
         return new_output("display_data", rest or {"text/html": ASLEEP})
@@ -130,7 +130,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
-    shutil.copy(files("lpkit.ui").joinpath("figure.css"), source / "_static")
+    shutil.copy(DOCS.parent / "notebooks" / "lessons" / "figure.css", source / "_static")
 
 
 def linked(text: str, executed: list[Path]) -> str:
@@ -154,9 +154,9 @@ def planner(source: Path) -> str:
 
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
-    from lpkit.course.lessons import exercises  # they lie beside the notebooks
-
     sys.path.append(str(DOCS.parent / "notebooks"))
+    from lessons.index import exercises  # they lie beside the notebooks
+
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))

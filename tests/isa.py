@@ -35,7 +35,7 @@ SETTINGS = {
 # Another whole path, by what ATen takes here: the next older one.
 OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
           "": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}}
-JUDGES = re.compile(r"^from (lpkit\.course|lessons)(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from tests\.mutants", re.M)
+JUDGES = re.compile(r"^from lessons(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from tests\.mutants", re.M)
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
 # these ask a judge, but about processes, pages, files and other machines; each of their exercises is in test_exercises
 NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner", "notebooks"}

@@ -20,8 +20,7 @@ from itertools import zip_longest
 
 import torch
 
-from lessons import on_ranks, puzzles
-from lpkit.course import judge
+from lessons import judge, on_ranks, puzzles
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 10.0      # for one mutant: one that loops raises

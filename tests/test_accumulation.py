@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from lessons.figure import plain
 from lessons.l11_fp8_matmul import (
     accumulate,
     expected_error,
@@ -17,7 +18,6 @@ from lessons.l11_fp8_matmul import (
 )
 from lpkit.errors import ConfigError
 from lpkit.techniques.recipes import RECIPES
-from lpkit.ui.figure import plain
 
 
 def operands(K, change=lambda t: t, rows=8):

@@ -21,12 +21,12 @@ from lpkit.predict.casts import Recipe, cast_passes, linear_cost, on_hardware
 from lpkit.predict.compare import Comparison, Row
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import memory
-from lpkit.predict.precision import step_cost
 from lpkit.predict.roofline import REACHED, Efficiency, product_seconds
 from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import ALL, RECIPES, Cast
+from tests.step_cost import step_cost
 
 TENSOR, ROW = (Cast(format="e4m3fn", block=block) for block in ((0, 0), (1, 0)))
 TENSORWISE, ROWWISE = (Recipe(name=name, dtype="fp8", casts=dict.fromkeys(("y", "dx", "dw"), (one, one)))

@@ -32,18 +32,17 @@ MAY_IMPORT = {
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
-    "course": BASE | {"kernels", "measure", "parallel", "predict", "techniques", "training", "ui"},
-    "ui": BASE,
+    "course": BASE,
     "cli": BASE | {"commands", "training"},
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "ui", "course.notebooks", "course.copies", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "course.notebooks", "course.copies", "cli",
                  "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["errors", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "datasets", "parallel", "training", "measure", "claims",
-          "ui", "course", "commands", "cli", "__main__"]
+          "course", "commands", "cli", "__main__"]
 PATH_LINES = 10_500
 UPDATE_FUNCTIONS, UPDATE_FILES = 108, 25        # 90 and 18
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
@@ -95,7 +94,7 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
     assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "lessons"]
     for path in (ROOT.parent / "notebooks" / "lessons").glob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
-        assert outside <= {"lessons", "lpkit", "torch", "triton", "ipywidgets", "numpy", "traitlets", "IPython"}, (path.name, outside)
+        assert outside <= {"lessons", "lpkit", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors", "traitlets", "IPython"}, (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])

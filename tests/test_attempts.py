@@ -13,11 +13,10 @@ import psutil
 import pytest
 import torch
 
-from lessons import puzzles
+from lessons import attempts, judge, puzzles
+from lessons.attempts import Parcel, Unknown, asked, pack, unpack
+from lessons.judge import Verdict
 from lessons.learner import check
-from lpkit.course import attempts, judge
-from lpkit.course.attempts import Parcel, Unknown, asked, pack, unpack
-from lpkit.course.judge import Verdict
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 3.0
@@ -26,11 +25,11 @@ HOSTILE = {
     "right verdicts into every file": f"for fd in range(256):\n    try: os.write(fd, {RIGHT + chr(10).encode()!r})\n    except OSError: pass",
     "garbage into every file": "for fd in range(256):\n    try: os.write(fd, os.urandom(99))\n    except OSError: pass",
     "answers of nothing into every file": """
-        from lpkit.course.attempts import pack
+        from lessons.attempts import pack
         for fd in range(3, 256):
             try: os.write(fd, 300 * pack([None, "", "", False]))
             except OSError: pass""",
-    "answers without an end": "from lpkit.course.attempts import pack\nwhile True: os.write(3, pack(['x' * 10**6, '', '', False]))",
+    "answers without an end": "from lessons.attempts import pack\nwhile True: os.write(3, pack(['x' * 10**6, '', '', False]))",
     "half an answer": "os.write(3, b'\\xff' * 7)\nos._exit(0)",
     "os._exit": "os._exit(0)",
     "sys.exit": "sys.exit(0)",
@@ -51,7 +50,7 @@ HOSTILE = {
     "json replaced": f"json.dumps = lambda *_, **__: {RIGHT.decode()!r}\njson.loads = lambda *_, **__: {{'status': 'right', 'detail': ''}}",
     "the comparison replaced": """
         from lessons import puzzles
-        from lpkit.course import judge
+        from lessons import judge
         judge.difference = judge.verdict = puzzles.difference = lambda *_, **__: ""
         torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda *_, **__: True""",
     "its own frames": """
@@ -103,7 +102,7 @@ def judges():
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found += one.children() if "course.judge_process" in " ".join(one.cmdline()) else []
+            found += one.children() if "lessons.judge_process" in " ".join(one.cmdline()) else []
     return found
 
 

@@ -35,7 +35,8 @@ EXPLORER = ["""
 from lpkit.errors import ConfigError
 from lessons.questions import Guess
 from lessons.explorer import Explorer
-from lpkit.ui import Figure, html_table
+from lessons.figure import Figure
+from lpkit.tables import html_table
 
 def show(devices, optimizer):
     if devices == 4:
@@ -292,7 +293,7 @@ THEMED = ["""
 import lpkit
 from lpkit.course.claims import claim
 from lessons.learner import check
-from lpkit.course.lessons import exercises
+from lessons.index import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
@@ -335,7 +336,8 @@ import lpkit
 from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
 from lessons.l03_number_formats import landings, listed
-from lpkit.ui import *
+from lessons.figure import Figure
+from lpkit.tables import html_table
 from lessons.comparison import comparison_figure
 from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
@@ -419,7 +421,7 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
 
 def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lpkit.ui import Figure, html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lessons.figure import Figure\nfrom lpkit.tables import html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
                                        "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
                                        "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()

@@ -12,9 +12,9 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from lessons.attempts import asked
 from lpkit import cli, files
 from lpkit.course import copies
-from lpkit.course.attempts import asked
 from lpkit.errors import ConfigError
 
 NAME = "03_formats.ipynb"
@@ -334,7 +334,7 @@ def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, t
     text, line, why = BROKEN[what]
     (tmp_path / "lessons" / "l03_number_formats.py").write_bytes(text if isinstance(text, bytes) else text.encode())
     for code in ("from lessons.l03_number_formats import EXERCISES", "from lessons import l03_number_formats as lesson",
-                 "from lpkit.course.lessons import lesson; lesson('03.value_of')"):
+                 "from lessons.index import lesson; lesson('03.value_of')"):
         said = lessons(code)
         assert said.startswith(f"lpkit.errors.ConfigError: your copy of lessons/l03_number_formats.py fails in line {line} ({why}"), said
         assert said.endswith("; `lpkit lab --reset 03` puts the course's there and keeps yours beside it")

@@ -14,6 +14,7 @@ import torch
 import lpkit
 from lessons import l14_data_parallel_and_zero as data_parallel
 from lessons import rank_exercises
+from lessons.figure import plain
 from lessons.l14_data_parallel_and_zero import (
     BACKWARD,
     FORWARD,
@@ -34,7 +35,6 @@ from lpkit.parallel.processes import Processes
 from lpkit.predict import CATALOGUE, quantity
 from lpkit.predict.messages import ALL_REDUCE
 from lpkit.techniques.layouts import REDUCTIONS, Layout
-from lpkit.ui.figure import plain
 from tests.course import EXERCISES
 
 pytestmark = pytest.mark.dist

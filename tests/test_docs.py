@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 CELLS = {
     "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large\nsteps: int = 3  # updates',
     "imports": "import ipywidgets\nimport plotly.graph_objects as go\nfrom IPython.display import HTML\n\nfrom lpkit.tables import html_table\n"
-               "from lessons.explorer import Explorer\nfrom lpkit.ui import Figure",
+               "from lessons.explorer import Explorer\nfrom lessons.figure import Figure",
     "kit": "Figure({'data': [{'y': [1, 3, 2], 'name': '</script><b>'}], 'layout': {'title': {'text': 'the kit draws'}}})",
     "plotly": "Figure(go.Figure(go.Scatter(y=list(range(steps)))))",
     "explorer": "Explorer(lambda width: {'data': [{'y': [width, 2], 'name': f'line {n}'} for n in range(8)],\n"

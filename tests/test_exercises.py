@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons import judge
+from lessons.judge import Disturbed, Exercise, Verdict
 from lpkit.contracts import Parameter
-from lpkit.course import judge
-from lpkit.course.judge import Disturbed, Exercise, Verdict
 from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
 from lpkit.nn.adapters import Lora

@@ -22,6 +22,8 @@ import pytest
 import torch
 
 from lessons import puzzles
+from lessons.figure import plain
+from lessons.judge import source_of
 from lessons.l10_custom_kernels import (
     BETWEEN,
     EXTREME,
@@ -34,13 +36,11 @@ from lessons.l10_custom_kernels import (
 )
 from lessons.learner import check
 from lessons.puzzles import run
-from lpkit.course.judge import source_of
 from lpkit.kernels import cast, defects, jit
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
-from lpkit.ui.figure import plain
 from tests.course import EXERCISES, PUZZLES
 
 tl = pytest.importorskip("triton.language")
@@ -502,7 +502,7 @@ def judging():
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "course.judge_process" in " ".join(one.cmdline()):
+            if "lessons.judge_process" in " ".join(one.cmdline()):
                 found += one.children()
     return found
 
@@ -530,7 +530,7 @@ def test_margins_alone_find_what_lies_outside():
         import tests
         from lessons import kernel_process as k
         from lessons.puzzles import difference
-        from lpkit.course.lessons import exercise
+        from lessons.index import exercise
         k.watched = lambda *_: contextlib.nullcontext()
         for name, old, new in (("10.copy", ", mask=i < n)", ")"), ("10.softmax", "row * x_stride", "row * columns"),
                                ("10.add_norm", "v * scale * g, mask=i < columns", "v * scale * g"),

@@ -15,15 +15,16 @@ from ipywidgets import HTML, Widget
 
 from lessons import learner
 from lessons.explorer import Explorer
+from lessons.figure import PLOTLY_MIME, WIDGET_MIME, plain
+from lessons.judge import Exercise
 from lessons.learner import check
 from lessons.questions import TIED, Guess, Pick
 from lessons.rivals import rivals
 from lessons.your_progress import progress, progress_figure
 from lpkit.course import copies
-from lpkit.course.judge import Exercise
+from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by
-from lpkit.ui.figure import PLOTLY_MIME, WIDGET_MIME, plain, without_widgets
 from tests import NOTEBOOKS
 from tests.course import EXERCISES
 

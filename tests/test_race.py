@@ -11,6 +11,7 @@ import torch
 
 import lpkit
 from lessons import l06_fp8_training as recipe_race
+from lessons.figure import plain
 from lessons.l06_fp8_training import LiveRuns, gap_figure, telemetry_of_runs
 from lessons.race import race_figure
 from lpkit.config import Config
@@ -22,7 +23,6 @@ from lpkit.precision.scaled import quantise
 from lpkit.tables import html_table
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
-from lpkit.ui.figure import plain
 from tests.bench.harness import paired
 
 CASTING = [name for name, recipe in RECIPES.items() if recipe.products]

@@ -19,7 +19,6 @@ from lpkit.predict import evidence
 from lpkit.predict.casts import Recipe, on_hardware
 from lpkit.predict.flops import forward_flops, products, training_flops
 from lpkit.predict.links import Link, link
-from lpkit.predict.precision import step_cost
 from lpkit.predict.roofline import ASSUMED, FLOOR, flat_mfu
 from lpkit.predict.time import (
     BACKWARD_MOVES,
@@ -35,6 +34,7 @@ from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.recipes import RECIPES
 from tests.bench.nanogpt import ON_A_GPU
+from tests.step_cost import step_cost
 
 H100 = CATALOGUE["h100"]
 SMALL = preset("gpt2-124m")

@@ -4,6 +4,7 @@ import colorsys
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -17,10 +18,11 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lessons import waiting
+from lessons import style, waiting
 from lessons.colours import ANSWER_COLOURS, FORMAT_COLOURS, ROLE_COLOURS, WARNING, lines_of
 from lessons.comparison import comparison_figure
 from lessons.explorer import Explorer
+from lessons.figure import MAX_POINTS, PLOTLY_MIME, Figure, Library, library, plain, thin
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
@@ -28,19 +30,14 @@ from lessons.l14_data_parallel_and_zero import overlap_figure
 from lessons.live import LiveRun, training_figure
 from lessons.questions import Guess
 from lessons.roofs import intensity_of
+from lessons.style import COLOURS, TEMPLATE
 from lpkit.contracts import StepRecord
+from lpkit.course.notebooks import WIDGET_MIME, without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict import CATALOGUE, Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.flops import Product
-from lpkit.ui import (
-    Figure,
-    html_table,
-    style,
-    without_widgets,
-)
-from lpkit.ui.figure import MAX_POINTS, PLOTLY_MIME, WIDGET_MIME, Library, library, plain, thin
-from lpkit.ui.style import COLOURS, TEMPLATE
+from lpkit.tables import html_table
 from tests import NOTEBOOKS
 
 
@@ -139,7 +136,7 @@ def test_long_lines_keep_their_ends_and_their_extremes():
 def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state():
     from nbclient import NotebookClient
 
-    cells = ["from lessons.explorer import Explorer\nfrom lpkit.ui import Figure\n"
+    cells = ["from lessons.explorer import Explorer\nfrom lessons.figure import Figure\n"
              "figure = Figure({'data': [{'y': [1]}]})\nfigure",
              "def show(n): return {'data': [{'y': [n]}]}\n"
              "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
@@ -160,9 +157,10 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state()
 
 
 def test_the_room_imports_neither_torch_nor_training():
-    code = ("import sys, importlib, lpkit.ui; [getattr(lpkit.ui, name) for name in lpkit.ui.__all__]; "
+    code = ("import sys; import lessons.figure, lessons.style; "
             "bad = {'torch', 'lpkit.training.loop', 'lpkit.training.background'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).returncode == 0
+    env = os.environ | {"PYTHONPATH": os.pathsep.join((NOTEBOOKS, os.path.dirname(NOTEBOOKS)))}
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).returncode == 0
 
 
 # How three kinds of eyes see a linear sRGB colour: Machado, Oliveira, Fernandes 2009, at severity 1.

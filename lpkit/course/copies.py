@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lpkit import files
-from lpkit.course.lessons import way_back
 from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
 from lpkit.errors import ConfigError, named, shown
 
@@ -161,6 +160,14 @@ def _course() -> list[Path]:
 
 def _lessons() -> list[Path]:
     return sorted((files.resource("notebooks") / LESSONS).glob("*.py"))
+
+
+def way_back(lesson: Path) -> str:
+    """Says how the course's takes the place of the learner's copy."""
+    if lesson.name[1:3].isdecimal():
+        return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
+                f"beside it")
+    return "rename it, and `lpkit lab --update` brings the course's"
 
 
 def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:

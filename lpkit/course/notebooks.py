@@ -56,6 +56,7 @@ TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no 
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
 MOST_BYTES = 1 << 28        # of a notebook
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
             "counted in each; at least the kernel's own VmHWM")
@@ -411,7 +412,7 @@ class Attempt:
         figures lie beside it."""
         for _ in range(50):
             with contextlib.suppress(RuntimeError):     # its thread has changed a dict meanwhile
-                return self.writes(self.without_widgets(self.executed))
+                return self.writes(without_widgets(self.executed))
         raise OSError(f"{self.job.output.name} is never whole")
 
     def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
@@ -437,10 +438,8 @@ class Attempt:
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-        from lpkit.ui import without_widgets
-
         # now: an end that is asked for must be quick
-        self.writes, self.without_widgets = nbformat.writes, without_widgets
+        self.writes = nbformat.writes
         manager = AsyncKernelManager(kernel_name="python3",
                                      connection_file=str(self.folder / "kernel.json"))
         if manager.has_trait("transport_encryption"):       # ipykernel warns where it has none
@@ -638,6 +637,21 @@ class _Kernel:
         if code is not None and code < 0:
             return f" (killed by {signal.Signals(-code).name})"
         return "" if code is None else f" (it left with exit code {code})"
+
+
+def without_widgets(notebook: dict) -> dict:
+    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget
+    state goes, and so do the views of outputs that have a picture to show instead, so that
+    JupyterLab and sphinx draw the stored figures. A control without a picture keeps its view, by
+    which the site knows to say where controls work.
+    """
+    notebook = copy.deepcopy(notebook)
+    notebook["metadata"].pop("widgets", None)
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", []):
+            if set(output.get("data", {})) - {WIDGET_MIME, "text/plain"}:
+                output["data"].pop(WIDGET_MIME, None)
+    return notebook
 
 
 # --- what there is

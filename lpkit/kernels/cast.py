@@ -396,11 +396,7 @@ _ARGUMENTS = {      # as cast.c declares them
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    library = compile_c.load("cast")
-    for name, arguments in _ARGUMENTS.items() if library else ():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
-    return library
+    return compile_c.load("cast", _ARGUMENTS)
 
 
 # The functions above have checked their arguments. `torch.ops.lpkit` is open to everybody, and a

@@ -27,9 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, printable
@@ -50,9 +51,13 @@ SECONDS_TO_ANSWER = 20              # for its version, and for a library's check
 MOST_SAID = 2**24                   # bytes; who says more is stopped
 
 
-def load(name: str) -> ctypes.CDLL | None:
-    """The library of `name`.c in this folder."""
-    return _opened(name)[0]
+def load(name: str, arguments: Mapping[str, Sequence[Any]] | None = None) -> ctypes.CDLL | None:
+    """The library of `name`.c in this folder. `arguments`: their types, by function, as it declares
+    them."""
+    library = _opened(name)[0]
+    for function, types in (arguments or {}).items() if library else ():
+        getattr(library, function).argtypes, getattr(library, function).restype = types, None
+    return library
 
 
 def choice(name: str) -> Choice:

@@ -42,11 +42,7 @@ _ARGUMENTS = {      # as rows.c declares them
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    opened = compile_c.load("rows")
-    for name, arguments in _ARGUMENTS.items() if opened else ():
-        function = getattr(opened, name)
-        function.argtypes, function.restype = arguments, None
-    return opened
+    return compile_c.load("rows", _ARGUMENTS)
 
 
 def served(*given: Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:

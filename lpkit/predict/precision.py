@@ -12,9 +12,7 @@ from lpkit.config import Config
 from lpkit.predict.casts import LinearCost, Recipe, linear_cost
 from lpkit.predict.ledger import Memory
 from lpkit.predict.recipes import PRECISIONS
-from lpkit.predict.roofline import Efficiency
-from lpkit.predict.time import StepTime, rank_products, step_time
-from lpkit.techniques.machines import Machine
+from lpkit.predict.time import StepTime, rank_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +76,6 @@ def compared(plain: StepTime, cast: StepTime, config: Config, recipe: Recipe) ->
             calls=round(p.calls * (1 - kept)) * plain.micro_batches))
     return StepCost(base=plain, cast=cast, linears=tuple(costs), touched_seconds=touched,
                     cast_seconds=under)
-
-
-def step_cost(config: Config, recipe: Recipe, machine: Machine,
-              efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
-    """Compares an update on one `machine` under casts that are no row of RECIPES with one in
-    `base`. Raises ConfigError when the machine lacks the recipe's dtype."""
-    how = {"precision": base, "efficiency": efficiency}
-    return compared(step_time(config, machine, **how),
-                    step_time(config, machine, recipe=recipe, **how), config, recipe)
 
 
 def more_at_peak(held: Memory, base: Memory) -> dict[str, float]:

@@ -11,7 +11,7 @@ from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from lpkit.course.lessons import way_back
+from lpkit.course.copies import way_back
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from lpkit.ui.style import COLOURS
+from lessons.style import COLOURS
 
 WARNING = "#a3293d"
 ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}

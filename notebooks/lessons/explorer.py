@@ -7,9 +7,9 @@ from typing import Any
 import ipywidgets as widgets
 
 from lessons.colours import WARNING
+from lessons.figure import Figure, Stored
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FONT, TEXT
-from lpkit.ui.figure import Figure, Stored
 
 Control = Sequence | range | Mapping | float | widgets.Widget
 ALERT = (f"font:13px {FONT};color:{TEXT};border-left:3px solid {WARNING};padding:2px 10px;"

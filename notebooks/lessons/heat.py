@@ -10,9 +10,9 @@ from typing import Any
 from lessons.colours import DECIBELS, WARNING
 from lessons.drawing import NAMES, axis, box, columns, figure, heat, note, rule
 from lessons.explorer import Explorer
+from lessons.style import COLOURS
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.ui.style import COLOURS
 
 AS_RUN = "as it ran"
 Samples = Sequence[Any]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lessons.draws import normal
-from lpkit.course.judge import Exercise, adding_to
+from lessons.judge import Exercise, adding_to
 
 # ---- Exercises
 

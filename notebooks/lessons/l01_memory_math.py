@@ -7,10 +7,10 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons.judge import Exercise, adding_to
 from lessons.step_bytes import limit_of, stacked_figure
 from lessons.terms import kept_terms, terms_table
 from lpkit.config import Config, ModelConfig
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.ledger import MOMENTS, Memory, memory
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.units import quantity

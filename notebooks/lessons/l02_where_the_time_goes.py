@@ -11,12 +11,13 @@ from torch import Tensor
 
 from lessons import roofs
 from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
+from lessons.judge import Exercise, adding_to
 from lessons.roofs import attainable_flops, gradients_of, intensity_of
+from lessons.style import COLOURS
 from lessons.timing import PHASES, by_phase
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.flops import Product, products
@@ -25,7 +26,6 @@ from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
 from lpkit.timing import Watch
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

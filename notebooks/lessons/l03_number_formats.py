@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
 from lessons.drawing import NAMES, axis, box, columns, figure, note, scatter
 from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
+from lessons.judge import Exercise, adding_to
 from lessons.number_formats import encode, round_to, spacing, values
-from lpkit.course.judge import Exercise, adding_to
+from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
 from lpkit.measure.telemetry import observed
@@ -41,7 +42,6 @@ from lpkit.precision.error import sqnr_db
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.formats import FORMATS, Format
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -29,14 +29,14 @@ from lessons import l03_number_formats as linear_operands
 from lessons.colours import lines_of
 from lessons.drawing import POWERS, axis, box, figure, scatter
 from lessons.draws import LARGEST, normal
-from lpkit.course.judge import Exercise, adding_to
+from lessons.judge import Exercise, adding_to
+from lessons.style import COLOURS
 from lpkit.kernels.scales import MAKE_SCALES
 from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise
 from lpkit.tables import INK
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

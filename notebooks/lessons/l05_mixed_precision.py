@@ -27,12 +27,12 @@ from torch import Tensor
 from lessons.colours import ANSWER_COLOURS, lines_of
 from lessons.drawing import POWERS, axis, columns, figure, rule, scatter
 from lessons.draws import normal
-from lpkit.course.judge import Exercise, adding_to
+from lessons.judge import Exercise, adding_to
+from lessons.style import COLOURS
 from lpkit.errors import pick
 from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -34,11 +34,12 @@ from lessons.drawing import NAMES, axis, bars, box, figure, note, scatter
 from lessons.draws import FP8, UNCLAMPED, normal
 from lessons.explorer import Explorer
 from lessons.heat import Samples, beside_race, cell_and_table, explorer
+from lessons.judge import Exercise, adding_to
 from lessons.l04_scaling_recipes import expected_db
 from lessons.live import LiveRun
 from lessons.race import race_figure
+from lessons.style import COLOURS
 from lpkit.config import Config, ModelConfig
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry
 from lpkit.measure.advice import Advice
@@ -57,7 +58,6 @@ from lpkit.techniques.recipes import (
     Recipe,
 )
 from lpkit.training.runs import Run
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

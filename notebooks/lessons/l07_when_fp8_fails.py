@@ -56,10 +56,12 @@ from lessons.colours import WARNING
 from lessons.drawing import NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.explorer import Explorer
+from lessons.figure import Stored
 from lessons.heat import Samples, cell_and_table, explorer
+from lessons.judge import Exercise, adding_to
 from lessons.questions import Question
+from lessons.style import COLOURS
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.measure.telemetry import Sample, Telemetry
@@ -69,8 +71,6 @@ from lpkit.predict.compare import TIED
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
 from lpkit.training.training import Training
-from lpkit.ui.figure import Stored
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

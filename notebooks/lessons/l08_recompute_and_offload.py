@@ -26,10 +26,11 @@ from torch import Tensor
 from lessons.colours import ANSWER_COLOURS
 from lessons.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.step_bytes import Points, timeline_figure, total_bytes
+from lessons.style import COLOURS
 from lpkit import measure
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.tracking import Footprint
 from lpkit.predict.ledger import Memory, memory
@@ -39,7 +40,6 @@ from lpkit.tables import FAINT
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

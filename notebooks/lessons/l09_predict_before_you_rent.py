@@ -13,11 +13,12 @@ from typing import Any
 
 from lessons.colours import ANSWER_COLOURS, WARNING
 from lessons.drawing import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lessons.judge import Exercise, adding_to
 from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
 from lessons.published import Run, optimism
 from lessons.step_bytes import ROW_COLOURS, limit_of
+from lessons.style import COLOURS
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Row, percent
 from lpkit.predict.params import parameter_count
@@ -27,7 +28,6 @@ from lpkit.predict.time import StepTime, bill, step_time
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.machines import Machine, find
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

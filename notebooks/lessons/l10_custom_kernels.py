@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.draws import FP8, LARGEST, normal
+from lessons.judge import Exercise, adding_to
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
 from lessons.roofs import attainable_flops, ridge
-from lpkit.course.judge import Exercise, adding_to
+from lessons.style import COLOURS
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
-from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lessons.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.draws import LARGEST, normal
+from lessons.judge import Exercise, adding_to
 from lessons.l10_custom_kernels import (
     HUGE,
     LONG,
@@ -47,11 +48,10 @@ from lessons.l10_custom_kernels import (
 )
 from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
-from lpkit.course.judge import Exercise, adding_to
+from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT
 from lpkit.techniques.recipes import Recipe
-from lpkit.ui.style import COLOURS
 
 if TYPE_CHECKING:
     import triton.language as tl

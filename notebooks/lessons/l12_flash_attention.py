@@ -28,10 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lessons.colours import ANSWER_COLOURS, WARNING
 from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.saved import kept
+from lessons.style import COLOURS
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.hardware import synchronised
 from lpkit.kernels.tiled_attention import attend, tiles
 from lpkit.measure.tracking import Tracker
@@ -41,7 +42,6 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.operation import FP32, MicroBatch
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

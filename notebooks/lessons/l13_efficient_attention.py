@@ -28,11 +28,11 @@ from torch import Tensor
 from lessons.colours import lines_of
 from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.saved import saved_bytes
 from lessons.tasks import Task
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores
 from lpkit.tables import FAINT

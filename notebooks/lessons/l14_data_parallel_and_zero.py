@@ -31,12 +31,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from lessons.drawing import SECONDS, axis, bars, figure
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.messages import ROUNDS, messages
 from lessons.messages import sent_bytes as bytes_sent
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.errors import ConfigError
 from lpkit.measure.messages import DATA
 from lpkit.measure.tracking import Footprint

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.l14_data_parallel_and_zero import rows_of_rank
 from lessons.messages import messages, sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.step_bytes import SENT_COLOURS, stacked_figure
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.predict.ledger import memory
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity

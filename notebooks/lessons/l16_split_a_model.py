@@ -24,10 +24,10 @@ from torch import Tensor
 
 from lessons.drawing import NAMES, axis, figure, heat, note
 from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
 from lessons.messages import sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
 from lessons.rank_exercises import meet_as
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import plain, plain_partial
 from lpkit.parallel.context import Ring, part

@@ -28,9 +28,9 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from lessons.drawing import NAMES, axis, bars, figure
+from lessons.judge import Exercise, adding_to
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.course.judge import Exercise, adding_to
 from lpkit.measure import rehearsal
 from lpkit.measure.rehearsal import Nap, Sleeper
 from lpkit.parallel.meeting import meet

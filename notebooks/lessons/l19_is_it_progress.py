@@ -18,14 +18,14 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from lessons.drawing import NAMES, axis, box, columns, figure, note, rule, scatter
+from lessons.judge import adding_to
+from lessons.style import COLOURS
 from lpkit import records
 from lpkit.claims import referee
-from lpkit.course.judge import adding_to
 from lpkit.errors import ConfigError, named
 from lpkit.predict.evidence import MEASURED
 from lpkit.tables import FAINT, html_table
 from lpkit.training.runs import Run
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
+from lessons.judge import adding_to
+from lessons.style import COLOURS
 from lessons.timing import by_phase
 from lpkit import hardware, measure, preset
 from lpkit.config import Config
 from lpkit.contracts import Parameter
-from lpkit.course.judge import adding_to
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.optim import muon
 from lpkit.predict import memory, parameter_count
@@ -46,7 +47,6 @@ from lpkit.techniques.optimizers import (
 )
 from lpkit.timing import Watch
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- The study
 

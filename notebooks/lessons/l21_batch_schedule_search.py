@@ -32,12 +32,14 @@ from typing import Any
 import torch
 
 from lessons.drawing import axis, figure, note, scatter
+from lessons.figure import Figure
+from lessons.judge import adding_to
+from lessons.style import COLOURS
 from lpkit import records
 from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
-from lpkit.course.judge import adding_to
 from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
@@ -48,8 +50,6 @@ from lpkit.techniques.inits import INITS
 from lpkit.techniques.row import Row, Settings
 from lpkit.training.background import Background
 from lpkit.training.training import Training
-from lpkit.ui.figure import Figure
-from lpkit.ui.style import COLOURS
 from lpkit.values import Count, CountOrZero
 
 # ---- Runs, and their noise

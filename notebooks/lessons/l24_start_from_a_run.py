@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lessons.drawing import axis, figure, scatter
 from lessons.draws import normal
+from lessons.judge import adding_to
+from lessons.style import COLOURS
 from lessons.timing import by_phase
 from lpkit.config import Config
-from lpkit.course.judge import adding_to
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.compare import disturbance
@@ -35,7 +36,6 @@ from lpkit.tables import html_table
 from lpkit.timing import Watch
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
-from lpkit.ui.style import COLOURS
 
 # ---- One step
 

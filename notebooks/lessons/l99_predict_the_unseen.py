@@ -25,11 +25,11 @@ from typing import Any
 from lessons import published
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
+from lessons.judge import MARKS
 from lessons.l06_fp8_training import predicted_db
 from lessons.l14_data_parallel_and_zero import sent_bytes
 from lessons.terms import sizes
 from lpkit.config import Config, ModelConfig
-from lpkit.course.judge import MARKS
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import LOSS, Memory, memory, model_states
 from lpkit.predict.params import parameter_count

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from traitlets import TraitError
 
+from lessons.judge import Exercise, Verdict
 from lessons.questions import Question
-from lpkit.course.judge import Exercise, Verdict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
 from lpkit.values import Checked, Count, Positive, Text

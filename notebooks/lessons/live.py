@@ -14,11 +14,11 @@ from typing import Any
 import ipywidgets as widgets
 
 from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
+from lessons.figure import Figure, Stored
+from lessons.style import COLOURS
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table
-from lpkit.ui.figure import Figure, Stored
-from lpkit.ui.style import COLOURS
 
 STATUS = f"font:13px {FONT};color:{QUIET};line-height:1.5;overflow:hidden;text-overflow:ellipsis"
 PERIOD_SECONDS = 1 / 8      # at least, between two redraws

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lessons import rank_exercises
+from lessons import index, judge, rank_exercises
+from lessons.attempts import SECONDS, Answer, Attempt, limit_memory
+from lessons.judge import ENDED, Exercise, Verdict, answer, difference, short
 from lessons.puzzles import as_text
 from lessons.rank_exercises import called, meet_as, on_ranks
-from lpkit.course import judge, lessons
-from lpkit.course.attempts import SECONDS, Answer, Attempt, limit_memory
-from lpkit.course.judge import ENDED, Exercise, Verdict, answer, difference, short
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import all_gather, reduce_scatter
@@ -60,7 +59,7 @@ def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     """`why`: the number of the first case that is wrong, and what to say. `hints`: of the mistakes
     that an attempt agrees with in every case. The attempt answers in a fork of this rank, which
     meets the other ranks' forks; then the definition runs, here."""
-    exercise, answers = lessons.exercise(told["name"]), []
+    exercise, answers = index.exercise(told["name"]), []
     cases = list(exercise.all_cases())
     with Attempt(partial(_attempt, place, exercise, told["source"]), told["seconds"]) as attempt:
         given = iter(attempt)

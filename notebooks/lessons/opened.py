@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from html import escape
 
+from lessons.style import COLOURS
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FONT, LINE, LINK, QUIET, TEXT
-from lpkit.ui.style import COLOURS
 
 KINDS = {   # of the rows of a step's time
     "products": COLOURS[0], "attention": COLOURS[2], "limited by memory": COLOURS[3],

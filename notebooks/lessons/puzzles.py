@@ -2,7 +2,7 @@
 
 A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
 kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
-it was not said) and runs in a process of its own (`lpkit.course.attempts`), in Triton's
+it was not said) and runs in a process of its own (`lessons.attempts`), in Triton's
 interpreter, and where there is a GPU compiled as well (`lessons.kernel_process`). Nothing else of
 the notebook goes with it: a kernel sees `tl` and the functions of `lessons.kernel_parts`.
 """
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
+from lessons.judge import Exercise, Verdict, short, source_of, to_do
 from lessons.launches import UNTOUCHED, Launch, bits
-from lpkit.course.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
-from lpkit.course.judge import Exercise, Verdict, short, source_of, to_do
 from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 

@@ -17,11 +17,11 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
+from lessons.figure import WIDGET_MIME
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import TIED, Row, off_by
 from lpkit.predict.units import quantity
 from lpkit.tables import FONT, QUIET, TEXT
-from lpkit.ui.figure import WIDGET_MIME
 
 FACTORS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lpkit.course.attempts import Parcel, load
-from lpkit.course.judge import source_of
+from lessons.attempts import Parcel, load
+from lessons.judge import source_of
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place, Processes, WarmParent
 

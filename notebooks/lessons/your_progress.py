@@ -7,11 +7,11 @@ from html import escape
 from typing import Any
 
 from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
+from lessons.figure import Figure
 from lessons.learner import Learner, read
+from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
-from lpkit.ui.figure import Figure
-from lpkit.ui.style import COLOURS
 
 MOST = 100.0        # a guess that is off by more is drawn there
 TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]

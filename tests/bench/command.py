@@ -1,4 +1,4 @@
-"""What `lpkit bench` does and shows; `lpkit.commands.bench` has its arguments."""
+"""What `lpkit bench` takes, does and shows."""
 
 import argparse
 import json
@@ -9,10 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lpkit.commands import a_folder
 from lpkit.errors import ConfigError, named, pick
 from lpkit.files import write_atomically
 from lpkit.tables import beside, text_table
 from tests.bench import BENCHES
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="without one, all are listed")
+    parser.add_argument("--all", action="store_true", help="run every benchmark")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N",
+                        help="interleaved rounds (%(default)s)")
+    parser.add_argument("--configs", type=int, metavar="N",
+                        help="of ledger's configs, spread over all, or fp8-step's sizes: this many")
+    parser.add_argument("--kernel", metavar="NAME", help="of kernels, this one alone")
+    parser.add_argument("--seconds", type=int, metavar="N",
+                        help="of evidence: end after these; the same command goes on")
+    parser.add_argument("--pieces", metavar="NAME,NAME",
+                        help="of evidence or reliability: these alone, such as smoke,linear")
+    parser.add_argument("--out", type=a_folder, metavar="DIR",
+                        help="also keep each result there, as NAME-DEVICE.json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from lessons.style import COLOURS, FONT
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread
@@ -32,7 +33,6 @@ from lpkit.tables import FAINT, INK
 from lpkit.techniques.formats import FORMATS, format_of
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, Recipe
-from lpkit.ui.style import COLOURS, FONT
 from tests.pages import markdown_table, matrix
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -1,6 +1,6 @@
-"""The warm process of `lpkit.course.attempts`, and the judge that it forks for each check.
+"""The warm process of `lessons.attempts`, and the judge that it forks for each check.
 
-    python -m lpkit.course.judge_process FOLDER SOCKET
+    python -m lessons.judge_process FOLDER SOCKET
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import warnings
 
 import torch
 
-from lpkit.course import lessons
-from lpkit.course.attempts import NO_ANSWERS, Frames
+from lessons import index
+from lessons.attempts import NO_ANSWERS, Frames
 from lpkit.errors import ConfigError
 from lpkit.processes import PR_SET_DUMPABLE, adopt_orphans, end_with_parent, prctl, sweep
 
@@ -32,7 +32,7 @@ def judge(line: socket.socket) -> None:
         jobs = list(frames)
     for job in jobs:
         try:
-            finding = lessons.exercise(job["name"]).found(job, line.fileno())
+            finding = index.exercise(job["name"]).found(job, line.fileno())
         except ConnectionError:
             raise
         except ConfigError as error:    # of a lesson that is broken now
@@ -56,7 +56,7 @@ def main(folder: str, calls: str) -> int:
     with socket.socket(fileno=int(calls)) as heard:
         while (call := socket.recv_fds(heard, 4096, 1))[0]:
             with contextlib.suppress(Exception):    # once, for all forks; a fork says what is wrong
-                lessons.exercise(call[0].decode()).prepare()
+                index.exercise(call[0].decode()).prepare()
             with socket.socket(fileno=call[1][0]) as line:
                 if os.fork():
                     continue

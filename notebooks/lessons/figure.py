@@ -10,7 +10,6 @@ mime type, which JupyterLab and plotly draw, and a sentence in plain text. An ou
 it is displayed: after updates, `refresh_output` stores the figure as it is now.
 """
 
-import copy
 import gzip
 import itertools
 import json
@@ -19,7 +18,6 @@ import uuid
 from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, ClassVar
 
 import anywidget
@@ -28,12 +26,14 @@ import numpy as np
 import traitlets
 from IPython.display import display
 
+from lessons.style import TEMPLATE
+from lpkit.course.notebooks import WIDGET_MIME
 from lpkit.errors import ConfigError
-from lpkit.ui.style import TEMPLATE
+from lpkit.files import resource
 
 MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
-WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
+BESIDE = resource("notebooks") / "lessons"      # a learner's folder has copies of modules alone
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}
 
@@ -98,8 +98,8 @@ class Figure(Stored, anywidget.AnyWidget):
                         stretch between)
     """
 
-    _esm = Path(__file__).with_name("figure.js")
-    _css = Path(__file__).with_name("figure.css")
+    _esm = BESIDE / "figure.js"
+    _css = BESIDE / "figure.css"
     shown = traitlets.Instance(Shown).tag(sync=True, **widgets.widget_serialization)
     config = traitlets.Dict(CONFIG).tag(sync=True)
     clicked = traitlets.Dict().tag(sync=True)
@@ -199,18 +199,3 @@ def describe(spec: Mapping[str, Any], kind: str = "Figure") -> str:
     titles = [layout.get(axis, {}).get("title") for axis in ("xaxis", "yaxis")]
     x, y = (title.get("text") if isinstance(title, Mapping) else title for title in titles)
     return f"{words}; {y or 'y'} over {x or 'x'}" if x or y else words
-
-
-def without_widgets(notebook: dict) -> dict:
-    """A copy of an executed notebook (nbformat 4, as a dict) for where no kernel is: the widget
-    state goes, and so do the views of outputs that have a picture to show instead, so that
-    JupyterLab and sphinx draw the stored figures. A control without a picture keeps its view, by
-    which the site knows to say where controls work.
-    """
-    notebook = copy.deepcopy(notebook)
-    notebook["metadata"].pop("widgets", None)
-    for cell in notebook["cells"]:
-        for output in cell.get("outputs", []):
-            if set(output.get("data", {})) - {WIDGET_MIME, "text/plain"}:
-                output["data"].pop(WIDGET_MIME, None)
-    return notebook

@@ -1,0 +1,44 @@
+"""Where an exercise stands: a module for each notebook, such as `lessons.l03_number_formats` for
+notebook 03, has its EXERCISES by name.
+
+A kernel finds `lessons`, since a notebook's folder can be imported from; so do the processes that
+the kernel starts (`lpkit.parallel.processes`). A learner may change his or her copy.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import lessons
+from lpkit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lessons.judge import Exercise
+
+
+def names() -> list[str]:
+    """The modules, in order."""
+    return sorted(f"lessons.{found.name}" for found in pkgutil.iter_modules(lessons.__path__)
+                  if found.name[1:3].isdecimal())
+
+
+def lesson(exercise: str) -> ModuleType:
+    """The module of "03.cast": the one of its number."""
+    number = exercise.partition(".")[0]
+    for name in names():
+        if name.startswith(f"lessons.l{number}_"):
+            return importlib.import_module(name)
+    raise ConfigError(f"exercise {exercise!r} is of notebook {number}, which has no lesson; there "
+                      f"are {', '.join(one[9:11] for one in names())}")
+
+
+def exercise(name: str) -> "Exercise":
+    return lesson(name).EXERCISES[name]
+
+
+def exercises() -> dict[str, "Exercise"]:
+    """Returns the exercises of all lessons, in the order of the course."""
+    modules = map(importlib.import_module, names())
+    return {name: one for module in modules
+            for name, one in getattr(module, "EXERCISES", {}).items()}

@@ -1,0 +1,17 @@
+"""What casts buy that are no row of RECIPES, so that no config can name them."""
+
+from lpkit.config import Config
+from lpkit.predict.casts import Recipe
+from lpkit.predict.precision import StepCost, compared
+from lpkit.predict.roofline import Efficiency
+from lpkit.predict.time import step_time
+from lpkit.techniques.machines import Machine
+
+
+def step_cost(config: Config, recipe: Recipe, machine: Machine,
+              efficiency: Efficiency | None = None, *, base: str = "bf16") -> StepCost:
+    """Compares an update on one `machine` under casts that are no row of RECIPES with one in
+    `base`. Raises ConfigError when the machine lacks the recipe's dtype."""
+    how = {"precision": base, "efficiency": efficiency}
+    return compared(step_time(config, machine, **how),
+                    step_time(config, machine, recipe=recipe, **how), config, recipe)
