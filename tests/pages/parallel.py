@@ -107,7 +107,7 @@ def page() -> str:
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),
-                                                      parity.measure(["fp32"], parity.AXES,
+                                                      parity.measure(["fp32"], parity.AXES, orders=1,
                                                                      changes=parity.FOUR_LAYERS))]
     for bench, words in RECORDED.items():
         parts += _recorded(bench, words)
