@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -77,6 +78,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         if left := [pid for pid in pids if psutil.pid_exists(pid)]:
             outcome.failed("left", f"{place}: {left}")
         seconds[sent.name].append(took)
+        if outcome.tried % 50 == 0:
+            print(f"{outcome.tried} trials; {outcome.failures}", file=sys.stderr, flush=True)
 
     before = signal.signal(signal.SIGTERM, lambda *_: over.set())
     try:
