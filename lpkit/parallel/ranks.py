@@ -100,7 +100,9 @@ class Ranks:
         if not self.groups:
             return number
         said = torch.tensor([number])
+        self.waits.tell(True)
         dist.broadcast(said, 0)
+        self.waits.tell(False)
         return int(said)
 
     def by_first(self, work: Callable[[], Any]) -> Any:
