@@ -69,6 +69,29 @@ class HeadParts(nn.Module):
         return torch.cat([nn.functional.linear(x, w) for w in self.weight.chunk(self.count)], -1)
 
 
+class Tokens(nn.Module):
+    """A Linear that multiplies the tokens of each of `count` context ranks apart, an early and a late chunk of each
+    sequence, so that a scale is of those alone."""
+
+    def __init__(self, linear: nn.Linear, count: int):
+        super().__init__()
+        self.linear, self.count = linear, count
+
+    def forward(self, x: Tensor) -> Tensor:
+        chunks = x.chunk(2 * self.count, 1)
+        ranks = [self.linear(torch.cat([chunks[i], chunks[-1 - i]], 1)).chunk(2, 1) for i in range(self.count)]
+        return torch.cat([early for early, _ in ranks] + [late for _, late in reversed(ranks)], 1)
+
+
+def cut_tokens(model: nn.Module, count: int) -> nn.Module:
+    for block in model.blocks:
+        for name in CUT:
+            parent, _, leaf = name.partition(".")
+            if hasattr(of := getattr(block, parent), leaf):
+                setattr(of, leaf, Tokens(getattr(of, leaf), count))
+    return model
+
+
 def cut(model: nn.Module, count: int) -> nn.Module:
     for block in model.blocks:
         for name, (side, matrices) in CUT.items():
@@ -80,7 +103,7 @@ def cut(model: nn.Module, count: int) -> nn.Module:
 
 def whole_weights(model: nn.Module, config: ModelConfig) -> Tensor:
     """All of them in the order of their names, one after the other."""
-    found = dict(model.named_parameters())
+    found = {name.replace(".linear.", "."): p for name, p in model.named_parameters()}
     for name, part in model.named_modules():
         if isinstance(part, Parts):
             found |= {f"{name}.{key}": t for key, t in part.whole().items()}

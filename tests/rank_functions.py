@@ -34,6 +34,12 @@ def stand_still(place, told):
     time.sleep(1000)
 
 
+def wait_for_one(place, told):
+    place.at(3, "reduce")
+    place.waits(place.rank != 1)
+    time.sleep(1000)
+
+
 def obey(place, told):
     place.tell({"pid": os.getpid()})
     seen = [None]

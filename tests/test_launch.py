@@ -113,6 +113,11 @@ def test_who_hangs_is_named_with_its_stack(parent, fault, limit, sentence, stack
     assert "run_rank" not in str(found) and seconds < (2 + 2 + 3) * patience()
 
 
+def test_who_waits_for_no_message_is_to_blame(parent):
+    found = str(ranks(parent, f"{HERE}:wait_for_one", progress_seconds=1))
+    assert found.startswith("rank 1 of 2 got no further for 1 s at step 3 in reduce, and rank 0 is at step 3 in reduce, waiting\n"), found
+
+
 def test_all_that_wait_for_one_another_are_named(parent):
     found = str(ranks(parent, f"{HERE}:stand_still", progress_seconds=1))
     assert found.startswith("ranks 0 and 1 of 2 got no further for 1 s: they wait for one another")

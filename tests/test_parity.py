@@ -61,5 +61,19 @@ def test_distances_and_tolerances():
     dropped = [parity._distance({**due, "norms": norms}, {**due, "norms": [0.0, 1.0]}) for norms in ([0.0, 1.0], [1.0, 1.0])]
     assert [one.grad_norm for one in dropped] == [0.0, math.inf]        # an overflow here is one there
     sigma = parity.Distance(loss=0.05, grad_norm=0.05, weights=0.1, last_loss=1.0)
-    row = parity.Row(recipe="bf16", layout="replicas", distance=far, sigma=sigma, apart=0.0)
+    row = parity.Row(recipe="bf16", layout="replicas", distance=far, sigma=sigma, norm=False, apart=0.0)
     assert row.sigmas == pytest.approx([2**0.5, 2**0.5, 5.0]) and not row.same and "**" in parity._cell(row)
+
+
+def test_a_norm_in_parts_is_the_same_norm():
+    gradients = [torch.randn(7, 5, generator=torch.Generator().manual_seed(1)), torch.ones(3)]
+    whole = torch._foreach_norm(gradients, 2, torch.float32)
+    for parts in (2, 3, 11):
+        torch.testing.assert_close(parity._norms_in_parts(parts, gradients, 2, torch.float32), list(whole))
+
+
+def test_a_layout_is_held_to_the_sums_that_its_ranks_take():
+    over = {name for name, layout in (parity.LAYOUTS | parity.AXES).items()
+            if parity.Case(recipe="fp32", layout=layout).norm_over_ranks}
+    assert {"ZeRO 1", "hybrid", "tensor", "pipeline", "context, ZeRO 3", "ZeRO 3, compute"} <= over
+    assert not over & {"replicas", "context", "all-to-all", "context 4", "context, data"}

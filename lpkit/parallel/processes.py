@@ -39,9 +39,10 @@ TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds P
 PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
 
 # The page that all share. First what the caller asks and who asked; then a slot for each rank:
-# beats; what was noted with `at`: how often in all, the step, how often in it, the phase.
+# beats; what was noted with `at`: how often in all, the step, how often in it, the phase; and
+# whether it waits for a message.
 ASKS = ("", "pause", "stop")
-HEAD, SLOT, BEATS, NOTED = map(struct.Struct, ("<B63s", "<QQqQ40s", "<Q", "<QqQ40s"))
+HEAD, SLOT, BEATS, NOTED = map(struct.Struct, ("<B63s", "<QQqQ40s?", "<Q", "<QqQ40s"))
 
 
 def new_page(world: int) -> mmap.mmap:
@@ -83,11 +84,14 @@ class Place:
 
     def at(self, step: int, phase: str) -> None:
         """Note how far this rank is, in less than 2 us. When none gets further, who has noted least
-        in the smallest step is to blame; so all ranks note the same phases."""
+        in the smallest step is to blame, of those who do not wait; so all note the same phases."""
         self._times += 1
         self._within = self._within + 1 if step == self._step else 1
         self._step = step
         NOTED.pack_into(self.page, self._noted, self._times, step, self._within, phase.encode())
+
+    def waits(self, for_message: bool) -> None:
+        self.page[self._slot + SLOT.size - 1] = for_message
 
     def asked(self) -> str:
         """"", "pause" or "stop". Ranks may look at different moments: let one decide for all."""

@@ -32,15 +32,19 @@ MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentence
 
 class Waits:
     """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all waits
-    of the update that goes on, or of the last. On GPUs streams wait, and their host does not."""
+    of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
+    `tell` hears whether it waits."""
 
     seconds = since = 0.0
+    tell: Callable[[bool], None] = bool
 
     def __enter__(self) -> None:
+        self.tell(True)
         self.since = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
         self.seconds += time.perf_counter() - self.since
+        self.tell(False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,9 @@ class Ranks:
         if not self.groups:
             return number
         said = torch.tensor([number])
+        self.waits.tell(True)
         dist.broadcast(said, 0)
+        self.waits.tell(False)
         return int(said)
 
     def by_first(self, work: Callable[[], Any]) -> Any:

@@ -147,6 +147,7 @@ class Rank:
     silent_seconds: float = 0.0             # since a beat was seen
     noted: tuple = (0, 0, 0)                # how often in all; the step; how often in that
     phase: str = "start"
+    waits: bool = False         # for a message
     asked_to_end: bool = False
 
     @property
@@ -277,7 +278,8 @@ class Supervisor:
         """Looks at the shared page, after so many seconds."""
         moved = ASKS[self.page[0]] == "pause"
         for rank in self.ranks:
-            beats, *noted, phase = SLOT.unpack_from(self.page, HEAD.size + rank.number * SLOT.size)
+            beats, *noted, phase, rank.waits = SLOT.unpack_from(
+                self.page, HEAD.size + rank.number * SLOT.size)
             rank.silent_seconds = 0 if beats != rank.beats else rank.silent_seconds + seconds
             moved |= tuple(noted) != rank.noted
             rank.beats, rank.noted = beats, tuple(noted)
@@ -299,8 +301,9 @@ class Supervisor:
         elif silent := [rank for rank in working if rank.silent_seconds > self.timeout_seconds]:
             self._hung(silent, f"gave no sign of life for {self.timeout_seconds:g} s")
         elif self.still_seconds > self.progress_seconds:
-            least = min(rank.noted[1:] for rank in working)
-            self._hung([rank for rank in working if rank.noted[1:] == least],
+            free = [rank for rank in working if not rank.waits] or working
+            least = min(rank.noted[1:] for rank in free)
+            self._hung([rank for rank in free if rank.noted[1:] == least],
                        f"got no further for {self.progress_seconds:g} s")
 
     def _blame(self, rank: Rank) -> None:
@@ -328,7 +331,8 @@ class Supervisor:
         while (sizes != before or 0 in sizes) and time.monotonic() < deadline:
             time.sleep(2 * TICK_SECONDS)
             before, sizes = sizes, [rank.stacks.stat().st_size for rank in ranks]
-        where = {rank.number: f"rank {rank.number} is {rank.where}" for rank in self.ranks}
+        where = {rank.number: f"rank {rank.number} is {rank.where}{', waiting' * rank.waits}"
+                 for rank in self.ranks}
         if rest := [where[rank.number] for rank in self.ranks if rank.working and rank not in ranks]:
             how += f" {ranks[0].where}, and {', '.join(rest)}"
         elif len(ranks) > 1:

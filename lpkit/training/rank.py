@@ -45,6 +45,7 @@ def train(place: Place, told: dict[str, Any]) -> None:
     place.at(0, MEETING)
     with said(config, "this rank", place.local_world), joined(
             config, local_rank=place.local_rank, **place.among) as ranks:
+        ranks.waits.tell = place.waits
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))

@@ -1,13 +1,12 @@
 """Ranks that fail in every way, and how soon the right one is named; and what their start costs.
 
 `rank` is the function that they run, also in tests/test_launch.py: it reduces a tensor at every
-step, and one of them meets a fault on the way.
+step, and one of them meets a fault on the way. tests/attack/layouts.py has ranks that train, in every
+layout.
 """
 
 import ctypes
-import importlib
 import os
-import random
 import secrets
 import signal
 import subprocess
@@ -49,12 +48,6 @@ config = lpkit.preset("cpu-3m").replace({{
 more = {{"out": sys.argv[1], "observers": [lambda record: print(record.step, flush=True)]}}
 {begin}
 """
-# a rank of a run in each of these is killed or stopped from outside, at any moment
-LAYOUTS: list[dict[str, Any]] = [
-    {"data": 2}, {"shard": 2, "gathered": "float32"}, {"tensor": 2}, {"context": 2, "zero": 0},
-    {"pipeline": 2, "schedule": "zero-bubble"}, {"tensor": 2, "pipeline": 2},
-    {"context": 2, "attention": "all-to-all", "tensor": 2, "zero": 1}, {"pipeline": 2, "interleave": 2, "schedule": "zbv", "data": 2}]
-SENT = {signal.SIGKILL: "died", signal.SIGSTOP: "gave no sign of life"}
 ONE, TWO = "lpkit.train(config, **more)", "lpkit.launch(config, processes=2, **more).result()"
 
 
@@ -109,7 +102,6 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     results = [_faults("is killed", trials, END_SECONDS, "died at step 5 in forward of SIGKILL"),
                _faults("is stopped", trials, TIMEOUT_SECONDS + NAMED_SECONDS,
                        "gave no sign of life", timeout_seconds=TIMEOUT_SECONDS)]
-    results.append(_in_layouts(2 * trials))
     starts = [[_first_step(begin) for begin in (ONE, TWO)] for _ in range(rounds)]
     alone, ours = zip(*starts)
     late = [two - one for one, two in zip(alone, ours, strict=True)]
@@ -134,42 +126,6 @@ def _faults(fault: str, trials: int, within_seconds: float, sentence: str, **lim
     return paired("launch", ours=[len(wrong)], peer=[trials], peer_name="trials", target=0,
                   better="lower", unit="times", facts={"seconds": seconds, "failures": wrong},
                   case=f"a rank {fault}: not named within {within_seconds:g} s, or something left")
-
-
-def _in_layouts(trials: int) -> Result:
-    """How often the rank of a run that was killed or stopped was not named in time."""
-    wrong, seconds, draw = [], [], random.Random(trials)
-    config = preset("cpu-3m").replace({
-        "model.layers": 4, "model.width": 32, "model.heads": 4, "model.context": 32, "steps": 10**6,
-        "system.device": "cpu", "system.threads": 1, "precision.recipe": "fp32", "global_batch": 8,
-        "grad_accum_steps": 8, "eval_every": 0, "checkpoint_every": 0})
-    launching = importlib.import_module("lpkit.training.launch")
-    with WarmParent() as parent, patch.object(launching, "cores", lambda: 8):
-        for trial in range(trials):
-            layout, sent = LAYOUTS[trial % len(LAYOUTS)], draw.choice(list(SENT))
-            one = config.replace({f"parallel.{key}": size for key, size in layout.items()})
-            victim = draw.randrange(one.parallel.devices)
-            with tempfile.TemporaryDirectory() as place:
-                handle = launching.launch(one, processes=one.parallel.devices, parent=parent,
-                                          out=f"{place}/run", timeout_seconds=TIMEOUT_SECONDS)
-                while len(handle.ranks) < one.parallel.devices:
-                    time.sleep(0.01)
-                time.sleep(draw.random() / 2)
-                os.kill(handle.ranks[victim]["pid"], sent)
-                begun, error = time.monotonic(), "none"
-                try:
-                    handle.result()
-                except RunFailedError as raised:
-                    error = str(raised)
-                seconds.append(round(time.monotonic() - begun, 2))
-            if (not error.startswith(f"rank {victim} of {one.parallel.devices} {SENT[sent]}")
-                    or seconds[-1] > END_SECONDS):
-                wrong.append(f"trial {trial}, {layout}, {sent.name} to {victim}, after "
-                             f"{seconds[-1]} s: {error.splitlines()[0]}")
-    return paired("launch", ours=[len(wrong)], peer=[trials], peer_name="trials", target=0,
-                  better="lower", unit="times", facts={"seconds": seconds, "failures": wrong},
-                  case=f"a rank of a run in {len(LAYOUTS)} layouts is killed or stopped: not named "
-                       f"within {END_SECONDS:g} s")
 
 
 def _trial(fault: str, **limits: float) -> tuple[str, float, list[str]]:

@@ -81,7 +81,8 @@ sharding).
 
 RECORDED = {
     "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how "
-              "often the right one was not named in time, or a process or a folder was left.\n\n",
+              "often the right one was not named in time, or a process or a folder was left. In every "
+              "layout, with ranks that never enter a message, too: [`layouts`](reliability.md).\n\n",
     "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and by "
              "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are medians; "
              "what is met is the median of the ratios of pairs.\n\n"}
@@ -107,7 +108,7 @@ def page() -> str:
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),
-                                                      parity.measure(["fp32"], parity.AXES,
+                                                      parity.measure(["fp32"], parity.AXES, orders=1,
                                                                      changes=parity.FOUR_LAYERS))]
     for bench, words in RECORDED.items():
         parts += _recorded(bench, words)
