@@ -170,7 +170,7 @@ def right() -> float:
     return (verdicts[True, True] + verdicts[False, False]) / verdicts.total()
 
 
-@pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.4%"), (4, "92.3%")])
+@pytest.mark.parametrize(("nbytes", "share"), [(8, "94.4%"), (6, "93.3%"), (4, "92.2%")])
 def test_what_hangs_on_a_norm_that_is_not_published(nbytes, share, monkeypatch):
     """Bytes a number that RMSNorm saves where it is written out, and the verdicts that are right with them."""
     def rmsnorm(name, s, *, residual):

@@ -309,7 +309,7 @@ def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
     if d.gathers:
         if d.staged and d.step.layout.zero >= 2:
             nbytes = (d.inside + d.tables) * d.step.p.gradients
-        if d.under_way == d.step.pieces > 1:    # until one of them is gone there are none
+        if SCHEDULES[d.step.layout.schedule].breadth_first:     # none until one of them is gone
             nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
         yield State(walk.GRADIENTS, nbytes, dies=EMBED)
 
