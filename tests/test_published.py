@@ -223,7 +223,7 @@ def record():
 
 
 def test_the_record_is_what_the_formula_says_now(record):
-    """Else: lpkit bench published --out data/measured, then python -m tests.bench.published > the page."""
+    """Else: lpkit bench published --out data/measured, then python -m tests.bench.published > new && cp new docs/plan.md."""
     taken, left_out = bench.table()
     assert len(taken) + len(left_out) == len(RUNS) and record["not_taken"] == left_out
     assert [(one["source"], one["at"]) for one in record["table"]] == [(one["source"], one["at"]) for one in taken]

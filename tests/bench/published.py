@@ -5,7 +5,7 @@ inside the range that is printed. Beside it a flat MFU, which knows nothing but 
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
 apart, and those of them that were read after the fit (`fit.LATER`) once more; nothing is fitted to
-them but the ranges. `lpkit bench published --out data/measured` records all of it, and `python -m tests.bench.published` makes docs/plan.md from the record.
+them but the ranges. `lpkit bench published --out data/measured` records all of it, and `python -m tests.bench.published > page` makes docs/plan.md of it and the record (into another file first).
 """
 
 import csv
