@@ -59,7 +59,7 @@ NCCL knows its ranks by an id from the store; NCCL_SOCKET_IFNAME says where it l
 
 | `parallel` | a rank has | and sends, in a layer of a micro-batch | source |
 |---|---|---|---|
-| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two scatters of the residual stream forward, and as many backward | Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 |
+| `tensor` | a part of each matrix, and between them of each sequence | two gathers and two scatters of the residual stream forward, and as many backward; and what was gathered once more for the gradients of weights, of which a rank keeps a part | Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198 |
 | `context` | an early and a late chunk of each sequence | its keys and values c - 1 times forward, twice that backward; or all-to-all | Liu et al. 2023, https://arxiv.org/abs/2310.01889 |
 | `pipeline` | some layers, `interleave` chunks of them | the residual stream to the next stage, its gradient to the one before, once a stage | Narayanan et al. 2021, https://arxiv.org/abs/2104.04473 |
 
