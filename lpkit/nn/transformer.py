@@ -46,10 +46,11 @@ class Attention(nn.Module):
     # (B, T, D) -> (B, T, D)
     def forward(self, x: Tensor, rotation, cache: Cache | None, layer: int,
                 documents: Tensor | None = None) -> Tensor:
-        B, T, _ = x.shape
         if cache is not None and cache.stepping:
             return self.step(x, rotation, cache, layer)
-        groups = self.qkv(x).view(B, T, self.G, self.queries + 2, self.E)
+        rows = self.qkv(x)
+        B, T, _ = rows.shape        # x may be a part of the tokens, which its product gathers
+        groups = rows.view(B, T, self.G, self.queries + 2, self.E)
         q, k, v = groups.split([self.queries, 1, 1], dim=3)
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
         if self.q_norm is not None:     # under autocast their results may be wider than v

@@ -35,6 +35,7 @@ from lpkit.contracts import Stage, Transform
 from lpkit.parallel.cut import Split
 from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 from lpkit.techniques.blocks import operations
+from lpkit.techniques.layouts import TENSOR_MESSAGES
 from lpkit.techniques.operation import MicroBatch, Op, fused
 
 Move = Callable[[Tensor, Ranks], Tensor]
@@ -179,6 +180,19 @@ class _Nats(torch.autograd.Function):
         return gradient * g[:, None].type_as(gradient), None, None
 
 
+@dataclass(frozen=True)
+class Apart:
+    """Messages around the Linear `leaf` of a part of a block."""
+
+    ranks: Ranks
+
+    def column(self, part: nn.Module, leaf: str) -> None:
+        part.forward = partial(_gather_for, part, leaf, part.forward, self.ranks)
+
+    def row(self, part: nn.Module, leaf: str) -> None:
+        part.register_forward_hook(partial(_scatter_result, ranks=self.ranks))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(Transform):
     """Keeps this rank's part of a whole model, and says in `splits`, which fills up, how each
@@ -198,16 +212,13 @@ class TensorParallel(Transform):
         for p, how in _cuts(model, cut, split):
             self.splits[names[p]] = how
             p.data = how.part(p.data)
+        messages = TENSOR_MESSAGES[self.ranks.layout.tensor_messages].load()(self.ranks)
         for block in model.blocks:
             block.attention.G //= size
             for op in cut:
                 part, linear = _linear(block, op)
                 linear.out_features, linear.in_features = linear.weight.shape
-                if op.cut == "row":
-                    part.register_forward_hook(partial(_scatter_result, ranks=self.ranks))
-                    continue
-                leaf = op.name.rpartition(".")[2]
-                part.forward = partial(_gather_for, part, leaf, part.forward, self.ranks)
+                getattr(messages, op.cut)(part, op.name.rpartition(".")[2])
         model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
         model.norm.register_forward_hook(partial(_gather_result, model, ranks=self.ranks))
         model.embed = CutEmbedding(model.embed.weight, first)

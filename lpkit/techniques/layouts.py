@@ -91,6 +91,26 @@ GATHERED = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorMessages(Row):
+    """`plain`: of Linears that cast nothing and have no bias."""
+
+    plain: bool = False
+
+
+TENSOR_MESSAGES = {
+    "apart": TensorMessages(
+        implementation="lpkit.parallel.tensor:Apart",
+        why="a gather before the product that needs it, a scatter after"),
+    "async": TensorMessages(
+        why="in pieces, beside products of others; on CUDA, without casts and biases",
+        plain=True,
+        implementation="lpkit.parallel.async_tensor:Async",
+        source="Wang et al. 2022, https://doi.org/10.1145/3567955.3567959; PyTorch's "
+               "torch.distributed._symmetric_memory"),
+}
+
+
 def _stage(name: str, value: int) -> None:
     if value not in STAGES:
         raise ConfigError(f"there is no ZeRO stage {shown(value)}; choose 0, 1, 2 or 3")
@@ -99,7 +119,8 @@ def _stage(name: str, value: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
     """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds;
-    `attention`: how context ranks attend to one another's tokens."""
+    `attention`: how context ranks attend to one another's tokens; `tensor_messages`: when tensor
+    ranks send."""
 
     where = "parallel."
 
@@ -114,6 +135,7 @@ class Layout(Checked):
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
     attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
+    tensor_messages: Annotated[str, lambda name, value: pick(TENSOR_MESSAGES, value, name)] = "apart"
 
     @property
     def devices(self) -> int:
@@ -350,6 +372,13 @@ def refuse_untrainable(config: "Config") -> None:
         why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
                       f"heads so far")
         changes["parallel.tensor"] = 1
+    recipe = RECIPES.get(config.precision.recipe.name)      # None: auto
+    if layout.tensor > 1 and TENSOR_MESSAGES[layout.tensor_messages].plain and (
+            m.bias or (recipe and recipe.products)):
+        said = "model.bias=true" if m.bias else f"precision.recipe={config.precision.recipe.name}"
+        why = why or (f"parallel.tensor_messages={layout.tensor_messages} multiplies by weights "
+                      f"alone, and {said} is more than that")
+        changes["parallel.tensor_messages"] = "apart"
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
         said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
         why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"

@@ -4,7 +4,7 @@ import json
 
 from lpkit.files import resource
 from lpkit.techniques.contexts import CONTEXT
-from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, UNSHARDED
+from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, TENSOR_MESSAGES, UNSHARDED
 from lpkit.techniques.pipelines import SCHEDULES
 from tests import parity
 from tests.bench.harness import recorded
@@ -105,6 +105,9 @@ def page() -> str:
         "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
         "attend as `parallel.attention` says:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
+        "\n\nRanks of `parallel.tensor` send as `parallel.tensor_messages` says. `async` has PyTorch's definition of "
+        "its operators as its test, and has not met a GPU yet; seconds are predicted as those of `apart`:\n\n",
+        markdown_table(("`parallel.tensor_messages`", "", "source"), rows(TENSOR_MESSAGES)),
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),
