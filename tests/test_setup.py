@@ -1,5 +1,6 @@
 """The set-up: what make would do, and that every file of it names the same versions."""
 
+import hashlib
 import json
 import os
 import re
@@ -137,7 +138,7 @@ def wheel(tmp_path_factory) -> Path:
     """Built from the files under version control."""
     pytest.importorskip("setuptools", minversion="77")
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("lpkit", "notebooks", "data"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -152,6 +153,23 @@ def test_a_wheel_holds_every_file_of_the_package_and_of_the_folders_beside_it(wh
     files = [path.relative_to(ROOT / "lpkit" if ROOT / "lpkit" in path.parents else ROOT).as_posix()
              for folder in (ROOT / "lpkit", *beside) for path in folder.rglob("*.*") if path.is_file() and path.suffix != ".pyc"]
     assert held - {"lpkit/notebooks/__init__.py"} == {f"lpkit/{name}" for name in files}
+
+
+def test_a_wheel_carries_the_licence_and_names_it(wheel):
+    held = zipfile.ZipFile(wheel)
+    [metadata] = [held.read(name).decode() for name in held.namelist() if name.endswith(".dist-info/METADATA")]
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata and "\nLicense-File: LICENSE\n" in metadata
+    [licence] = [held.read(name) for name in held.namelist() if name.endswith(".dist-info/licenses/LICENSE")]
+    # of https://www.apache.org/licenses/LICENSE-2.0.txt, as it is
+    assert hashlib.sha256(licence).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+def test_the_citation_is_of_this_version():
+    """What the schema of CFF 1.2.0 asks for (https://github.com/citation-file-format/citation-file-format), and what pyproject.toml says, too."""
+    told = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= told.keys() and told["cff-version"] == "1.2.0" and told["type"] == "software"
+    assert told["authors"] == [{"name": "The lpkit developers"}]
+    assert (told["version"], told["license"]) == (PROJECT["version"], PROJECT["license"])
 
 
 def test_every_folder_that_the_package_asks_for_travels():
