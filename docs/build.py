@@ -112,7 +112,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
     (source / "extra").mkdir()
-    for folder in (pages, pages / "recipes"):
+    for folder in (pages, pages / "recipes", pages / "teach"):
         (source / folder.relative_to(pages)).mkdir(exist_ok=True)
         for file in folder.iterdir():
             if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
@@ -124,8 +124,8 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
         file.write(options())
-    beside = source / "claims.md"
-    beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
+    for beside in (source / "claims.md", *(source / "teach").glob("*.md")):
+        beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
     for path in executed:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
@@ -134,10 +134,10 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
 
 
 def linked(text: str, executed: list[Path]) -> str:
-    """Links to ../notebooks, which lies beside the pages, as links to the site's own; one that the site lacks is only named."""
+    """Links to notebooks, which lie beside docs/, as links to the site's own; one that the site lacks is only named."""
     there = {path.name for path in executed}
-    return re.sub(r"\[([^]]+)\]\(\.\./notebooks/([^)]+)\)",
-                  lambda link: f"[{link[1]}](notebooks/{link[2]})" if link[2] in there else f"`{link[1]}`", text)
+    return re.sub(r"\[([^]]+)\]\(\.\./((?:\.\./)*)notebooks/([^)]+)\)",
+                  lambda link: f"[{link[1]}]({link[2]}notebooks/{link[3]})" if link[3] in there else f"`{link[1]}`", text)
 
 
 def planner(source: Path) -> str:

@@ -12,6 +12,7 @@ PAGES = {
     "parallel": "tests.pages.parallel:page",
     "recipes": "tests.pages.recipes:files",
     "reliability": "tests.attack._page:page",
+    "teach": "tests.pages.teach:files",
 }
 
 

@@ -1,0 +1,304 @@
+"""What a teacher reads: docs/teach/, the syllabus and a page for each notebook.
+
+    python -m tests.pages teach     # makes anew what stands between the marks
+
+Prose is by hand. What can change with a notebook stands between `<!-- made: NAME -->` and
+`<!-- /made -->`: minutes, exercises, parameters, and the tables of routes. Minutes are no guess of
+this module. A notebook says below its title how long it takes, and tests/test_notebooks.py holds
+that to its words and exercises; an exercise says its own. So a notebook without its exercises takes
+the difference, and a step of a route takes that and the exercises that it names.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+
+from lessons.judge import Exercise
+from lpkit.course import notebooks
+from lpkit.errors import ConfigError
+from tests.course import EXERCISES
+from tests.pages import markdown_table
+
+ROOT = Path(__file__).parents[2]
+TEACH = ROOT / "docs/teach"
+MADE = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- /made -->)", re.DOTALL)
+LATER = "## More, for another day"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Book:
+    """What a notebook says of itself, and its exercises. `later`: those for another day."""
+
+    path: Path
+    title: str
+    minutes: int
+    exercises: Mapping[str, Exercise]
+    later: Mapping[str, Exercise]
+    guesses: tuple[str, ...]
+    parameters: Mapping[str, notebooks.Parameter]
+
+    @property
+    def number(self) -> str:
+        return self.path.stem[:2]
+
+    @property
+    def of_exercises(self) -> int:
+        return sum(one.minutes for one in self.exercises.values())
+
+    def minutes_with(self, names: str) -> int:
+        """Its words, its guesses, its run, and of its exercises these. Raises ConfigError for one
+        that it has not."""
+        missing = set(names.split()) - self.exercises.keys()
+        if missing:
+            raise ConfigError(f"notebook {self.number} has no exercise {min(missing)!r}; it has "
+                              f"{', '.join(self.exercises) or 'none'}")
+        rest = self.minutes - self.of_exercises
+        return rest + sum(self.exercises[name].minutes for name in names.split())
+
+
+def read(path: Path) -> Book:
+    book = nbformat.read(path, as_version=4)
+    source = "\n".join(cell.source for cell in book.cells)
+    first = book.cells[0].source
+    own = {name.partition(".")[2]: one for name, one in EXERCISES.items()
+           if name.startswith(path.stem[:2] + ".")}
+    later = {name for name in own if f'"{path.stem[:2]}.{name}"' in source.partition(LATER)[2]}
+    return Book(
+        path=path, title=first.partition("\n")[0].lstrip("# ").strip(),
+        minutes=int(re.search(r"About (\d+) minutes", first)[1]),
+        exercises={name: one for name, one in own.items() if name not in later},
+        later={name: one for name, one in own.items() if name in later},
+        guesses=tuple(re.findall(r'= keep\("\d\d\.(\w+)"', source)),
+        parameters=notebooks.parameters(book))
+
+
+@functools.cache
+def books() -> Mapping[str, Book]:
+    return {path.stem[:2]: read(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+
+
+# What a room should have seen before, and what of it is used.
+NEEDS = {
+    "01": {"00": "how a notebook works"},
+    "02": {"00": "how a notebook works"},
+    "03": {"00": "how a notebook works"},
+    "04": {"03": "the noise of a cast, and subnormals"},
+    "05": {"03": "what bf16 and float16 hold"},
+    "06": {"03": "31.5 and 25.5 dB", "04": "recipes, and which numbers share a scale"},
+    "07": {"03": "signal over noise", "04": "delayed scaling"},
+    "08": {"01": "the peak of a step, and when it is"},
+    "09": {"01": "what a step holds", "02": "the roofline"},
+    "10": {"02": "the roofline"},
+    "11": {"04": "where scales lie", "10": "how a kernel is written and judged"},
+    "12": {"01": "what is kept for backward"},
+    "13": {"12": "who skips a tile"},
+    "14": {"01": "the 16 bytes of a parameter"},
+    "15": {"04": "scales and amax", "14": "shards, gathers, scatters"},
+    "16": {"12": "the log of a sum", "14": "reduce-scatter and all-gather"},
+    "17": {"14": "ranks, and micro-batches"},
+    "19": {"00": "how a notebook works"},
+    "20": {"01": "the rows of a step"},
+    "21": {"00": "how a notebook works"},
+    "24": {"01": "the rows of a step"},
+    "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
+           "06": "the noise of a product", "08": "recomputation", "09": "the seconds",
+           "10": "bytes of a cast", "12": "the cache", "14": "what ranks send"}}
+
+# Routes.
+
+
+@dataclass(frozen=True)
+class Step:
+    """A notebook, and those of its exercises that the room does."""
+
+    number: str
+    exercises: str = ""
+
+    @property
+    def minutes(self) -> int:
+        return books()[self.number].minutes_with(self.exercises)
+
+
+@dataclass(frozen=True)
+class Aside:
+    what: str
+    minutes: int
+
+
+@dataclass(frozen=True)
+class Day:
+    hours: int
+    parts: tuple[Step | Aside, ...]
+
+    @property
+    def minutes(self) -> int:
+        return sum(part.minutes for part in self.parts)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [part for part in self.parts if isinstance(part, Step)]
+
+
+WELCOME = Aside("Welcome; everybody's lab is open", 10)
+BREAK = Aside("Break", 15)
+LUNCH = Aside("Lunch, which is not counted", 0)
+ROUTES = {
+    "3 hours": (Day(3, (
+        WELCOME,
+        Step("00", "uniform_loss step_seconds clip"),
+        Step("01", "state_bytes loss_bytes peak_bytes"),
+        BREAK,
+        Step("03", "value_of stochastic mx_exponent"),
+        Step("04", "shared_by int8_db delayed_scale"),
+        Step("07", "saturated margin bisect"),
+        Aside("Whose intervals held; what to read next", 10))),),
+    "1 day": (Day(7, (
+        WELCOME,
+        Step("00", "uniform_loss step_seconds cross_entropy clip"),
+        Step("01", "state_bytes loss_bytes saved_bytes peak_bytes"),
+        BREAK,
+        Step("02", "intensity smallest_square roofline_seconds"),
+        Step("09", "micro_batches tokens tensor_ranks"),
+        LUNCH,
+        Step("03", "value_of stochastic mx_exponent mx_cast"),
+        Step("04", "shared_by int8_db delayed_scale block_scales"),
+        BREAK,
+        Step("05", "is_lost scale_for"),
+        Step("06", "product_db keep fp8_forward"),
+        Aside("Short break", 10),
+        Step("07", "sqnr_db saturated margin worst_row bisect"),
+        Step("19", "false_share seeds"),
+        Aside("Whose intervals held; certificates; what to read next", 20))),),
+    "2 days": (Day(7, (
+        WELCOME,
+        Step("00", "uniform_loss bits_per_byte step_seconds cross_entropy clip"),
+        Step("01", "state_bytes loss_bytes score_bytes saved_bytes peak_bytes"),
+        BREAK,
+        Step("02", "intensity smallest_square attention_share flops roofline_seconds"),
+        Step("03", "value_of stochastic mx_exponent cast mx_cast"),
+        LUNCH,
+        Step("04", "shared_by int8_db delayed_scale block_scales delayed"),
+        Step("05", "is_lost scale_for state_bytes loss_scaler with_masters"),
+        BREAK,
+        Step("06", "product_db keep fp8_forward fp8_backward"),
+        Step("07", "sqnr_db saturated margin worst_row bisect"),
+        Aside("What the first day's guesses say", 10))),
+        Day(7, (
+        Aside("Questions from the first day", 10),
+        Step("08", "moment_bytes segment recomputed"),
+        Step("09", "micro_batches tokens tensor_ranks reduce_scatter micro_batch"),
+        BREAK,
+        Step("10", "copy amax"),
+        Step("12", "kept_bytes tiles step merge"),
+        LUNCH,
+        Step("14", "sent_bytes rows clip zero_one"),
+        BREAK,
+        Step("19", "false_share seeds sign_flip"),
+        Step("99"),
+        Aside("Whose intervals held; certificates; what to read next", 20)))),
+}
+
+
+# What is made.
+
+def exercise(name: str, one: Exercise) -> str:
+    return f"`{name}` {'★' * one.stars} {one.minutes}"
+
+
+def recorded() -> tuple[str, Mapping[str, float]]:
+    """When the course was timed at tier cpu, and the seconds of its runs by case."""
+    [path] = (ROOT / "data/measured").glob("course-*.json")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["date"][:10], {case["case"]: case["ours_median"] for case in found["cases"]}
+
+
+def runs_in(book: Book) -> str:
+    _, seconds = recorded()
+    alone, beside = (seconds.get(f"{book.path.stem}{how}")
+                     for how in ("", " beside 4 busy processes"))
+    if alone is None or beside is None:
+        return "not recorded"
+    return f"{alone:.0f} s on two quiet cores, {beside:.0f} s beside four busy processes"
+
+
+def link(number: str) -> str:
+    book = books()[number]
+    return f"[{book.title}]({number}.md)"
+
+
+def head(book: Book) -> str:
+    """The facts at the head of a notebook's page."""
+    main = ", ".join(exercise(*one) for one in book.exercises.items())
+    later = ", ".join(exercise(*one) for one in book.later.items())
+    needs = "; ".join(f"[{number}]({number}.md) ({what})"
+                      for number, what in NEEDS.get(book.number, {}).items())
+    of = f", {book.of_exercises} of them for the exercises" if book.exercises else ""
+    rows = [
+        ("notebook", f"[{book.path.stem}](../../notebooks/{book.path.name})"),
+        ("minutes", f"{book.minutes}{of}"),
+        ("runs in", runs_in(book)),
+        ("needs", needs or "nothing"),
+        ("exercises, in minutes", (main or "in the notebook itself")
+         + f"; another day {later}" * bool(later)),
+        ("guesses", ", ".join(f"`{name}`" for name in book.guesses) or "in the notebook itself"),
+        ("parameters", ", ".join(f"`{name}={one.default!r}`"
+                                 for name, one in book.parameters.items()))]
+    return markdown_table(("", ""), rows)
+
+
+def clock(minutes: int) -> str:
+    return f"{minutes // 60}:{minutes % 60:02}"
+
+
+def route(name: str) -> str:
+    """A table for each day: when each part begins."""
+    tables = []
+    for number, day in enumerate(ROUTES[name], 1):
+        rows, begun = [], 0
+        for part in day.parts:
+            what, more = (part.what, "") if isinstance(part, Aside) else (
+                link(part.number), ", ".join(f"`{one}`" for one in part.exercises.split()))
+            rows.append((clock(begun), what, part.minutes, more))
+            begun += part.minutes
+        rows.append((clock(begun), "End", "", f"{day.minutes} of {60 * day.hours} minutes"))
+        heads = ("begins", f"day {number}" if len(ROUTES[name]) > 1 else "", "minutes",
+                 "exercises in the room")
+        tables.append(markdown_table(heads, rows))
+    return "\n\n".join(tables)
+
+
+def minutes() -> str:
+    rows = [(link(number), book.minutes, book.of_exercises or "", runs_in(book),
+             ", ".join(NEEDS.get(number, {}))) for number, book in books().items()]
+    rows.append(("together", sum(book.minutes for book in books().values()),
+                 sum(book.of_exercises for book in books().values()), "", ""))
+    heads = ("notebook", "minutes", "of exercises", f"runs in ({recorded()[0]}, tier cpu)", "needs")
+    return markdown_table(heads, rows)
+
+
+def made(name: str) -> str:
+    """What stands between the marks of that name."""
+    if name in ROUTES:
+        return route(name)
+    return minutes() if name == "minutes" else head(books()[name])
+
+
+def renewed(text: str) -> str:
+    return MADE.sub(lambda found: f"{found[1]}{made(found[2])}\n\n{found[3]}", text)
+
+
+def files() -> dict[str, str]:
+    """The pages as they should be, by their place in docs/. Raises ConfigError for a notebook that
+    has none yet."""
+    names = ["syllabus", *books()]
+    for name in names:
+        if not (TEACH / f"{name}.md").exists():
+            raise ConfigError(f"docs/teach/{name}.md is missing; write it, with the line "
+                              f"<!-- made: {name} --> and <!-- /made --> where its facts go")
+    return {f"teach/{name}.md": renewed((TEACH / f"{name}.md").read_text(encoding="utf-8"))
+            for name in names}
