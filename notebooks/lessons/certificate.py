@@ -1,0 +1,182 @@
+"""A page to print: what a learner solved, and how often the 90% intervals of guesses held.
+
+    certificate("Ada Lovelace")     # certificate.html beside the notebook, A4 in landscape
+
+It says what the learner's file on this machine says, and that is all that it proves: whoever owns
+the file can write anything into it, and nobody signs the page. One file, without a script, and with
+nothing from another place.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from html import escape
+from pathlib import Path
+
+from IPython.display import HTML
+
+import lpkit
+from lessons.index import exercises, lesson
+from lessons.judge import Exercise
+from lessons.learner import Answered, Learner, Tried, read
+from lessons.style import COLOURS
+from lpkit.errors import ConfigError, named, shown
+from lpkit.files import write_atomically
+from lpkit.tables import FAINT, FONT, GRID, INK
+
+FILE = "certificate.html"
+LONGEST = 80            # characters of a name
+JOINERS = "\u200c\u200d"        # some scripts spell with them; other controls turn lines round
+MAIN, RIGHT = COLOURS[0], COLOURS[4]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+STYLE = f"""
+@page {{ size: A4 landscape; margin: 11mm; }}
+* {{ box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
+body {{ margin: 0 auto; max-width: 275mm; padding: 6mm; color: {INK}; font: 12px/1.45 {FONT};
+        font-variant-numeric: tabular-nums; background: #fff; overflow-wrap: anywhere; }}
+@media print {{ body {{ padding: 0; }} }}
+header {{ border-top: 5px solid {MAIN}; padding-top: 5mm; }}
+.top {{ display: flex; justify-content: space-between; gap: 4mm; }}
+.of {{ color: {FAINT}; }}
+h1 {{ margin: 1mm 0; font-size: 30px; line-height: 1.15; font-weight: 600; color: {MAIN}; }}
+.numbers {{ display: flex; flex-wrap: wrap; gap: 4mm 12mm; margin: 5mm 0; }}
+.numbers b {{ display: block; font-size: 24px; line-height: 1.2; font-weight: 600; }}
+main {{ columns: 3; column-gap: 8mm; border-top: 1px solid {GRID}; padding-top: 4mm; }}
+@media (max-width: 720px) {{ main {{ columns: 1; }} }}
+section {{ break-inside: avoid; margin-bottom: 4mm; }}
+h2 {{ display: flex; justify-content: space-between; gap: 3mm; margin: 0; font-size: 13px; }}
+.bar {{ height: 3px; margin: 1mm 0; background: {GRID}; }}
+.bar div {{ height: 3px; background: {RIGHT}; }}
+table {{ width: 100%; border-collapse: collapse; }}
+td {{ padding: 0; vertical-align: top; }}
+td + td {{ width: 21mm; text-align: right; white-space: nowrap; color: {FAINT}; }}
+footer {{ border-top: 1px solid {GRID}; margin-top: 3mm; padding-top: 3mm; color: {FAINT};
+          break-inside: avoid; }}
+"""
+
+
+def certificate(name: str = "", folder: Path | None = None) -> HTML | None:
+    """Writes the page into `folder`, the notebook's own by default. Says why, where it cannot."""
+    if not name:
+        print('Write your name between the quotes: certificate("Ada Lovelace")')
+        return None
+    path = (folder or Path.cwd()) / FILE
+    try:
+        write_atomically(path, page(checked_name(name), read(), exercises()), mode=0o600)
+    except ConfigError as error:
+        print(error)
+        return None
+    except OSError as error:
+        print(f"{named(path)} was not written: {error.strerror or error}")
+        return None
+    return HTML(f"<a href='{FILE}' target='_blank'>{FILE}</a> lies beside this notebook. Open it "
+                f"in a browser, and print it on A4 in landscape.")
+
+
+def checked_name(name: object) -> str:
+    """Raises ConfigError for what is no name on one line."""
+    text = " ".join(name.split()) if isinstance(name, str) else ""
+    visible = "".join(letter for letter in text if letter not in JOINERS)
+    if not visible or not visible.isprintable() or len(text) > LONGEST:
+        raise ConfigError(f"{shown(name)} is no name for a certificate; use at most {LONGEST} "
+                          f"letters, on one line")
+    return text
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was done of one notebook. `total`: its exercises."""
+
+    number: str
+    title: str
+    total: int
+    known: int              # that were solved, and that the course still has
+    solved: Mapping[str, Tried]
+    guesses: Sequence[Answered]
+
+
+def parts_of(learner: Learner, course: Mapping[str, Exercise]) -> list[Part]:
+    """The notebooks in which something was solved or guessed, in order."""
+    names = [*course, *sorted(learner.exercises.keys() - course.keys())]
+    solved = {name: learner.exercises[name] for name in names
+              if name in learner.exercises and learner.exercises[name].first_right}
+    numbers = sorted({name.partition(".")[0] for name in
+                      (*solved, *(guess.name for guess in learner.guesses))})
+    return [Part(number, title(number), len(_within(number, course)),
+                 len(_within(number, course.keys() & solved.keys())),
+                 {name: solved[name] for name in _within(number, solved)},
+                 [one for one in learner.guesses if one.name.partition(".")[0] == number])
+            for number in numbers]
+
+
+def _within(number: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.partition(".")[0] == number]
+
+
+def title(number: str) -> str:
+    """What the lesson of that number calls itself; empty where there is none any more."""
+    try:
+        said = re.match(r"Lesson \d\d, (.+?): its ", lesson(number).__doc__ or "")
+    except ConfigError:
+        return ""
+    return said[1][:1].upper() + said[1][1:] if said else ""
+
+
+def intervals(guesses: Iterable[Answered]) -> list[Answered]:
+    """The guesses with a 90% interval that have been held against a result."""
+    return [one for one in guesses if one.factor and one.held is not None]
+
+
+def page(name: str, learner: Learner, course: Mapping[str, Exercise]) -> str:
+    parts = parts_of(learner, course)
+    dates = sorted([str(one.first_right) for part in parts for one in part.solved.values()]
+                   + [guess.date for guess in learner.guesses])
+    when = "" if not dates else (f"on {dates[0]}" if dates[0] == dates[-1]
+                                 else f"from {dates[0]} to {dates[-1]}")
+    scored = intervals(learner.guesses)
+    held = sum(bool(one.held) for one in scored)
+    choices = [one for one in learner.guesses if not one.factor and one.held is not None]
+    numbers = [
+        (f"{sum(part.known for part in parts)} of {len(course)}", "exercises solved"),
+        (f"{sum(bool(part.solved) for part in parts)}", "notebooks"),
+        (f"{len(learner.guesses)}", "guesses before the result"),
+        (f"{held} of {len(scored)}", "90% intervals held" + (
+            f": {held / len(scored):.0%}" if scored else "")),
+        (f"{sum(bool(one.held) for one in choices)} of {len(choices)}", "choices right")]
+    told = "".join(f"<div><b>{escape(value)}</b>{escape(what)}</div>" for value, what in numbers)
+    nothing = "<p>Nothing was solved or guessed yet.</p>"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width">
+<title>lpkit: {escape(name)}</title><style>{STYLE}</style></head><body>
+<header><div class="of top"><span>lpkit: predict, run, reconcile</span>
+<span>from the learner's own file; not signed</span></div><h1>{escape(name)}</h1>
+<div>worked through what makes training Transformers cheaper {escape(when)}</div></header>
+<div class="numbers">{told}</div>
+<main>{"".join(map(section, parts)) or nothing}</main>
+<footer>This page was made on {date.today().isoformat()} by lpkit {escape(lpkit.__version__)} from
+the learner's own file on the learner's own machine. It is not signed, and nobody watched: it shows
+what that file says. The date of an exercise is that of its first right answer; each answer that
+was judged is an attempt, but a right one that is given again is not. A 90% interval holds if the
+result lay in it.</footer>
+</body></html>
+"""
+
+
+def section(part: Part) -> str:
+    rows = "".join(f"<tr><td>{escape(name.partition('.')[2])}</td>"
+                   f"<td>{escape(str(one.first_right))}</td>"
+                   f"<td>{one.attempts} attempt{'s' * (one.attempts != 1)}</td></tr>"
+                   for name, one in part.solved.items())
+    share = part.known / part.total if part.total else 0
+    scored = intervals(part.guesses)
+    said = f"guesses: {len(part.guesses)}" if part.guesses else ""
+    if scored:
+        said += f"; 90% intervals held: {sum(bool(one.held) for one in scored)} of {len(scored)}"
+    return (f"<section><h2><span>{escape(f'{part.number} {part.title}'.strip())}</span>"
+            f"<span>{part.known} of {part.total}</span></h2>"
+            f"<div class='bar'><div style='width:{share:.0%}'></div></div>"
+            f"<table>{rows}</table><div class='of'>{escape(said)}</div></section>")
