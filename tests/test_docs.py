@@ -144,7 +144,7 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
     with context.browser.new_context(viewport={"width": 390, "height": 844}) as phone:
         page, errors = phone.new_page(), []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        for name in ("index", "notebooks", "commands", "claims", "techniques", "recipes/nvfp4", "notebooks/05_small"):
+        for name in ("index", "notebooks", "commands", "claims", "techniques", "recipes/nvfp4", "teach/syllabus", "teach/10", "notebooks/05_small"):
             page.goto((site / f"{name}.html").as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == 390, name
         page.wait_for_function("[...document.querySelectorAll('.lpkit-figure')].every(f => f.querySelector('.main-svg'))")
@@ -174,6 +174,8 @@ def test_the_first_page_shows_the_way(site):
 def test_links_to_notebooks_are_those_of_the_site():
     text = "[05_small](../notebooks/05_small.ipynb), Predict; [06](../notebooks/06.ipynb) and [this](https://a.example)"
     assert build.linked(text, [Path("executed/05_small.ipynb")]) == "[05_small](notebooks/05_small.ipynb), Predict; `06` and [this](https://a.example)"
+    deeper = build.linked("[05_small](../../notebooks/05_small.ipynb), [06](../../notebooks/06.ipynb)", [Path("executed/05_small.ipynb")])
+    assert deeper == "[05_small](../notebooks/05_small.ipynb), `06`"
 
 
 @pytest.mark.slow

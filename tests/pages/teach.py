@@ -248,7 +248,7 @@ def head(book: Book) -> str:
         ("guesses", ", ".join(f"`{name}`" for name in book.guesses) or "in the notebook itself"),
         ("parameters", ", ".join(f"`{name}={one.default!r}`"
                                  for name, one in book.parameters.items()))]
-    return markdown_table(("", ""), rows)
+    return markdown_table(rows[0], rows[1:])
 
 
 def clock(minutes: int) -> str:
