@@ -22,6 +22,7 @@ from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
+    "room": "open JupyterLab for many learners on this machine, each apart from the others",
     "doctor": "what this machine can do; for what it cannot, why and the nearest thing that works",
     "measure": "measure this machine once, for predictions on it: `--machine mine.yaml`",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
