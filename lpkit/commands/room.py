@@ -38,6 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "read after the room's; it is executed")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
                         help="after which an idle lab ends (default 3600)")
+    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="runs that "
+                        "learners shall not wait for (default cpu-3m)")
     parser.add_argument("--proxy", default="", metavar="PATH", help="configurable-http-proxy, where "
                         "it is not on PATH")
 
@@ -64,6 +66,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                         proxy=rooms.proxy(args.proxy), authenticator=args.authenticator,
                         config=args.config and str(Path(args.config).resolve()),
                         idle_seconds=args.idle_seconds)
+    print("warming what all learners share", file=sys.stderr, flush=True)
+    rooms.warm(room, args.warm)
     codes = Path(room.folder, "codes.csv")
     with whole_file(codes, 0o600) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([("name", "code"), *(

@@ -22,6 +22,7 @@ from jupyterhub.spawner import LocalProcessSpawner
 from jupyterhub.utils import random_port
 from traitlets import Unicode
 
+from lpkit import files
 from lpkit.course import room as rooms
 from lpkit.course.lab import FIRST, LOCAL
 from lpkit.processes import prctl
@@ -88,7 +89,8 @@ class Desk(LocalProcessSpawner):
                 "TMPDIR": f"{home}/tmp", "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
                 "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if room.gpus:
-            mine["CUDA_VISIBLE_DEVICES"] = str(self.member.uid % room.gpus)
+            gpu = str(self.member.uid % room.gpus)
+            mine |= {"CUDA_VISIBLE_DEVICES": gpu, "LPKIT_TURNS": f"{room.folder}/turns/{gpu}"}
         if self.user_options.get("share"):
             mine["LPKIT_PROGRESS"] = self.room.progress_url
         return env | mine
@@ -111,12 +113,12 @@ def furnish(home: Path, uid: int, shared: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(0o700)
     (new / "tmp").mkdir()
-    if shared.is_dir():
-        shutil.copytree(shared, new / ".cache" / "lpkit")
+    if (shared / "lpkit").is_dir():
+        shutil.copytree(shared / "lpkit", new / ".cache" / "lpkit")
         for kept in sorted(new.glob(f".cache/lpkit/kernels-{os.geteuid()}*")):
             kept.rename(kept.with_name(kept.name.replace(f"-{os.geteuid()}", f"-{uid}", 1)))
-    for folder, folders, files in os.walk(new, topdown=False):
-        for name in (*folders, *files):
+    for folder, folders, names in os.walk(new, topdown=False):
+        for name in (*folders, *names):
             os.lchown(os.path.join(folder, name), uid, uid)
     os.chown(new, uid, uid)
     new.rename(home)
@@ -193,7 +195,7 @@ def configure(c: Any, room: rooms.Room) -> None:
         {"name": "culler", "command": [sys.executable, "-m", "jupyterhub_idle_culler",
                                        f"--timeout={room.idle_seconds}"]},
         {"name": "progress", "url": room.progress_url.partition("/services")[0],
-         "command": [sys.executable, "-P", str(Path(__file__).with_name("progress.py"))],
+         "command": [sys.executable, "-P", str(files.resource("notebooks") / "lessons" / "progress.py")],
          "environment": {"LPKIT_ROOM": room.folder, "LPKIT_TEACHER": room.teacher},
          "oauth_no_confirm": True}]
 

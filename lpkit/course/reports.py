@@ -1,7 +1,7 @@
 """What a learner's kernel tells the teacher of a room, if the learner agreed: guesses, exercises,
 claims, and nothing of their text.
 
-LPKIT_PROGRESS is the address of the room's service (`lpkit.course.progress`), and is there where the
+LPKIT_PROGRESS is the address of the room's service (`notebooks/lessons/progress.py`), and is there where the
 learner agreed, as the server began. A report is first written to the learner's own outbox and leaves
 it when the service has said that it keeps it, so a service that dies loses nothing: each report has
 an id, and the same twice is one.

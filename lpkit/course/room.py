@@ -7,6 +7,7 @@ one folder:
     room.json       names, numbers and codes: root's alone. The same folder opens the same room
     hub/            the hub's database, secrets and log: root's alone
     shared/         what every new learner gets a copy of: tokens, verified and compiled kernels
+    turns/          whose turn it is at each GPU (`lpkit.turns`)
     learners/NAME   a home; `course` in it is the learner's copies
 
 Sources: JupyterHub 6 (spawners, services, security); configurable-http-proxy 5; capabilities(7).
@@ -23,6 +24,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -106,8 +108,29 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
     room = Room(folder=str(folder), teacher=teacher, members=members, seats=learners, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
                 progress_port=_free_port(), **how)
+    for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
+        files.own_folder(folder / "turns").chmod(0o711)
+        files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
     write(room)
     return room
+
+
+def warm(room: Room, presets: Sequence[str]) -> None:
+    """Runs a step of each here, once, so that no learner waits for tokens, verified kernels and
+    compilers. Raises ConfigError, with what the run said."""
+    shared = Path(room.folder, "shared")
+    for preset in presets:
+        done = shared / f".{preset}"
+        if done.exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            run = subprocess.run(
+                [sys.executable, "-P", "-m", "lpkit", "train", preset, "steps=1", "--out",
+                 f"{folder}/run"], env=os.environ | {"XDG_CACHE_HOME": str(shared)},
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise ConfigError(f"{shown(preset)} could not be warmed: {run.stderr.strip()[-300:]}")
+        done.touch()
 
 
 def write(room: Room) -> None:

@@ -88,10 +88,10 @@ def file() -> Path:
     return data_dir("course") / "learner.json"
 
 
-def read() -> Learner:
-    """An empty one where there is no file. Raises DamagedError for one that cannot be read, and
-    ConfigError for that of a newer kit."""
-    path = file()
+def read(path: Path | None = None) -> Learner:
+    """Of this person, or of another file. An empty one where there is none. Raises DamagedError for
+    one that cannot be read, and ConfigError for that of a newer kit."""
+    path = path or file()
     if not path.exists():
         return Learner()
     try:

@@ -10,6 +10,7 @@ is reported later begins anew. A line that a kill cut off was never acknowledged
 Sources: JupyterHub 6, `HubOAuthenticated`; MDN, Content-Security-Policy.
 """
 
+import argparse
 import csv
 import io
 import json
@@ -19,8 +20,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError
-from lpkit.files import locked, sync, write_atomically
+from lpkit.errors import ConfigError, named
+from lpkit.files import locked, sync, whole_file, write_atomically
+from lpkit.tables import text_table
 
 FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "seconds", "value", "unit",
           "factor", "measured", "held", "time")
@@ -110,6 +112,79 @@ def table(events: Iterable[Mapping[str, Any]]) -> str:
                          else value for key, value in event.items()})
     return out.getvalue()
 
+
+# ---- lpkit progress
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--room", type=Path, default=Path("/srv/lpkit-room"), metavar="DIR",
+                        help="the room's folder (default /srv/lpkit-room)")
+    parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="learners' own files "
+                        "(lpkit/learner.json, or lpkit/course/learner.json, in their data "
+                        "directories), for rooms without a hub")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all reports as a table")
+    parser.add_argument("--delete", action="store_true", help="delete what the room keeps of its "
+                        "learners' progress, and the names that were drawn for them")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.collect and args.delete:
+        raise ConfigError("--delete is for what a room keeps; collected files are their learners'")
+    store = Store(args.room)
+    if not args.collect and not (args.room / "room.json").exists():
+        raise ConfigError(f"there is no room in {named(args.room)}; name its folder by --room, or "
+                          f"learners' files by --collect")
+    events = [event for path in args.collect for event in collected(path)] if args.collect else \
+        store.events()
+    if args.csv:
+        with whole_file(args.csv) as temporary:
+            temporary.write_text(table(events))
+    return {"reports": len(events), "learners": len({one["pseudonym"] for one in events}),
+            "exercises": stops(events), "csv": str(args.csv or ""),
+            "deleted": store.delete() if args.delete else 0}
+
+
+def text(result: dict[str, Any]) -> str:
+    lines = [f"{result['reports']} reports of {result['learners']} learners"]
+    if result["exercises"]:
+        lines += ["", text_table([("exercise", "right", "not yet"), *(
+            (name, str(one["right"]), str(one["not_yet"])) for name, one in
+            result["exercises"].items())])]
+    lines += [f"all of them: {named(result['csv'])}"] if result["csv"] else []
+    lines += [f"{result['deleted']} reports were deleted"] if result["deleted"] else []
+    return "\n".join(lines)
+
+
+def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """By exercise: how many learners have it right, and how many tried and have not; what stops most
+    of them first."""
+    right: dict[str, dict[str, bool]] = {}
+    for one in events:
+        if one["kind"] == "exercise":
+            who = right.setdefault(one["name"], {})
+            who[one["pseudonym"]] = who.get(one["pseudonym"], False) or one["verdict"] == "right"
+    counts = {name: {"right": sum(who.values()), "not_yet": len(who) - sum(who.values())}
+              for name, who in right.items()}
+    return dict(sorted(counts.items(), key=lambda one: (-one[1]["not_yet"], one[0])))
+
+
+def collected(path: Path) -> Iterator[dict[str, Any]]:
+    """A learner's own file as reports. Its owner is called after its folder, or the file."""
+    from lessons.learner import read
+
+    if not path.is_file():
+        raise ConfigError(f"there is no file {named(path)}")
+    learner, who = read(path), path.parent.name if path.stem == "learner" else path.stem
+    for name, one in learner.exercises.items():
+        yield {"pseudonym": who, "kind": "exercise", "notebook": name.partition(".")[0], "name": name,
+               "verdict": "right" if one.right else "wrong", "attempts": one.attempts,
+               "time": one.first_right or ""}
+    for guess in learner.guesses:
+        yield {"pseudonym": who, "kind": "guess", "notebook": guess.name.partition(".")[0],
+               "name": guess.name, "value": guess.value, "unit": guess.unit, "factor": guess.factor,
+               "measured": guess.measured, "held": guess.held, "time": guess.date}
+
+
+# ---- The service
 
 def main() -> None:
     from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
