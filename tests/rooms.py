@@ -9,16 +9,17 @@ import contextlib
 import csv
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,17 @@ def passing() -> list[str]:
 
 
 @contextlib.contextmanager
+def passable_folder() -> Iterator[Path]:
+    """pytest's own folders are closed to others, again and again."""
+    folder = Path(tempfile.mkdtemp(prefix="lpkit-room-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield folder / "room"
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
 def opened(folder: Path, *words: str, port: int) -> Iterator[dict[str, Any]]:
     """What `lpkit room` prints, and the room until the block ends."""
     env = os.environ | {"PYTHONPATH": str(HERE)}
@@ -88,7 +100,7 @@ def opened(folder: Path, *words: str, port: int) -> Iterator[dict[str, Any]]:
 
 
 def codes(folder: Path) -> dict[str, str]:
-    return dict(list(csv.reader((folder / "codes.csv").open()))[1:])
+    return dict(list(csv.reader((folder / "codes.csv").read_text().splitlines()))[1:])
 
 
 class Person:
@@ -116,30 +128,37 @@ class Person:
         if not self.kernel:
             session = {"kernel": {"name": "python3"}, "name": name, "path": name, "type": "notebook"}
             self.kernel = self.ask(f"/user/{self.name}/api/sessions", session)["kernel"]["id"]
-        return asyncio.run(asyncio.wait_for(self._run(code), seconds))
+        with ThreadPoolExecutor(1) as pool:     # a test with a browser has a loop of its own here
+            return pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(code), seconds))).result()
 
     async def _run(self, code: str) -> str:
         address = f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels"
         socket = await websocket_connect(HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=60))
-        me = uuid.uuid4().hex
-        header = {"msg_id": me, "username": "", "session": me, "msg_type": "execute_request", "version": "5.3"}
-        await socket.write_message(json.dumps({
-            "header": header, "parent_header": {}, "metadata": {}, "channel": "shell", "buffers": [],
-            "content": {"code": code, "silent": False, "store_history": False, "allow_stdin": False}}))
-        said = ""
-        while (text := await socket.read_message()) is not None:
-            message = json.loads(text)
-            if message["parent_header"].get("msg_id") == me:
-                content = message["content"]
-                said += content.get("text", "") if message["msg_type"] == "stream" else ""
-                said += f"{content['ename']}: {content['evalue']}" if message["msg_type"] == "error" else ""
-                if message["msg_type"] == "status" and content["execution_state"] == "idle":
-                    break
-            elif message["msg_type"] == "status" and message["content"]["execution_state"] in ("restarting", "dead"):
-                said += "the kernel died"
-                break
-        socket.close()
-        return said
+        try:
+            return await _said(socket, code)
+        finally:
+            socket.close()
+            while await socket.read_message() is not None:      # until the other side has closed, too
+                pass
+
+
+async def _said(socket: Any, code: str) -> str:
+    me, said = uuid.uuid4().hex, ""
+    header = {"msg_id": me, "username": "", "session": me, "msg_type": "execute_request", "version": "5.3"}
+    await socket.write_message(json.dumps({
+        "header": header, "parent_header": {}, "metadata": {}, "channel": "shell", "buffers": [],
+        "content": {"code": code, "silent": False, "store_history": False, "allow_stdin": False}}))
+    while (text := await socket.read_message()) is not None:
+        message = json.loads(text)
+        kind, content = message["msg_type"], message["content"]
+        if message["parent_header"].get("msg_id") == me:
+            said += content.get("text", "") if kind == "stream" else ""
+            said += f"{content['ename']}: {content['evalue']}" if kind == "error" else ""
+            if kind == "status" and content["execution_state"] == "idle":
+                return said
+        elif kind == "status" and content["execution_state"] in ("restarting", "dead"):
+            return f"{said}the kernel died"
+    return f"{said}the connection ended"
 
 
 def ask(url: str, told: Any = None, token: str = "", method: str = "") -> Any:
@@ -157,8 +176,6 @@ def status(url: str, token: str = "") -> int:
         ask(url, token=token)
         return 200
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
-
-def clean(said: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", said).strip()

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
     room = rooms.opened(args.folder, names, port=args.port, address=args.address,
                         tls=[str(Path(path).resolve()) for path in args.tls],
-                        proxy=rooms.proxy(args.proxy), authenticator=args.authenticator,
+                        proxy=args.proxy, authenticator=args.authenticator,
                         config=args.config and str(Path(args.config).resolve()),
                         idle_seconds=args.idle_seconds)
     print("warming what all learners share", file=sys.stderr, flush=True)

@@ -184,7 +184,7 @@ def configure(c: Any, room: rooms.Room) -> None:
     c.Spawner.cmd = [sys.executable, "-P", str(Path(__file__).with_name("desk.py"))]
     c.Spawner.default_url = f"/lab/tree/{FIRST}"
     c.Spawner.start_timeout = c.Spawner.http_timeout = 300
-    c.JupyterHub.concurrent_spawn_limit = max(4, 2 * (os.cpu_count() or 1))
+    c.JupyterHub.concurrent_spawn_limit = 0        # all come at once, and nobody is sent away
     c.JupyterHub.load_roles = [{
         "name": "culler", "services": ["culler"],
         "scopes": ["list:users", "read:users:activity", "read:servers", "delete:servers"]}, {

@@ -34,7 +34,7 @@ def report(kind: str, **facts: Any) -> None:
     seconds, _last[0] = now - _last[0], now
     line = {"id": secrets.token_hex(8), "kind": kind, "time": time.time(), "seconds": seconds,
             "notebook": Path(os.environ.get("JPY_SESSION_NAME", "")).stem, **facts}
-    with suppress(OSError, ValueError):     # a full disk
+    with suppress(OSError, ValueError, RuntimeError):   # a full disk, no thread left
         own_folder(data_dir("course"), 0o700)
         with locked(_outbox().with_suffix(".lock")), _outbox().open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")

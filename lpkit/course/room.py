@@ -76,7 +76,7 @@ class Room:
 
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, seats: int = 0,
-           **how: object) -> Room:
+           proxy: str = "", **how: object) -> Room:
     """The room in `folder`, made if need be, with these learners beside those that it has.
 
     seats: among how many the machine is shared; 0: as many as there are learners
@@ -107,7 +107,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, seats=learners, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
-                progress_port=_free_port(), **how)
+                progress_port=_free_port(), proxy=_proxy(proxy), **how)
     for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
@@ -194,7 +194,7 @@ def refuse_closed(place: Path, what: str) -> None:
                               f"it to a place such as /opt")
 
 
-def proxy(asked: str = "") -> str:
+def _proxy(asked: str) -> str:
     """The path of configurable-http-proxy. Raises ConfigError where there is none."""
     if found := shutil.which(asked or "configurable-http-proxy"):
         return found

@@ -211,6 +211,7 @@ def main() -> None:
     class Map(Handler):
         @web.authenticated
         def get(self) -> None:
+            _ = self.xsrf_token     # a cookie, which the page gives back as a header with each question
             self.write(page)
 
     class Now(Handler):
