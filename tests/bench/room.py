@@ -79,7 +79,7 @@ def measured(folder: Path, url: str) -> list[Result]:
     kept = len({one["id"] for one in mine})
     theirs = [(str(folder / "learners" / one.name), pids(folder, one.name)[0]) for one in others[:11]]
     read, asked = map(int, first.run(f"THEIRS = {theirs!r}\n{READER}").split())
-    facts = {"learners": LEARNERS, "idle_learner_bytes": idle, "learner_with_kernel_bytes": working, "reads": read, "reads_asked": asked,
+    facts = {"learners": LEARNERS, "pause_seconds": READING_SECONDS, "idle_learner_bytes": idle, "learner_with_kernel_bytes": working, "reads": read, "reads_asked": asked,
              "service_kills": kills, "reports_sent": sent, "reports_kept": len(mine), "reports_kept_once": kept,
              "p95_alone_seconds": p95(alone), "p95_together_seconds": p95(together)}
     common = {"better": "lower", "packages": PACKAGES, "facts": facts}
