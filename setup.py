@@ -13,7 +13,7 @@ setup(
     package_data={
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
         "lpkit.notebooks": ["*.ipynb"],
-        "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css"],
+        "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css", "*.html"],
         "lpkit.data.measured": ["*"],
         "lpkit.data.published": ["*"],
     },

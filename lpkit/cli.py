@@ -22,6 +22,8 @@ from lpkit.training.runs import RunFailedError
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
+    "room": "open JupyterLab for many learners on this machine, each apart from the others",
+    "progress": "how a room gets on: exercises, guesses and claims of those who agreed to it",
     "doctor": "what this machine can do; for what it cannot, why and the nearest thing that works",
     "measure": "measure this machine once, for predictions on it: `--machine mine.yaml`",
     "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",

@@ -13,11 +13,11 @@ import pytest
 from tests.path import circles, entered, imported_by, imports
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values"}     # settings, seams, tools: anybody
+BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
     "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
-    "tables": {"errors"}, "timing": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
+    "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
     "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
@@ -37,10 +37,10 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "values", "techniques", "predict", "presets", "training.runs", "course.notebooks", "course.copies", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "course.notebooks", "course.copies", "cli",
                  "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
-LAYERS = ["errors", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
+LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "datasets", "parallel", "training", "measure", "claims",
           "course", "commands", "cli", "__main__"]
 PATH_LINES = 10_500

@@ -7,6 +7,7 @@ from html import escape
 from traceback import extract_tb
 from typing import Any
 
+from lpkit.course.reports import report
 from lpkit.tables import FONT, TEXT
 
 CARD = "lpkit_claim"    # in the metadata of a card's output: what the runner of notebooks reads
@@ -47,6 +48,7 @@ def claim(sentence: str) -> Iterator[None]:
 def _show(sentence: str, state: str, why: str = "") -> None:
     from IPython.display import display  # the runner, which reads cards, goes without
 
+    report("claim", name=sentence, verdict=state)
     colour, sign = LOOKS[state]
     because = why and f"<div style='margin-top:4px'>Because: {escape(why)}</div>"
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),

@@ -46,6 +46,7 @@ from lpkit.errors import ConfigError, named
 from lpkit.parallel.processes import STRANGER, told
 from lpkit.parallel.ranks import Ranks, distributed, groups_of
 from lpkit.techniques.layouts import refuse_untrainable, wrong_world
+from lpkit.turns import turn
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
@@ -113,13 +114,15 @@ def device_type(config: Config) -> str:
 
 @contextmanager
 def here(config: Config) -> Iterator[Ranks]:
-    """Joins as torchrun or `accelerate launch` have said in the environment; else it is alone.
+    """Joins as torchrun or `accelerate launch` have said in the environment; else it is alone, and
+    takes its turn at a GPU that is shared.
 
     Raises ConfigError when the config asks for several processes and this is one.
     """
     said = told(config)
     if said["world"] == 1:
-        yield Ranks()
+        with turn(config.system.device):
+            yield Ranks()
         return
     with joined(config, **said) as ranks:
         yield ranks

@@ -27,18 +27,18 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+from lessons import rehearsal
+from lessons.clock import Timed, clock
 from lessons.drawing import NAMES, axis, bars, figure
 from lessons.judge import Exercise, adding_to
+from lessons.rehearsal import Nap, Sleeper
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.measure import rehearsal
-from lpkit.measure.rehearsal import Nap, Sleeper
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.pipeline import order
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.precision.deferred import deferring
 from lpkit.precision.linear import ScaledLinear
-from lpkit.predict.clock import Timed, clock
 from lpkit.predict.compare import disturbance
 from lpkit.tables import html_table
 from lpkit.techniques.pipelines import SCHEDULES, Order

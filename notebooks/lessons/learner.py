@@ -15,6 +15,7 @@ from traitlets import TraitError
 
 from lessons.judge import Exercise, Verdict
 from lessons.questions import Question
+from lpkit.course.reports import report
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
 from lpkit.values import Checked, Count, Positive, Text
@@ -79,6 +80,7 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
     if not exercise.name or verdict.status == "to do":
         return verdict
     said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
+    report("exercise", name=exercise.name, verdict=verdict.status)
     return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
 
 
@@ -86,10 +88,10 @@ def file() -> Path:
     return data_dir("course") / "learner.json"
 
 
-def read() -> Learner:
-    """An empty one where there is no file. Raises DamagedError for one that cannot be read, and
-    ConfigError for that of a newer kit."""
-    path = file()
+def read(path: Path | None = None) -> Learner:
+    """Of this person, or of another file. An empty one where there is none. Raises DamagedError for
+    one that cannot be read, and ConfigError for that of a newer kit."""
+    path = path or file()
     if not path.exists():
         return Learner()
     try:
@@ -142,6 +144,8 @@ def keep(name: str, question: Asked) -> Asked:
     def write(_change: dict) -> None:
         if question.answer is not None:
             question.note = update(partial(_with_answer, name, question)) or question.note
+            report("guess", name=name, value=question.value, unit=question.unit,
+                   factor=question.factor, **(question.result or {}))
 
     question.observe(write, names=["locked", "result"])
     return question

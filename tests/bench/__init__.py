@@ -39,6 +39,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "qdq": ("kernels:qdq", "E4M3 and back beside ml_dtypes and PyTorch"),
     "recipe-losses": ("recipe_losses:run", "what each recipe costs in loss after 300 steps"),
     "reliability": ("reliability:run", "attacks on runs, commands and folders: none may do harm"),
+    "room": ("room:run", "thirty learners in one room, beside one alone, and what they may not do"),
     "saved-row": ("saved:run", "updates of other configs, predicted with and without `lpkit measure`"),
     "telemetry": ("steps:telemetry", "what looking at a run's tensors costs"),
     "tpe-random": ("batch_steps:searches", "a search by TPE beside one at random, on real runs"),

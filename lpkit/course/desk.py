@@ -1,0 +1,37 @@
+"""The process that a room starts for each learner, as that learner: its copies of the course are
+brought up to date, and then it becomes the hub's single-user JupyterLab.
+
+What the lab of one person does for quiet and for encrypted kernels (`lpkit.course.lab`) holds here,
+too: ports of 127.0.0.1 are open to all who sit at this machine.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from lpkit.course import copies
+from lpkit.course.lab import QUIET_APP, QUIET_SETTINGS
+from lpkit.files import own_folder, write_atomically
+
+
+def main() -> None:
+    home = Path.home()
+    root = copies.work_folder(home / "course")
+    for change in copies.update(root):
+        print(change["notebook"], change["done"], *change["notes"], sep="; ", flush=True)
+    mine = own_folder(home / ".room")
+    (mine / "labconfig").mkdir(exist_ok=True)
+    write_atomically(mine / "jupyter_server_config.json", json.dumps({
+        "LabApp": {key: value for key, value in QUIET_APP.items() if key != "default_url"},
+        "ServerApp": {"root_dir": str(root)},
+        "KernelManager": {"transport_encryption": "auto"}}))
+    write_atomically(mine / "labconfig" / "default_setting_overrides.json",
+                     json.dumps(QUIET_SETTINGS))
+    os.environ["JUPYTER_CONFIG_PATH"] = str(mine)
+    os.chdir(root)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "jupyterhub.singleuser", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

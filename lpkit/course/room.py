@@ -1,0 +1,245 @@
+"""A room: a JupyterHub on one machine for many learners, who cannot read or starve one another.
+
+Each learner is a Unix user without an account: a number of UIDS, a home that only it may enter, a
+share of memory and threads (`lpkit.course.hub`). So a room is opened by root. What it keeps lies in
+one folder:
+
+    room.json       names, numbers and codes: root's alone. The same folder opens the same room
+    hub/            the hub's database, secrets and log: root's alone
+    shared/         what every new learner gets a copy of: tokens, verified and compiled kernels
+    turns/          whose turn it is at each GPU (`lpkit.turns`)
+    learners/NAME   a home; `course` in it is the learner's copies
+
+Sources: JupyterHub 6 (spawners, services, security); configurable-http-proxy 5; capabilities(7).
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from lpkit import files, machine_facts, processes
+from lpkit.course.lab import LOCAL, START_SECONDS
+from lpkit.errors import ConfigError, named, shown
+
+NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # none that is read as another
+UIDS = range(52_000, 60_000)                    # Debian gives accounts 1,000 to 59,999, from below
+MOST = 500
+HUB_BYTES = 1 << 30                             # of the hub, its proxy and the page cache
+LEAST_BYTES = 600 << 20                         # a server, and one kernel that imports torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    uid: int
+    code: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What the hub is told, as JSON."""
+
+    folder: str
+    members: Mapping[str, Member]
+    seats: int
+    memory_bytes: int           # of each learner
+    threads: int
+    gpus: int
+    port: int
+    address: str = LOCAL
+    tls: Sequence[str] = ()     # certificate and key
+    proxy: str = ""             # configurable-http-proxy
+    authenticator: str = ""     # the hub's name of another than ours
+    teacher: str = "teacher"
+    config: str = ""            # a file of JupyterHub's, read after ours
+    idle_seconds: int = 3600
+    progress_port: int = 0
+
+    @property
+    def progress_url(self) -> str:
+        return f"http://{LOCAL}:{self.progress_port}/services/progress/"
+
+
+def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, seats: int = 0,
+           proxy: str = "", **how: object) -> Room:
+    """The room in `folder`, made if need be, with these learners beside those that it has.
+
+    seats: among how many the machine is shared; 0: as many as there are learners
+
+    Raises ConfigError for what cannot be a room; OSError.
+    """
+    refuse_what_cannot_be()
+    for name in (teacher, *names):
+        if not NAME.fullmatch(name):
+            raise ConfigError(f"{shown(name)} cannot be a learner's name; use up to 32 small letters, "
+                              f"digits, - and _, and begin with a letter")
+    folder = files.own_folder(folder).resolve()
+    for place, mode in (("", 0o711), ("hub", 0o700), ("shared", 0o755), ("learners", 0o711)):
+        files.own_folder(folder / place).chmod(mode)        # whatever the umask is
+    refuse_closed(folder, "the room")
+    members = dict(read(folder).members) if (folder / "room.json").exists() else {}
+    for name in (teacher, *names):
+        members.setdefault(name, Member(uid=_free_uid(members), code=new_code()))
+    learners = seats or len(members) - 1
+    if not 0 < learners <= MOST:
+        raise ConfigError(f"a room is for 1 to {MOST} learners, and this would be for {learners}; "
+                          f"name some, or say --learners 30")
+    usable = machine_facts.memory_limit_bytes() or psutil.virtual_memory().total
+    share = (usable - HUB_BYTES) // learners
+    if share < LEAST_BYTES:
+        most = (usable - HUB_BYTES) // LEAST_BYTES
+        raise ConfigError(f"{learners} learners would have {share >> 20} MiB each, and a lab with one "
+                          f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
+    room = Room(folder=str(folder), teacher=teacher, members=members, seats=learners, memory_bytes=share,
+                threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
+                progress_port=_free_port(), proxy=_proxy(proxy), **how)
+    for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
+        files.own_folder(folder / "turns").chmod(0o711)
+        files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
+    write(room)
+    return room
+
+
+def warm(room: Room, presets: Sequence[str]) -> None:
+    """Runs a step of each here, once, so that no learner waits for tokens, verified kernels and
+    compilers. Raises ConfigError, with what the run said."""
+    shared = Path(room.folder, "shared")
+    for preset in presets:
+        done = shared / f".{preset}"
+        if done.exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            run = subprocess.run(
+                [sys.executable, "-P", "-m", "lpkit", "train", preset, "steps=1", "--out",
+                 f"{folder}/run"], env=os.environ | {"XDG_CACHE_HOME": str(shared)},
+                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise ConfigError(f"{shown(preset)} could not be warmed: {run.stderr.strip()[-300:]}")
+        done.touch()
+
+
+def write(room: Room) -> None:
+    with files.whole_file(Path(room.folder, "room.json"), 0o600) as temporary:
+        temporary.write_text(json.dumps(asdict(room), indent=1))
+
+
+def read(folder: Path) -> Room:
+    """Raises ConfigError where there is none."""
+    path = folder / "room.json"
+    try:
+        told = json.loads(files.read_private(path, 1 << 24))
+        return Room(**told | {"members": {name: Member(**one)
+                                          for name, one in told["members"].items()}})
+    except FileNotFoundError:
+        raise ConfigError(f"there is no room in {named(folder)}; `lpkit room` opens one") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{named(path)} is no room of this kit ({error}); move it away") from None
+
+
+def joined(room: Room, name: str) -> Member:
+    """The member of this name; one who signed up at the hub is new, and the room keeps it."""
+    if name in room.members:
+        return room.members[name]
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{shown(name)} cannot be a learner's name")
+    new = Member(uid=_free_uid(room.members), code="")
+    write(replace(room, members={**room.members, name: new}))
+    return new
+
+
+def _free_uid(members: Mapping[str, Member]) -> int:
+    return min(set(UIDS) - {one.uid for one in members.values()})
+
+
+def _free_port() -> int:
+    with socket.create_server((LOCAL, 0)) as free:
+        return free.getsockname()[1]
+
+
+def new_code() -> str:
+    """59 bits, to be read from a sheet of paper."""
+    return "-".join("".join(secrets.choice(LETTERS) for _ in range(4)) for _ in range(3))
+
+
+def refuse_what_cannot_be() -> None:
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        raise ConfigError("a room keeps learners apart as Unix users, for which it must be opened by "
+                          "root of a Linux machine: `sudo lpkit room ...`; for one person there is "
+                          "`lpkit lab`")
+    for place in {sys.prefix, sys.base_prefix, str(files.PACKAGE), str(files.resource("notebooks"))}:
+        refuse_closed(Path(place), "what learners run")
+
+
+def refuse_closed(place: Path, what: str) -> None:
+    """Raises ConfigError for a place that others may not reach."""
+    for folder in (place, *place.parents):
+        if not folder.stat().st_mode & 0o001:
+            raise ConfigError(f"{what} lies in {named(place)}, and learners may not pass through "
+                              f"{named(folder)}; `chmod o+x {named(folder)}` lets them pass, or move "
+                              f"it to a place such as /opt")
+
+
+def _proxy(asked: str) -> str:
+    """The path of configurable-http-proxy. Raises ConfigError where there is none."""
+    if found := shutil.which(asked or "configurable-http-proxy"):
+        return found
+    raise ConfigError(f"{shown(asked) if asked else 'configurable-http-proxy'}, the hub's door, is not "
+                      f"on this machine; `npm install -g configurable-http-proxy` brings it")
+
+
+@contextlib.contextmanager
+def serve(room: Room, children: processes.Children | None = None) -> Iterator[subprocess.Popen]:
+    """Opens the room, yields the hub's keeper once it answers, and ends all labs at the end."""
+    refuse_taken(room)
+    folder = processes.new_folder()
+    keeper = (children or processes.Children()).start(
+        [sys.executable, "-P", "-m", "jupyterhub", "-f", Path(__file__).with_name("hub.py")],
+        folder, log="hub.log", cwd=Path(room.folder, "hub"),
+        env=os.environ | {"LPKIT_ROOM": str(Path(room.folder, "room.json"))})
+    with keeper:
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(room):
+            if keeper.poll() is not None or time.monotonic() > deadline:
+                processes.end(keeper)
+                raise ConfigError(f"the hub did not start; the end of its log:\n"
+                                  f"{keeper.stdout.read().strip()}")
+            time.sleep(0.2)
+        yield keeper
+
+
+def refuse_taken(room: Room) -> None:
+    try:
+        socket.create_server((room.address, room.port)).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"the room cannot listen on {room.address}, port {room.port} "
+                          f"({getattr(error, 'strerror', None) or error}); ask for another "
+                          f"--port or --address") from None
+
+
+def url(room: Room) -> str:
+    return f"http{'s' if room.tls else ''}://{room.address}:{room.port}"
+
+
+def answers(room: Room) -> bool:
+    kind = http.client.HTTPSConnection if room.tls else http.client.HTTPConnection
+    how = {"context": ssl._create_unverified_context()} if room.tls else {}
+    with contextlib.suppress(OSError, http.client.HTTPException), \
+            contextlib.closing(kind(LOCAL, room.port, timeout=5, **how)) as connection:
+        connection.request("GET", "/hub/api/")
+        return connection.getresponse().status == 200
+    return False

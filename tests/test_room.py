@@ -1,0 +1,310 @@
+"""A room of learners, opened as a teacher opens it: nobody reads or starves another, and no report is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lessons import progress
+from lpkit import cli, turns
+from lpkit.course import reports
+from lpkit.course import room as rooms
+from lpkit.errors import ConfigError
+from tests import rooms as served
+from tests.bench import room as bench
+
+PORT = 8573
+SERVED = pytest.mark.skipif(bool(served.why_no_room()), reason=served.why_no_room())
+
+
+@pytest.fixture(scope="module")
+def room():
+    with served.passable_folder() as folder, served.opened(folder, "anna", "ben", "cleo", "--learners", "20", "--warm", port=PORT) as told:
+        yield told | {"folder": folder}
+
+
+@pytest.fixture(scope="module")
+def anna(room):
+    return _person(room, "anna", share=True)
+
+
+@pytest.fixture(scope="module")
+def ben(room):
+    return _person(room, "ben", share=False)
+
+
+def _person(room, name, **options):
+    one = served.Person(room["url"], name, served.codes(room["folder"])[name])
+    one.start(**options)
+    return one
+
+
+@SERVED
+@pytest.mark.prove
+def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
+    def reads(one, of):
+        theirs = [(str(room["folder"] / "learners" / of.name), bench.pids(room["folder"], of.name)[0])]
+        return list(map(int, one.run(f"THEIRS = {theirs!r}\n{bench.READER}").split()))
+
+    ben.run("1")
+    assert reads(anna, ben)[0] == 0
+    read, asked = reads(ben, ben)
+    assert read >= 8 and asked > 15    # so the reader would find what is open
+    for path in ("api/contents", "api/kernels", "api/terminals"):
+        assert served.status(f"{room['url']}/user/ben/{path}", anna.token) == 403
+        assert served.status(f"{room['url']}/user/ben/{path}", ben.token) == 200
+    assert anna.run("import os; print(os.getuid(), os.getgroups(), oct(os.umask(0o77)))").split() == ["52001", "[]", "0o77"]
+    connections = anna.run("import json, glob; print(json.load(open(glob.glob('../.local/share/jupyter/runtime/kernel-*.json')[0])).keys())")
+    assert "curve_publickey" in connections        # ports of 127.0.0.1 are everybody's; what goes over them is not
+
+
+@SERVED
+@pytest.mark.prove
+def test_who_takes_too_much_is_ended_and_the_neighbour_goes_on(room, anna, ben):
+    assert room["memory_bytes"] < 2 << 30
+    assert anna.run("x = 1; print(x)").strip() == "1"
+    hog = f"held = [b'x' * (64 << 20) for _ in range({room['memory_bytes'] >> 26} + 8)]; print('got it')"
+    assert anna.run(hog) != "got it\n"
+    assert ben.run("print(len(b'x' * (64 << 20)))").strip() == str(64 << 20)
+    said = anna.run("import os\nfor n in range(2000):\n    if not os.fork(): os._exit(not __import__('time').sleep(3))")
+    assert "BlockingIOError" in said and ben.run("print(6 * 7)").strip() == "42"
+    assert "ChildProcessError" in anna.run("while True: os.wait()")     # they are buried, and count no more
+
+
+@SERVED
+@pytest.mark.prove
+def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, anna, ben):
+    def now(one):
+        while served.status(address := f"{room['url']}/services/progress/now", one.token) != 200:
+            time.sleep(0.2)     # it was killed
+        return served.ask(address, token=one.token)
+
+    teacher = served.Person(room["url"], "teacher", served.codes(room["folder"])["teacher"])
+    ben.run("from lpkit.course.reports import report; report('exercise', name='03.ben', verdict='right')")
+    before = len(now(teacher)["events"])
+    sent = bench.SENT // 10
+    threading.Thread(target=lambda: [time.sleep(0.5) or [one.kill() for one in bench.service()] for _ in range(3)]).start()
+    assert anna.run(bench.REPORT.format(sent)) == ""
+    deadline = time.monotonic() + 120
+    while len(now(teacher)["events"]) < before + sent and time.monotonic() < deadline:
+        time.sleep(0.5)
+    events = now(teacher)["events"][before:]
+    assert sorted(one["name"] for one in events) == sorted(f"03.{n}" for n in range(sent))
+    assert {one["notebook"] for one in events} == {"03_number_formats"} and len({one["pseudonym"] for one in events}) == 1
+    kept = (room["folder"] / "progress.jsonl").read_text()
+    assert "anna" not in kept and "03.ben" not in kept
+    assert len(now(anna)["events"]) == before + sent and now(ben)["events"] == []
+    assert b"<form" in served.ask(f"{room['url']}/services/progress/now")        # a stranger is asked who he is
+    assert b"03.1" in served.ask(f"{room['url']}/services/progress/csv", token=teacher.token)
+    assert b"03.1" not in served.ask(f"{room['url']}/services/progress/csv", token=ben.token)
+
+
+@SERVED
+@pytest.mark.prove
+@pytest.mark.browser
+def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context):
+    codes = served.codes(room["folder"])
+
+    def signed_in(name):
+        page = context.browser.new_context().new_page()
+        page.goto(room["url"])
+        page.fill("#username_input", name)
+        page.fill("#password_input", codes[name])
+        page.click("#login_submit")
+        return page
+
+    pages = [signed_in(name) for name in ("cleo", "ben")]
+    pages[0].check("input[value=yes]")
+    pages[0].click("#spawn_form [type=submit]")
+    pages[1].goto(f"{room['url']}/user/ben/lab/tree/01_memory_math.ipynb")
+    for page in pages:
+        page.wait_for_selector(".jp-Notebook", timeout=120_000)
+    anna.run("from lpkit.course.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
+    teacher = signed_in("teacher")
+    teacher.goto(f"{room['url']}/services/progress/")
+    teacher.wait_for_selector("#guesses circle", timeout=30_000)
+    assert "1 of 1 held" in teacher.inner_text("#guesses")
+
+
+def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, capsys):
+    def said(*words):
+        capsys.readouterr()
+        assert cli.main(["room", *words]) == 2
+        return capsys.readouterr().err
+
+    monkeypatch.setattr("lpkit.commands.room.needs", lambda *_: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert "root" in said("anna") and "lpkit lab" in said("anna")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(rooms, "refuse_closed", lambda *_: None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    folder = ("--folder", str(tmp_path / "room"))
+    assert "'../anna'" in said("../anna", *folder)
+    assert "--learners is -1" in said("--learners", "-1")
+    assert "this would be for 0" in said(*folder)
+    assert "unencrypted" in said("anna", "--address", "0.0.0.0")
+    assert "no file" in said("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
+    assert "has room for" in said("--learners", "499", *folder)
+    monkeypatch.setenv("PATH", "")
+    assert "npm install -g configurable-http-proxy" in said("anna", *folder)
+
+
+def test_a_taken_port_is_said(tmp_path):
+    room = rooms.Room(folder=str(tmp_path), members={}, seats=1, memory_bytes=1, threads=1, gpus=0, port=rooms._free_port())
+    with rooms.socket.create_server((room.address, room.port)), pytest.raises(ConfigError, match="another --port"):
+        rooms.refuse_taken(room)
+    rooms.refuse_taken(room)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no Unix users here")
+def test_who_is_there_keeps_number_and_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(rooms, "refuse_what_cannot_be", lambda: None)
+    monkeypatch.setattr(rooms, "refuse_closed", lambda *_: None)
+    first = rooms.opened(tmp_path, ["anna"], proxy="sh", port=1)
+    again = rooms.opened(tmp_path, ["ben"], proxy="sh", port=1)
+    assert again.members["anna"] == first.members["anna"] and set(again.members) == {"teacher", "anna", "ben"}
+    joined = rooms.joined(again, "cleo")
+    assert rooms.read(tmp_path).members["cleo"] == joined and len({one.uid for one in rooms.read(tmp_path).members.values()}) == 4
+    assert (tmp_path / "room.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="cannot be"):
+        rooms.joined(again, "../cleo")
+    (tmp_path / "room.json").write_text("[]")
+    with pytest.raises(ConfigError, match="no room of this kit"):
+        rooms.opened(tmp_path, ["anna"], proxy="sh", port=1)
+
+
+# ---- reports
+
+def report(id, **more):
+    return {"id": id, "kind": "exercise", "notebook": "03_number_formats", "name": "03.cast", "verdict": "wrong", **more}
+
+
+def test_a_store_keeps_each_report_once_and_mends_what_a_kill_cut_off(tmp_path):
+    store = progress.Store(tmp_path)
+    store.add("anna", [report("1"), report("2"), report("1")])
+    with store.path.open("a") as file:
+        file.write('{"id": "3", "ki')
+    store.add("anna", [report("2"), report("3")])
+    store.add("ben", [report("4")])
+    assert [one["id"] for one in progress.Store(tmp_path).events()] == ["1", "2", "3", "4"]
+    names = store.pseudonyms()
+    assert [one["pseudonym"] for one in store.events()] == [names["anna"]] * 3 + [names["ben"]]
+    assert "anna" not in store.path.read_text()
+    assert store.delete() == 4 and not store.events() and not store.pseudonyms()
+
+
+@pytest.mark.parametrize("bad", [None, [], {"id": "1"}, report("2", value="x" * 1000), report(["1"])])
+def test_what_is_no_report_is_kept_by_nobody(tmp_path, bad):
+    store = progress.Store(tmp_path)
+    with pytest.raises(ConfigError):
+        store.add("anna", [report("9"), bad])
+    assert store.events() == []
+
+
+def test_a_report_has_known_fields_alone_and_no_formula(tmp_path):
+    kept = progress.checked(report("1", text="my code", name="=HYPERLINK(1)"))
+    assert "text" not in kept
+    assert "'=HYPERLINK(1)" in progress.table([kept]).splitlines()[1]
+
+
+def test_the_command_says_who_is_stopped_writes_a_table_and_deletes(tmp_path, capsys):
+    def said(*words):
+        assert cli.main(["progress", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    (tmp_path / "room.json").write_text("{}")
+    store = progress.Store(tmp_path)
+    store.add("anna", [report("1"), report("2", verdict="right"), report("3", name="03.round")])
+    store.add("ben", [report("4")])
+    table = tmp_path / "all.csv"
+    found = said("--room", str(tmp_path), "--csv", str(table))
+    assert found["exercises"] == {"03.cast": {"right": 1, "not_yet": 1}, "03.round": {"right": 0, "not_yet": 1}}
+    assert len(table.read_text().splitlines()) == 5
+    assert said("--room", str(tmp_path), "--delete")["deleted"] == 4 and said("--room", str(tmp_path))["reports"] == 0
+    assert cli.main(["progress", "--room", str(tmp_path / "none")]) == 2
+
+
+def test_files_that_learners_hand_in_are_collected(tmp_path, capsys):
+    (tmp_path / "anna").mkdir()
+    (tmp_path / "anna" / "learner.json").write_text(json.dumps({
+        "format": "lpkit-learner", "version": 1, "exercises": {"03.cast": {"right": True, "attempts": 2, "first_right": "2026-11-24"}},
+        "guesses": [{"name": "03.bits", "question": "?", "value": 3.0, "unit": "bits", "factor": 2.0, "date": "2026-11-24", "measured": 4.0, "held": True}]}))
+    assert cli.main(["progress", "--collect", str(tmp_path / "anna" / "learner.json"), "--csv", str(tmp_path / "all.csv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["exercises"] == {"03.cast": {"right": 1, "not_yet": 0}}
+    assert [line.split(",")[0] for line in (tmp_path / "all.csv").read_text().splitlines()] == ["pseudonym", "anna", "anna"]
+    (tmp_path / "anna" / "learner.json").write_text("{")
+    assert cli.main(["progress", "--collect", str(tmp_path / "anna" / "learner.json")]) == 2
+
+
+def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setattr(reports, "AGAIN_SECONDS", 0.01)
+    sent, down = [], [True] * 3
+
+    def send(url, lines):
+        if down:
+            down.pop()
+            raise OSError("it is away")
+        sent.extend(lines)
+
+    monkeypatch.setattr(reports, "send", send)
+    reports.report("exercise", name="03.cast", verdict="right")
+    assert not reports._outbox().exists()       # nobody asked
+    monkeypatch.setenv("LPKIT_PROGRESS", "http://127.0.0.1:1/")
+    for n in range(3):
+        reports.report("exercise", name=f"03.{n}", verdict="right")
+    deadline = time.monotonic() + 20
+    while reports._outbox().read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(json.loads(one)["name"] for one in sent) == ["03.0", "03.1", "03.2"]
+
+
+# ---- turns at a GPU
+
+WAITS = """
+import sys, time
+from lpkit.turns import turn
+with turn("cuda"):
+    print("mine", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_one_at_a_time_in_order_and_a_killed_one_counts_no_more(tmp_path):
+    env = os.environ | {"LPKIT_TURNS": str(tmp_path)}
+
+    def asks(before):
+        one = subprocess.Popen([sys.executable, "-c", WAITS], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        said = one.stderr.readline() if before else one.stdout.readline()
+        assert said == (f"the GPU is in use: {before} before you\n" if before else "mine\n")
+        return one
+
+    first, second, third = (asks(before) for before in range(3))
+    second.send_signal(signal.SIGKILL)
+    second.wait()
+    first.communicate("\n")
+    assert third.stdout.readline() == "mine\n"
+    third.communicate("\n")
+    assert len(list(tmp_path.iterdir())) == 1       # the killed one's, which counts no more
+    for one in (first, second, third):
+        for pipe in (one.stdin, one.stdout, one.stderr):
+            pipe.close()
+
+
+def test_what_begins_in_a_turn_has_it_and_a_cpu_waits_for_nobody(tmp_path, monkeypatch):
+    monkeypatch.setenv("LPKIT_TURNS", str(tmp_path))
+    with turns.turn("cpu"):
+        assert not list(tmp_path.iterdir())
+    with turns.turn("cuda"), turns.turn("cuda"):
+        assert len(list(tmp_path.iterdir())) == 1
+    assert os.environ["LPKIT_TURNS"] == str(tmp_path) and not list(tmp_path.iterdir())
+    Path(tmp_path, "pipe").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe")        # a trap: who opens it to read would wait for ever
+    with turns.turn("cuda"):
+        pass
