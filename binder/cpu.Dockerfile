@@ -7,17 +7,17 @@
 FROM mambaorg/micromamba:2.5.0-debian12-slim
 
 # Triton's interpreter and the CPU's kernels are compiled by the C compiler at hand.
-USER root
+USER 0
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
     && install --directory --owner=mambauser --group=mambauser /opt/lpkit
-USER mambauser
+USER 57439
 WORKDIR /opt/lpkit
 
 # By name: what else lies in the folder (.git, runs, keys) stays outside.
-COPY --chown=mambauser:mambauser pyproject.toml setup.py constraints.txt README.md ./
+COPY --chown=mambauser:mambauser pyproject.toml setup.py constraints.txt README.md LICENSE* ./
 COPY --chown=mambauser:mambauser lpkit lpkit
 COPY --chown=mambauser:mambauser notebooks notebooks
 COPY --chown=mambauser:mambauser data data

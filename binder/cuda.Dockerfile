@@ -13,11 +13,11 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 learner \
     && install --directory --owner=learner --group=learner /opt/lpkit
-USER learner
+USER 1000
 WORKDIR /opt/lpkit
 
 # By name: what else lies in the folder (.git, runs, keys) stays outside.
-COPY --chown=learner:learner pyproject.toml setup.py constraints.txt README.md ./
+COPY --chown=learner:learner pyproject.toml setup.py constraints.txt README.md LICENSE* ./
 COPY --chown=learner:learner lpkit lpkit
 COPY --chown=learner:learner notebooks notebooks
 COPY --chown=learner:learner data data

@@ -1,11 +1,9 @@
-"""Write the job that trains on several machines, into NAME.SUFFIX, and hand it on.
+"""Write the job that trains on several machines into NAME.SUFFIX, and hand it on by --submit.
 
-  lpkit launch cpu-3m --processes 2                           torchrun's command for this machine
+  lpkit launch cpu-3m --processes 2                         torchrun's command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
   lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
   lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
-
-The page anywhere has what each place needs first.
 """
 
 import os
@@ -15,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lpkit.commands import settings, target_and_asked
-from lpkit.errors import ConfigError, in_one_line, named, pick
+from lpkit.errors import ConfigError, in_one_line, pick
 from lpkit.files import expanded, write_atomically
 
 
@@ -39,11 +37,10 @@ def run(args: Namespace) -> dict:
 
     place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or target in PRESETS):
-        raise ConfigError("what should be trained? Name a preset (cpu-3m)" + (
-            " or a config file" if place.sees else f", and settings: {args.on} sees no file of this "
-            f"machine"))
+        more = "or a config file" if place.sees else f"and settings: {args.on} sees no file from here"
+        raise ConfigError(f"what should be trained? Name a preset (cpu-3m) {more}")
     config, name = resolve(target, asked), args.name or Path(target).stem.lower()
-    job = Job(name=name, words=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
+    job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
     if place.sees:
         out = os.path.abspath(expanded(out))
@@ -52,26 +49,28 @@ def run(args: Namespace) -> dict:
         config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
     layouts.check(config, config.parallel, world)
     layouts.refuse_untrainable(config)
-    words = (target, *asked, *(f"--import={module}" for module in args.imports), f"--out={out}",
-             "--resume")
-    file, tool = Path(f"{name}.{place.suffix}"), shutil.which(place.submit[0])
-    write_atomically(file, place.text(Job(**{**vars(job), "words": words})))
-    result = {"on": args.on, "file": str(file), "command": [*place.submit, str(file)], "run_dir": out}
-    if not args.submit:
-        return result | {"answer": None}
+    words = [target, *asked, *(f"--import={module}" for module in args.imports), f"--out={out}"]
+    job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
+    command, script = [*place.submit, str(file)], place.text(job)
+    write_atomically(file, script)
+    answer = _handed_on(command, f"{file} is written, and ") if args.submit else None
+    return {"on": args.on, "file": str(file), "job": script, "command": command, "run_dir": out,
+            "answer": answer}
+
+
+def _handed_on(command: list[str], written: str) -> str:
+    tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
-        raise ConfigError(f"{file} is written, and this machine has no `{place.submit[0]}` to hand it "
-                          f"to; where there is one: {' '.join(result['command'])}")
-    if args.on == "here":
-        os.execv(tool, result["command"])       # its signals are the run's
-    done = subprocess.run(result["command"], capture_output=True, text=True, errors="replace")
+        raise ConfigError(f"{written}this machine has no `{command[0]}`; where there is one: {by_hand}")
+    if command[0] == "bash":
+        os.execv(tool, command)     # what it hears is the run's
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{file} is written, and `{place.submit[0]}` refused it: {said}; change what "
-                          f"it names, then: {' '.join(result['command'])}")
-    return result | {"answer": done.stdout.strip()}
+        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: {by_hand}")
+    return done.stdout.strip()
 
 
 def text(result: dict) -> str:
-    return (f"{named(result['file'])} is the job, {result['run_dir']} its run; "
-            f"{result['answer'] or 'to start it: ' + ' '.join(result['command'])}")
+    how = result["answer"] or f"to start it: {' '.join(result['command'])}"
+    return f"{result['file']} is the job, {result['run_dir']} its run; {how}"

@@ -1,9 +1,9 @@
 """Places where a run's processes can be started: a row each, and the file of a job, made from it.
 
 Every job starts torchrun on each node, and that `lpkit train ... --resume`, which begins a run that
-is not there and goes on with one that is, from its newest good checkpoint. So recovery from a
-preemption is the place's own affair: it starts the same job again. Values reach a file through
-`shlex.join` or `yaml.safe_dump`.
+is not there, and else goes on from its newest good checkpoint. So recovery from a preemption is the
+place's own affair: it starts the same job again. Values reach a file by `shlex.join` or
+`yaml.safe_dump`.
 
 Sources: https://slurm.schedmd.com/sbatch.html; https://github.com/kubeflow/trainer (v2, TrainJob);
 https://docs.skypilot.co/en/latest/reference/yaml-spec.html
@@ -24,30 +24,27 @@ NAME = check(lambda name: re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name)
              "at most 40 small letters, digits and dashes, and begin with a letter")
 GPU = check(lambda kind: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9./_-]{0,62}", kind) is not None,
             "what the place calls a GPU: letters, digits, dots, slashes and dashes")
+PYTHON = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
 API = "trainer.kubeflow.org"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Checked):
-    """words: of `lpkit train`; gpu: what the place calls it, one a process; None: none is asked for"""
+    """train: the words after `lpkit train`; gpu: one a process, in the place's words"""
 
     name: Annotated[str, NAME]
-    words: tuple[str, ...]
+    train: tuple[str, ...]
     nodes: Count
     processes: Count        # on each node
     gpu: Annotated[str, GPU] | None
 
     def torchrun(self, start: str, where: str) -> str:
-        """The command for a shell. `start` and `where` are the place's, in its shell's words."""
         return (f"{start} --nnodes {self.nodes} --nproc-per-node {self.processes} {where} -m lpkit "
-                f"train {shlex.join(self.words)}")
-
-
-HERE = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+                f"train {shlex.join(self.train)}")
 
 
 def here(job: Job) -> str:
-    return f"#!/bin/bash\nexec {job.torchrun(HERE, '--standalone')}\n"
+    return f"#!/bin/bash\nexec {job.torchrun(PYTHON, '--standalone')}\n"
 
 
 def slurm(job: Job) -> str:
@@ -55,35 +52,27 @@ def slurm(job: Job) -> str:
     meet = ('--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint '
             '"$first:$((20000 + SLURM_JOB_ID % 20000))"')
     return f"""#!/bin/bash
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={job.processes}
-{gpus}#SBATCH --output={job.name}-%j.log
-#SBATCH --open-mode=append
-#SBATCH --requeue
-#SBATCH --signal=B:USR1@120
+#SBATCH --job-name={job.name} --output={job.name}-%j.log --open-mode=append
+#SBATCH --nodes={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.processes}
+{gpus}#SBATCH --requeue --signal=B:USR1@120
 # 120 s before its time is up the job goes back into the queue. Its ranks then hear SIGTERM and save,
 # as they do when it is preempted; KillWait of slurm.conf says how long they may take.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --cpus-per-task={job.processes} --kill-on-bad-exit=1 {job.torchrun(HERE, meet)} &
-step=$!
-wait "$step" || wait "$step"    # a signal ends the first wait
+srun --cpus-per-task={job.processes} --kill-on-bad-exit=1 {job.torchrun(PYTHON, meet)} &
+wait $! || wait $!      # a signal ends the first one
 """
 
 
 def kubernetes(job: Job) -> str:
-    """The runtime of this name has the image, the volume and what happens after a preemption; it
-    says to torchrun by PET_* how many there are, and which one this is."""
-    # Kubernetes would put variables in the place of $(NAME)
-    command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.words)]
-    trainer = {"command": command, "numNodes": job.nodes, "numProcPerNode": job.processes,
-               "resourcesPerNode": {"limits": {job.gpu or "cpu": job.processes}}}
+    """binder/kubeflow-runtime.yaml has the rest; by PET_* torchrun hears which node this is."""
+    # Kubernetes would put a variable in the place of $(NAME)
+    command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.train)]
     return yaml.safe_dump({
         "apiVersion": f"{API}/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name}, "spec": {
             "runtimeRef": {"apiGroup": API, "kind": "TrainingRuntime", "name": "lpkit"},
-            "trainer": trainer}}, sort_keys=False)
+            "trainer": {"command": command, "numNodes": job.nodes, "numProcPerNode": job.processes,
+                        "resourcesPerNode": {"limits": {job.gpu or "cpu": job.processes}}}}})
 
 
 def sky(job: Job) -> str:
@@ -95,9 +84,9 @@ def sky(job: Job) -> str:
         "name": job.name, "workdir": ".", "num_nodes": job.nodes,
         "resources": {"use_spot": True, **asked},
         "file_mounts": {"/lpkit-runs": {"name": f"lpkit-runs-{job.name}", "mode": "MOUNT"}},
-        "setup": "uv venv --seed --python 3.12 ~/lpkit-venv\n"
-                 "~/lpkit-venv/bin/python -m pip install -c constraints.txt .\n",
-        "run": job.torchrun("~/lpkit-venv/bin/torchrun", where) + "\n"}, sort_keys=False)
+        "setup": "pip install uv && uv venv --seed --python 3.12 ~/lpkit-venv && "
+                 "~/lpkit-venv/bin/python -m pip install -c constraints.txt .",
+        "run": job.torchrun("~/lpkit-venv/bin/torchrun", where)})
 
 
 class Place(NamedTuple):
@@ -105,7 +94,7 @@ class Place(NamedTuple):
     suffix: str
     submit: tuple[str, ...]
     runs: str = "/lpkit-runs"       # where its nodes see run folders
-    sees: bool = False              # nodes see the files of the machine that asks
+    sees: bool = False              # the files of the machine that asks
 
 
 PLACES = {
