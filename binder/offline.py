@@ -29,23 +29,32 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def pack(root, folder, room):
-    """Fills the folder `room` from a checkout; returns the manifest. `folder`: for what is needed meanwhile. Raises
-    RuntimeError with what pip said."""
-    source = folder / "source"      # setuptools leaves files where it builds
-    shutil.copytree(root, source, ignore=lambda where, names: {
-        name for name in names if name.startswith(".") or name == "__pycache__" or (Path(where) == root and name not in SOURCE)})
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-input", "--wheel-dir", room / "wheels", "-c", source / "constraints.txt",
-                           f"{source}[{EXTRAS}]"], stdout=2, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(" ".join([line for line in done.stderr.splitlines() if line.startswith("ERROR")][-1:])[:300])
-    shutil.copyfile(source / "constraints.txt", room / "constraints.txt")
-    shutil.copyfile(__file__, room / "install")
-    files = {path.relative_to(room).as_posix(): sha256(path) for path in sorted(room.rglob("*")) if path.is_file()}
-    versions = dict(name.removeprefix("wheels/").split("-")[:2] for name in files if name.endswith(".whl"))
-    manifest = {"lpkit": versions["lpkit"], "torch": versions["torch"], "extras": EXTRAS, **KIND, "files": files}
-    (room / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    return manifest
+def pack(root, out):
+    """Writes the file from a checkout, and returns the manifest. Raises ConfigError with what pip said."""
+    import tarfile
+    import tempfile
+
+    from lpkit.errors import ConfigError, in_one_line
+
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".lpkit-pack-") as folder:
+        source, room = Path(folder, "source"), Path(folder, "lpkit-offline")
+        # a copy, since setuptools leaves files where it builds
+        shutil.copytree(root, source, ignore=lambda where, names: {
+            name for name in names if name.startswith(".") or name == "__pycache__" or (Path(where) == root and name not in SOURCE)})
+        done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-input", "--wheel-dir", room / "wheels", "-c", source / "constraints.txt",
+                               f"{source}[{EXTRAS}]"], stdout=2, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            raise ConfigError(f"pip could not bring the wheels ({in_one_line(' '.join(said[-1:]))[:300]}); go online, or see `pip config list`")
+        shutil.copyfile(source / "constraints.txt", room / "constraints.txt")
+        shutil.copyfile(__file__, room / "install")
+        files = {path.relative_to(room).as_posix(): sha256(path) for path in sorted(room.rglob("*")) if path.is_file()}
+        versions = dict(name.removeprefix("wheels/").split("-")[:2] for name in files if name.endswith(".whl"))
+        manifest = {"lpkit": versions["lpkit"], "torch": versions["torch"], "extras": EXTRAS, **KIND, "files": files}
+        (room / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        with tarfile.open(out, "w") as tar:
+            tar.add(room, room.name, filter=lambda file: file.replace(uid=0, gid=0, uname="", gname="", deep=False))
+        return manifest
 
 
 def refuse(sentence):

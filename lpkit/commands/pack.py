@@ -8,16 +8,11 @@ set to. The corpus is the library of the Python that is there.
 """
 
 import runpy
-import tarfile
-import tempfile
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from lpkit.commands import needs
-from lpkit.errors import ConfigError, in_one_line, named
+from lpkit.errors import ConfigError, named
 from lpkit.files import PACKAGE, expanded, sha256, whole_file
-
-ROOM = "lpkit-offline"
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -31,16 +26,8 @@ def run(args: Namespace) -> dict:
     if not code.is_file():
         raise ConfigError("pack needs a checkout of lpkit, and this one is installed; run it from one")
     needs("pack", "pip")
-    with (whole_file(out) as whole, tarfile.open(whole, "w") as tar,
-          tempfile.TemporaryDirectory(dir=out.parent, prefix=".lpkit-pack-") as folder):
-        room = Path(folder, ROOM)
-        try:
-            manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, Path(folder), room)
-        except RuntimeError as error:
-            raise ConfigError(f"pip could not bring the wheels ({in_one_line(str(error))}); go online, "
-                              f"or see `pip config list`") from None
-        tar.add(room, ROOM, filter=lambda file: file.replace(uid=0, gid=0, uname="", gname="",
-                                                             deep=False))
+    with whole_file(out) as whole:
+        manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, whole)
     return {**manifest, "file": str(out), "bytes": out.stat().st_size, "sha256": sha256(out)}
 
 

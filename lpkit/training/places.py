@@ -55,8 +55,7 @@ def slurm(job: Job) -> str:
 #SBATCH --job-name={job.name} --output={job.name}-%j.log --open-mode=append
 #SBATCH --nodes={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.processes}
 {gpus}#SBATCH --requeue --signal=B:USR1@120
-# 120 s before its time is up the job goes back into the queue. Its ranks then hear SIGTERM and save,
-# as they do when it is preempted; KillWait of slurm.conf says how long they may take.
+# 120 s before its time is up: as when it is preempted, ranks then hear SIGTERM and save.
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --cpus-per-task={job.processes} --kill-on-bad-exit=1 {job.torchrun(PYTHON, meet)} &
