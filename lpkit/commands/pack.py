@@ -24,7 +24,7 @@ def run(args: Namespace) -> dict:
     if out.suffix != ".tar" or not out.parent.is_dir():
         raise ConfigError(f"{named(out)} is to be NAME.tar in a folder that is there")
     if not code.is_file():
-        raise ConfigError("pack needs a checkout of lpkit, and this one is installed; run it from one")
+        raise ConfigError("pack needs a clone of the repository, and this is an installed wheel")
     needs("pack", "pip")
     with whole_file(out) as whole:
         manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, whole)
