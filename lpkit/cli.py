@@ -34,11 +34,13 @@ COMMANDS = {
     "advise": "whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",
+    "launch": "the job that trains on several machines: by torchrun, Slurm, Kubernetes or SkyPilot",
     "warm": "verify, race and compile now what the first run of a config would wait for",
     "sample": "generate text from a run",
     "import": "make a run of a folder of transformers, which others begin from",
     "export": "write the weights of a run for transformers",
     "notebook": "run notebooks with parameters, without a browser",
+    "pack": "one file with wheels and the course, for a room without a network",
     "bench": "every performance figure that the project claims, measured beside its peer",
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole

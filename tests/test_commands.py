@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": (["--model", "gpt2-124m"], ["--tokens", "1e9", "--devices", "2"], "model.layers=4", "model.layes=4", "model.layers"),
     "measure": (["cpu-3m"], ["--save", "mine.yaml"], "model.layers=3", "model.layes=3", "model.layers"),
     "train": (["cpu-3m"], ["--out", "somewhere"], "steps=3", "stepz=3", "steps"),
+    "launch": (["cpu-3m"], ["--processes", "2"], "steps=3", "stepz=3", "steps"),
     "notebook": ([NOTEBOOK], ["--tier", "smoke"], "seed=3", "sede=3", "seed"),
 }
 
@@ -140,7 +141,7 @@ TAKES_A_PATH = [
     "train --resume --out {}", "sample {}", "export {} --out o", "export x --out {}", "data prepare {}", "data prepare text.txt --out {}",
     "data prepare text.txt --tokenizer {}", "data show {}", "notebook {}", "notebook 00 --out {} nothing=1", "notebook 00 --on {}",
     "notebook 00 --tier {}", "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",
-    "bench nothing --out {}", "claims {}", "doctor {}", "{}"]
+    "bench nothing --out {}", "claims {}", "doctor {}", "launch {}", "launch cpu-3m --out {}", "pack {}", "{}"]
 
 
 @pytest.mark.parametrize("line", TAKES_A_PATH)

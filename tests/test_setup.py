@@ -232,6 +232,7 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "sweep few.yaml": lambda found: found["best"],
         "doctor": lambda found: found["probes"],
         "train cpu-3m steps=2 global_batch=4 eval_batches=1 --out run": lambda found: found["status"] == "complete",
+        "launch cpu-3m --on slurm --processes 2": lambda found: Path(installed.folder, found["file"]).read_text() == found["job"],
         "warm cpu-3m global_batch=4": lambda found: found["chosen"],
         "measure cpu-3m global_batch=4 grad_accum_steps=1 --save mine.yaml": lambda found: found["saved"] == "mine.yaml",
         "predict cpu-3m --machine mine.yaml": lambda found: found["assumptions"]["factor"] != 1,
@@ -242,7 +243,7 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "notebook 01 --tier smoke": lambda found: found["status"] == "done",
         "notebook --list": lambda found: [book["name"] for book in found["notebooks"]] == sorted(
             path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))}
-    assert {line.split()[0] for line in says} | {"lab", "bench"} == set(COMMANDS), "a command that no wheel is tried with; below: lab, bench"
+    assert {line.split()[0] for line in says} | {"lab", "bench", "pack"} == set(COMMANDS), "a command that no wheel is tried with; below: lab, bench, pack"
     found = answer(installed(code=f"""
 import contextlib, io, json
 from lpkit import cli
@@ -260,9 +261,9 @@ print(json.dumps(found))
         assert holds(one), (line, one)
 
 
-@pytest.mark.parametrize("words", [[], ["import", "--rounds", "1"], ["nothing"]], ids=" ".join)
-def test_benches_are_the_checkouts_and_an_installed_wheel_says_so(installed, words):
-    with installed("bench", *words) as started:
+@pytest.mark.parametrize("words", [["bench"], ["bench", "import", "--rounds", "1"], ["bench", "nothing"], ["pack", "room.tar"]], ids=" ".join)
+def test_what_needs_a_checkout_is_said_by_an_installed_wheel(installed, words):
+    with installed(*words) as started:
         err = started.communicate()[1]
     [sentence] = [line for line in err.splitlines() if line.startswith("lpkit: ")]
     assert started.returncode == 2 and "clone of the repository" in sentence

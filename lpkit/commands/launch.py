@@ -1,0 +1,76 @@
+"""Write the job that trains on several machines into NAME.SUFFIX, and hand it on by --submit.
+
+  lpkit launch cpu-3m --processes 2                         torchrun's command for this machine
+  lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
+  lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
+  lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
+"""
+
+import os
+import shutil
+import subprocess
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from lpkit.commands import settings, target_and_asked
+from lpkit.errors import ConfigError, in_one_line, pick
+from lpkit.files import expanded, write_atomically
+
+
+def arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml", help="what to train")
+    settings(parser)
+    parser.add_argument("--on", default="here", metavar="PLACE", help="here, slurm, k8s or sky")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="on each of them (1)")
+    parser.add_argument("--gpu", metavar="KIND", help="a GPU a process, by what the place calls it; "
+                        "without it none is asked for")
+    parser.add_argument("--name", help="of the job (the target's)")
+    parser.add_argument("--out", metavar="DIR", help="the run folder, which all nodes see")
+    parser.add_argument("--submit", action="store_true", help="to bash, sbatch, kubectl or sky")
+
+
+def run(args: Namespace) -> dict:
+    from lpkit.presets import PRESETS, resolve
+    from lpkit.techniques import layouts
+    from lpkit.training.places import PLACES, Job
+
+    place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
+    if target is None or not (place.sees or target in PRESETS):
+        more = "or a config file" if place.sees else f"and settings: {args.on} sees no file from here"
+        raise ConfigError(f"what should be trained? Name a preset (cpu-3m) {more}")
+    config, name = resolve(target, asked), args.name or Path(target).stem.lower()
+    job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
+    out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
+    if place.sees:
+        out = os.path.abspath(expanded(out))
+        target = target if target in PRESETS else os.path.abspath(expanded(target))
+    if config.parallel.devices == 1 < world:
+        config, asked = config.replace({"parallel.data": world}), [*asked, f"parallel.data={world}"]
+    layouts.check(config, config.parallel, world)
+    layouts.refuse_untrainable(config)
+    words = [target, *asked, *(f"--import={module}" for module in args.imports), f"--out={out}"]
+    job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
+    command, script = [*place.submit, str(file)], place.text(job)
+    write_atomically(file, script)
+    answer = _handed_on(command, f"{file} is written, and ") if args.submit else None
+    return {"on": args.on, "file": str(file), "job": script, "command": command, "run_dir": out,
+            "answer": answer}
+
+
+def _handed_on(command: list[str], written: str) -> str:
+    tool, by_hand = shutil.which(command[0]), " ".join(command)
+    if tool is None:
+        raise ConfigError(f"{written}this machine has no `{command[0]}`; where there is one: {by_hand}")
+    if command[0] == "bash":
+        os.execv(tool, command)     # what it hears is the run's
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = in_one_line((done.stderr or done.stdout).strip()[-300:])
+        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: {by_hand}")
+    return done.stdout.strip()
+
+
+def text(result: dict) -> str:
+    how = result["answer"] or f"to start it: {' '.join(result['command'])}"
+    return f"{result['file']} is the job, {result['run_dir']} its run; {how}"

@@ -1,0 +1,104 @@
+"""Places where a run's processes can be started: a row each, and the file of a job, made from it.
+
+Every job starts torchrun on each node, and that `lpkit train ... --resume`, which begins a run that
+is not there, and else goes on from its newest good checkpoint. So recovery from a preemption is the
+place's own affair: it starts the same job again. Values reach a file by `shlex.join` or
+`yaml.safe_dump`.
+
+Sources: https://slurm.schedmd.com/sbatch.html; https://github.com/kubeflow/trainer (v2, TrainJob);
+https://docs.skypilot.co/en/latest/reference/yaml-spec.html
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import yaml
+
+from lpkit.values import Checked, Count, check
+
+NAME = check(lambda name: re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name) is not None,
+             "at most 40 small letters, digits and dashes, and begin with a letter")
+GPU = check(lambda kind: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9./_-]{0,62}", kind) is not None,
+            "what the place calls a GPU: letters, digits, dots, slashes and dashes")
+PYTHON = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+API = "trainer.kubeflow.org"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Checked):
+    """train: the words after `lpkit train`; gpu: one a process, in the place's words"""
+
+    name: Annotated[str, NAME]
+    train: tuple[str, ...]
+    nodes: Count
+    processes: Count        # on each node
+    gpu: Annotated[str, GPU] | None
+
+    def torchrun(self, start: str, where: str) -> str:
+        return (f"{start} --nnodes {self.nodes} --nproc-per-node {self.processes} {where} -m lpkit "
+                f"train {shlex.join(self.train)}")
+
+
+def here(job: Job) -> str:
+    return f"#!/bin/bash\nexec {job.torchrun(PYTHON, '--standalone')}\n"
+
+
+def slurm(job: Job) -> str:
+    gpus = f"#SBATCH --gpus-per-node={job.gpu}:{job.processes}\n" if job.gpu else ""
+    meet = ('--rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint '
+            '"$first:$((20000 + SLURM_JOB_ID % 20000))"')
+    return f"""#!/bin/bash
+#SBATCH --job-name={job.name} --output={job.name}-%j.log --open-mode=append
+#SBATCH --nodes={job.nodes} --ntasks-per-node=1 --cpus-per-task={job.processes}
+{gpus}#SBATCH --requeue --signal=B:USR1@120
+# 120 s before its time is up: as when it is preempted, ranks then hear SIGTERM and save.
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun --cpus-per-task={job.processes} --kill-on-bad-exit=1 {job.torchrun(PYTHON, meet)} &
+wait $! || wait $!      # a signal ends the first one
+"""
+
+
+def kubernetes(job: Job) -> str:
+    """binder/kubeflow-runtime.yaml has the rest; by PET_* torchrun hears which node this is."""
+    # Kubernetes would put a variable in the place of $(NAME)
+    command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.train)]
+    return yaml.safe_dump({
+        "apiVersion": f"{API}/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name}, "spec": {
+            "runtimeRef": {"apiGroup": API, "kind": "TrainingRuntime", "name": "lpkit"},
+            "trainer": {"command": command, "numNodes": job.nodes, "numProcPerNode": job.processes,
+                        "resourcesPerNode": {"limits": {job.gpu or "cpu": job.processes}}}}})
+
+
+def sky(job: Job) -> str:
+    asked = ({"accelerators": f"{job.gpu}:{job.processes}"} if job.gpu else
+             {"cpus": f"{job.processes}+"})
+    where = ('--node-rank "$SKYPILOT_NODE_RANK" --master-port 29500 --master-addr '
+             '"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
+    return yaml.safe_dump({
+        "name": job.name, "workdir": ".", "num_nodes": job.nodes,
+        "resources": {"use_spot": True, **asked},
+        "file_mounts": {"/lpkit-runs": {"name": f"lpkit-runs-{job.name}", "mode": "MOUNT"}},
+        "setup": "pip install uv && uv venv --seed --python 3.12 ~/lpkit-venv && "
+                 "~/lpkit-venv/bin/python -m pip install -c constraints.txt .",
+        "run": job.torchrun("~/lpkit-venv/bin/torchrun", where)})
+
+
+class Place(NamedTuple):
+    text: Callable[[Job], str]
+    suffix: str
+    submit: tuple[str, ...]
+    runs: str = "/lpkit-runs"       # where its nodes see run folders
+    sees: bool = False              # the files of the machine that asks
+
+
+PLACES = {
+    "here": Place(here, "sh", ("bash",), "runs", sees=True),
+    "slurm": Place(slurm, "sbatch", ("sbatch",), "runs", sees=True),
+    "k8s": Place(kubernetes, "k8s.yaml", ("kubectl", "apply", "-f")),
+    "sky": Place(sky, "sky.yaml", ("sky", "jobs", "launch", "--yes")),
+}
