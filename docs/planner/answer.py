@@ -20,7 +20,8 @@ from lpkit.presets import PRESETS, preset
 from lpkit.techniques.layouts import AXES, Layout, check, divisors
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.optimizers import OPTIMIZERS
-from lpkit.values import Count, Positive, PositiveOrZero, Text, between as within, checked
+from lpkit.values import Count, Positive, PositiveOrZero, Text, checked
+from lpkit.values import between as within
 
 FEW, MANY = powers_of_two(1, 32), sorted([*powers_of_two(1, 32_768), *powers_of_two(24, 24_576)])
 SHAPE = {"layers": "layers", "width": "width of the residual stream", "heads": "query heads", "kv_heads": "key and value heads",
@@ -48,7 +49,7 @@ def choices() -> list[dict[str, Any]]:
         {"title": "Run", "controls": [
             names("model", "model", same(PRESETS), "llama-8b"), maybe("length", "tokens of a sequence"),
             steps("batch", "sequences of an update", MANY, 512), steps("billions", "tokens of the run, billions", BILLIONS, 300)]},
-        {"title": "Shape, where it is not the model's own", "controls": [maybe(name, label) for name, label in SHAPE.items()]},
+        {"title": "Shape, if not the model's own", "controls": [maybe(name, label) for name, label in SHAPE.items()]},
         {"title": "Machine", "controls": [
             names("machine", "machine", machines, "h100"), names("stack", "stack", stacks, "auto"), steps("devices", "devices", MANY, 64),
             maybe("price", "dollars per device and hour")]},
