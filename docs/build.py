@@ -112,10 +112,10 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
     (source / "extra").mkdir()
-    for folder in (pages, pages / "recipes", pages / "teach"):
+    for folder in (pages, pages / "recipes", pages / "teach", pages / "films"):
         (source / folder.relative_to(pages)).mkdir(exist_ok=True)
         for file in folder.iterdir():
-            if file.suffix in (".md", ".svg", ".png", ".json") or file.name == "conf.py":
+            if file.suffix in (".md", ".svg", ".png", ".gif", ".json") or file.name == "conf.py":
                 shutil.copy(file, source / folder.relative_to(pages))
     shutil.copy(pages / "site.css", source / "_static")
     with (source / "index.md").open("a", encoding="utf-8") as file:
@@ -124,7 +124,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         file.write(claims(executed))
     with (source / "commands.md").open("a", encoding="utf-8") as file:
         file.write(options())
-    for beside in (source / "claims.md", *(source / "teach").glob("*.md")):
+    for beside in (source / "claims.md", source / "index.md", *(source / "teach").glob("*.md")):
         beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
     for path in executed:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)

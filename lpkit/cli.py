@@ -39,6 +39,7 @@ COMMANDS = {
     "sample": "generate text from a run",
     "import": "make a run of a folder of transformers, which others begin from",
     "export": "write the weights of a run for transformers",
+    "new": "begin an experiment of your own: a notebook, a row beside it, a test, a claim",
     "notebook": "run notebooks with parameters, without a browser",
     "pack": "one file with wheels and the course, for a room without a network",
     "bench": "every performance figure that the project claims, measured beside its peer",

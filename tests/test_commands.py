@@ -140,7 +140,7 @@ TAKES_A_PATH = [
     "plan --model {} --tokens 1e9 --devices 8", "measure {}", "measure cpu-3m --save {}", "train {}", "train cpu-3m steps=1 --out {}", "train cpu-3m steps=1 data.source={}",
     "train --resume --out {}", "sample {}", "export {} --out o", "export x --out {}", "data prepare {}", "data prepare text.txt --out {}",
     "data prepare text.txt --tokenizer {}", "data show {}", "notebook {}", "notebook 00 --out {} nothing=1", "notebook 00 --on {}",
-    "notebook 00 --tier {}", "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",
+    "notebook 00 --tier {}", "new experiment x --out {}", "new experiment {}", "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",
     "bench nothing --out {}", "claims {}", "doctor {}", "launch {}", "launch cpu-3m --out {}", "pack {}", "{}"]
 
 

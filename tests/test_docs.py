@@ -164,11 +164,41 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
 @pytest.mark.slow
 def test_the_first_page_shows_the_way(site):
     text = (site / "index.html").read_text()
-    assert 'href="notebooks/05_small.html"' in text and "first_run.svg" in text
+    assert 'href="notebooks/05_small.html"' in text and text.index("planner.png") < text.index("For whom") < text.index("With two hours")
+    assert text.count("films/") == 0 and {"07.gif", "12.gif", "planner.png"} <= {path.name for path in (site / "_images").iterdir()}
     assert re.search(r"All of them ran in \d+ minutes", text)
     assert ('href="planner/index.html"' in text) == (site / "planner" / "lpkit.zip").exists()
     rows = build.way([site.parent / "executed" / "05_small.ipynb"])
     assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
+
+
+def test_two_hours_are_the_notebooks_own_minutes():
+    """The table of the first page, beside what each notebook says of itself below its title."""
+    page = (DOCS / "index.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| \[\d\d\]\(\.\./notebooks/(\S+?)\)", page, re.MULTILINE)
+    for minutes, name in rows:
+        assert f"*About {minutes} minutes" in nbformat.read(DOCS.parent / "notebooks" / name, as_version=4).cells[0].source
+    assert len(rows) == 3 and sum(int(minutes) for minutes, _ in rows) <= 120
+    assert all((DOCS / link).exists() for link in re.findall(r"\]\((\.\./\S+?)\)", page))
+
+
+@pytest.mark.parametrize("number", ["07", "12"])
+def test_a_film_is_short_small_and_of_cells_that_are_there(number):
+    """`python docs/make_films.py`; the scenes find their cells by a part of their text."""
+    image, films = pytest.importorskip("PIL.Image"), load("make_films")
+    path = films.FILMS / f"{number}.gif"
+    with image.open(path) as film:
+        assert film.format == "GIF" and film.size == (films.WIDTH, films.HEIGHT + films.STRIP)
+        seconds = 0.0
+        for frame in range(film.n_frames):
+            film.seek(frame)
+            seconds += film.info["duration"] / 1000
+    assert path.stat().st_size <= 1_500_000 and 10 <= seconds <= 20
+    assert seconds == pytest.approx(sum(scene.seconds + films.ARRIVES for scene in films.NOTEBOOKS[number]), abs=0.3), "make it anew"
+    [notebook] = (DOCS.parent / "notebooks").glob(f"{number}_*.ipynb")
+    sources = [cell.source for cell in nbformat.read(notebook, as_version=4).cells if cell.cell_type == "code"]
+    at = [next(i for i, source in enumerate(sources) if scene.cell in source) for scene in films.NOTEBOOKS[number]]
+    assert at == sorted(at)
 
 
 def test_links_to_notebooks_are_those_of_the_site():

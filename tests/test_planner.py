@@ -42,6 +42,8 @@ RUNS = [
     {"model": "dense-1t", "machine": "gb200", "devices": 4096, "batch": 2048, "pipeline": 16, "tensor": 8, "precision": "bf16-master"},
     {"model": "llama-1b", "machine": "a100-40", "devices": 48, "batch": 768, "data": 6, "optimizer": "lion", "recompute": "block", "price": 0},
     {"model": "cpu-3m", "machine": "t4", "devices": 1, "precision": "fp16", "billions": 1, "micro_batch": 4, "batch": 16},
+    {"model": "llama-8b", "layers": 28, "width": 3072, "heads": 24, "kv_heads": 4, "mlp_width": 8192, "vocab": 151_936, "length": 4096},
+    {"model": "gpt2-124m", "machine": "a100-40", "devices": 8, "layers": 24, "width": 2048, "heads": 16},
 ]
 REFUSED = [
     ({"model": "llama-9b"}, "did you mean 'llama-8b'"),
@@ -57,6 +59,10 @@ REFUSED = [
     ({"devices": 1.5}, "devices must be a whole number, got 1.5"),
     ({"billions": -1}, "billions must be"),
     ({"batch": 513}, "does not split over"),
+    ({"layers": 10**15}, "layers must be from 1 to 10,000"),
+    ({"vocab": 2**24 + 1}, "vocab must be from 1 to 16,777,216"),
+    ({"width": 100, "heads": 33}, "model.width=100 is not a multiple of model.heads=33"),
+    ({"kv_heads": 5}, "kv_heads may be"),
 ]
 
 
@@ -233,6 +239,52 @@ def test_an_address_is_data(page):
     assert page.locator("img").count() == 0 and page.noted == []
 
 
+@pytest.mark.slow
+@pytest.mark.browser
+def test_two_configurations_stand_side_by_side_and_a_link_holds_both(page, context):
+    ask(page, USUAL)
+    first = page.locator("#facts dd").all_text_contents()
+    assert page.locator("#both").is_hidden() and page.locator("#swap").is_hidden()
+    page.locator("#hold").click()
+    page.locator("#layers").fill("40")
+    page.locator("#machine").select_option("h200")
+    second = page.locator("#facts dd").all_text_contents()
+    rows = {row[0]: row[1:] for row in page.evaluate(ROWS)}
+    assert rows["layers"] == ["32 (left out)", "40", ""] and rows["machine"] == ["h100", "h200", ""] and "model" not in rows
+    names = page.locator("#facts dt").all_text_contents()
+    assert [rows[name][0] for name in names] == first and [rows[name][1] for name in names] == second
+    a, b = (json.loads(answer.answer(json.dumps(USUAL | run)))["prediction"]["step_seconds"] for run in ({}, {"layers": 40, "machine": "h200"}))
+    assert float(rows["step"][2].split()[1]) == pytest.approx(b / a, rel=5e-3)
+    marked = page.evaluate("[...document.querySelectorAll('.control.other')].map(one => one.querySelector('select, input:not([type=range])').id)")
+    assert sorted(marked) == ["layers", "machine"]
+    assert page.locator("#bytes .stack").count() == 2 and page.locator("#rows .other").count() > 10
+    other = context.new_page()
+    try:
+        other.goto(page.url)
+        other.wait_for_function("() => performance.getEntriesByName('first').length", timeout=120_000)
+        assert other.evaluate(ROWS) == page.evaluate(ROWS) and other.locator("#layers").input_value() == "40"
+    finally:
+        other.close()
+    page.locator("#swap").click()
+    assert page.locator("#facts dd").all_text_contents() == first and page.locator("#layers").input_value() == ""
+    page.locator("#release").click()
+    assert page.locator("#both").is_hidden() and "held." not in page.url and page.noted == []
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_what_an_address_holds_beside_is_data_too(page):
+    bad = {"held.model": "</td><img src=x onerror=alert(1)>", "held.layers": "1e9", "held.__proto__": "x", "held.constructor": "x", "held.vocab": "-1"}
+    ask(page, USUAL | bad)
+    assert page.locator("#both").is_hidden() and "held.model=</td><img" in page.locator("#status").text_content()
+    ask(page, USUAL | {"held.layers": "9999999999", "held.machine": "h200"})      # a number, which the formulas refuse
+    assert "layers must be from 1 to 10,000" in page.locator("#rows").text_content() and page.locator("#verdict").text_content().startswith("fits")
+    assert page.locator("img").count() == 0 and page.noted == []
+    ask(page, USUAL)
+    assert page.locator("#both").is_hidden()
+
+
+ROWS = "[...document.querySelectorAll('#rows tbody tr')].filter(row => row.children.length > 1).map(row => [...row.children].map(cell => cell.textContent))"
 CONTRAST = """() => {
     const rgb = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(Number);
     const light = colour => rgb(colour).map(x => x / 255).map(x => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)

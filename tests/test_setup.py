@@ -240,6 +240,8 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "export run --out weights": lambda found: Path(installed.folder, found["out"], "model.safetensors").is_file(),
         "import weights --check --tokenizer bytes": lambda found: found["architecture"] == "GPT2LMHeadModel",
         "data prepare python-stdlib --out corpus": lambda found: found["splits"].keys() == {"train", "val"},
+        "new experiment own_row": lambda found: all(Path(installed.folder, file).is_file() for file in found["files"]),
+        "notebook own_row.ipynb --tier smoke": lambda found: found["status"] == "done" and found["result"] == "cannot tell",
         "notebook 01 --tier smoke": lambda found: found["status"] == "done",
         "notebook --list": lambda found: [book["name"] for book in found["notebooks"]] == sorted(
             path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))}

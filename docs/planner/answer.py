@@ -6,7 +6,7 @@ is shown beside them. Standard library only.
 
 import json
 from shlex import join
-from typing import Any
+from typing import Annotated, Any
 
 from lpkit.errors import ConfigError
 from lpkit.predict.device import by_cost
@@ -21,8 +21,12 @@ from lpkit.techniques.layouts import AXES, Layout, check, divisors
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Count, Positive, PositiveOrZero, Text, checked
+from lpkit.values import between as within
 
 FEW, MANY = powers_of_two(1, 32), sorted([*powers_of_two(1, 32_768), *powers_of_two(24, 24_576)])
+SHAPE = {"layers": "layers", "width": "width of the residual stream", "heads": "query heads", "kv_heads": "key and value heads",
+         "mlp_width": "width of the MLP", "vocab": "vocabulary"}
+Layers, Side = Annotated[int, within(1, 10_000)], Annotated[int, within(1, 2**24)]     # an address may hold anything
 BILLIONS = [scale * step for scale in (1, 10, 100, 1000, 10_000) for step in (1, 1.5, 2, 3, 5)]
 
 
@@ -45,6 +49,7 @@ def choices() -> list[dict[str, Any]]:
         {"title": "Run", "controls": [
             names("model", "model", same(PRESETS), "llama-8b"), maybe("length", "tokens of a sequence"),
             steps("batch", "sequences of an update", MANY, 512), steps("billions", "tokens of the run, billions", BILLIONS, 300)]},
+        {"title": "Shape, if not the model's own", "controls": [maybe(name, label) for name, label in SHAPE.items()]},
         {"title": "Machine", "controls": [
             names("machine", "machine", machines, "h100"), names("stack", "stack", stacks, "auto"), steps("devices", "devices", MANY, 64),
             maybe("price", "dollars per device and hour")]},
@@ -69,12 +74,15 @@ def answer(asked: str) -> str:
 @checked
 def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positive, machine: Text, devices: Count,
             price: PositiveOrZero | None, tensor: Count, pipeline: Count, interleave: Count, context: Count, data: Count, zero: int,
-            precision: Text, micro_batch: Count, recompute: Text, optimizer: Text, stack: Text) -> dict[str, Any]:
+            precision: Text, micro_batch: Count, recompute: Text, optimizer: Text, stack: Text, layers: Layers | None, width: Side | None,
+            heads: Side | None, kv_heads: Side | None, mlp_width: Side | None, vocab: Side | None) -> dict[str, Any]:
     if batch % micro_batch:
         fits = [size for size in divisors(batch) if size < micro_batch]
         raise ConfigError(f"{batch} sequences of an update do not split into micro-batches of {micro_batch}; {fits[-1]} is the "
                           f"nearest below that does")
-    config, inner, ranks = preset(model), {"tensor": tensor, "pipeline": pipeline, "context": context}, data * tensor * pipeline * context
+    shape = {"layers": layers, "width": width, "heads": heads, "kv_heads": kv_heads, "mlp_width": mlp_width, "vocab": vocab}
+    shape = {f"model.{name}": value for name, value in shape.items() if value is not None}
+    config, inner, ranks = preset(model).replace(shape), {"tensor": tensor, "pipeline": pipeline, "context": context}, data * tensor * pipeline * context
     length = length or config.model.context
     if devices % ranks:
         check(config.replace({"model.context": length}), Layout(**inner, interleave=interleave))
@@ -82,7 +90,7 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
         raise ConfigError(f"devices={devices} does not split over tensor={tensor} x pipeline={pipeline} x context={context} x "
                           f"replicas={data}; use {f'{below:,} or ' if below else ''}{below + ranks:,} devices")
     layout = Layout(**inner, interleave=interleave, data=data, shard=devices // ranks, zero=zero)
-    settings = {"model.context": length, "global_batch": batch, "grad_accum_steps": batch // micro_batch,
+    settings = {**shape, "model.context": length, "global_batch": batch, "grad_accum_steps": batch // micro_batch,
                 "steps": max(1, round(1e9 * billions / (batch * length))), "system.stack": stack,
                 **{f"parallel.{axis}": getattr(layout, axis) for axis in (*AXES, "zero", "interleave")}}
     found = predict(config.replace(settings), machine, precision=precision, recompute=recompute, optimizer=optimizer,
@@ -90,7 +98,9 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
     words = [f"{key}={value}" for key, value in settings.items()]
     words += ["--machine", machine, "--precision", precision, "--recompute", recompute, "--optimizer", optimizer]
     words += [] if price is None else ["--price-per-hour", f"{price}"]
-    usual = {"length": config.model.context, "price": found.machine.price_per_hour}      # of what may be left out
+    m = config.model
+    usual = {"length": m.context, "price": found.machine.price_per_hour, "layers": m.layers, "width": m.width, "heads": m.heads,
+             "kv_heads": m.G, "mlp_width": m.F, "vocab": m.vocab}      # of what may be left out
     return {"command": join(["lpkit", "predict", model, *words]), "usual": usual, **_said(found), "prediction": found.to_dict()}
 
 

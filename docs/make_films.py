@@ -1,0 +1,220 @@
+"""The films of the site, and the picture of its planner: each is what a browser shows of the real thing.
+
+    python docs/make_films.py               all of them, into docs/films and docs/planner.png; minutes, on two cores
+    python docs/make_films.py 12 planner    these
+
+JupyterLab serves a copy of the notebook, as `lpkit lab` does, Chromium opens it, and its cells run one after another at tier "cpu".
+Where a scene's cell has ended, it is a screenshot or a few: of the cell, of a slider that a key moved, of a button that was pressed.
+Playwright drives the browser, Pillow makes the GIF, where a scene that stands still is one frame. Nothing is drawn into a
+screenshot; what a scene shows is said in the strip below it. Needs Chromium, and npm for the planner (see make_planner.py).
+"""
+
+import argparse
+import io
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+FILMS, PICTURE = ROOT / "docs" / "films", ROOT / "docs" / "planner.png"
+WIDTH, HEIGHT, STRIP = 900, 600, 44     # pixels of the browser, and of the strip below it
+COLOURS = 48                            # of a film
+COMING = (240, 70)                 # pixels that a scene is still below its place, in the frames before it
+ARRIVES = 0.08 * len(COMING)            # seconds of these
+MOST_BYTES, LEAST_SECONDS, MOST_SECONDS = 1_500_000, 10, 20
+BESIDE = ("model=llama-8b&layers=40&batch=512&billions=300&machine=h200&devices=64&zero=3&precision=fp8-tensorwise"
+          "&held.model=llama-8b&held.machine=h100")      # of the planner's address
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is said, which cell is at the top (by a part of its text), for how many seconds, and what is done meanwhile: a
+    generator, which yields where a frame is taken."""
+
+    words: str
+    cell: str
+    seconds: float
+    does: Callable[[Any], Iterator[None]] | None = None
+    output: bool = True     # the cell's output is at the top, and not its code
+
+
+def keys(*pressed: str) -> Callable[[Any], Iterator[None]]:
+    """Press keys on the cell's slider, one after another."""
+    def press(cell: Any) -> Iterator[None]:
+        for key in pressed:
+            cell.locator(".noUi-handle").first.press(key)
+            yield
+    return press
+
+
+def guessed(cell: Any) -> Iterator[None]:
+    """Answer, and commit to it: only then does the notebook show what it asked for."""
+    for text in ("2", "4"):
+        cell.locator("input[type=number]").first.fill(text)
+        cell.locator("input[type=number]").first.press("Enter")
+        yield
+    cell.locator("button", has_text="Lock in").click()
+    yield
+
+
+def accused(cell: Any) -> Iterator[None]:
+    """Look through metrics of the telemetry, accuse the layer that differs of one of the faults, and commit to it."""
+    metric, layer, fault = (cell.locator("select").nth(i) for i in (0, 3, 4))
+    for name in ("worst block", "underflow"):
+        metric.select_option(name)
+        yield
+    layer.select_option("blocks.1.mlp.gate_up")
+    yield
+    fault.select_option("outlier-channel")
+    button = cell.locator("button", has_text="Lock in")
+    button.scroll_into_view_if_needed()
+    yield
+    button.click()
+    yield
+
+
+NOTEBOOKS = {
+    "07": [
+        Scene("07  A run in 8 bits ends worse than it should. Which layer broke?", "case = Case.open(", 2.5),
+        Scene("Look at what each cast lost, in each layer, and accuse one", "accusation = keep(", 4.5, accused),
+        Scene("A rule over the same telemetry accuses a layer, too", "ranking = standing_out(", 2),
+        Scene("Bisection: half of the layers in 16 bits, and what comes back", "layers = list(dict.fromkeys(", 3),
+        Scene("Where it was hidden, by three witnesses", "culprit = layers_of(", 2, output=False),
+        Scene("Its cure, for that layer alone, brings the loss back", "cured = case.run(", 2),
+        Scene("The claim is asserted, and holds on this machine", "with claim(\"Telemetry", 2, output=False)],
+    "12": [
+        Scene("12  Attention in tiles. Say first what it will hold", "guess_scores = keep(", 3, guessed, output=False),
+        Scene("A softmax that is taken tile by tile, one step after another", "steps = lesson.online(", 6,
+              keys("Home", *["ArrowRight"] * 9)),
+        Scene("Every byte that it holds: formulas are lines, measurements are marks", "measured = {name: {T: lesson.measured(", 3),
+        Scene("And what it moves between slow memory and fast", "sizes = {side: lesson.fast_bytes(", 3),
+        Scene("The claim is asserted, and holds on this machine", "with claim(\"Kept bytes", 2.5, output=False)],
+}
+
+
+# ---- a film
+
+def shot(target: Any) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(target.screenshot())).convert("RGB")
+
+
+def with_words(picture: Any, words: str) -> Any:
+    from PIL import Image, ImageDraw, ImageFont
+
+    whole = Image.new("RGB", (WIDTH, HEIGHT + STRIP), "#24292f")
+    whole.paste(picture.crop((0, 0, WIDTH, HEIGHT)), (0, 0))
+    font = ImageFont.load_default(size=21)
+    ImageDraw.Draw(whole).text((16, HEIGHT + STRIP / 2), words, fill="#ffffff", font=font, anchor="lm")
+    return whole
+
+
+def played(opened: Any, scene: Scene, ran: int) -> tuple[list[tuple[Any, float]], int]:
+    """The frames of a scene, each with its seconds, once all cells ran up to its own; and how many did."""
+    page = opened.page
+    at = page.evaluate("""words => window.jupyterapp.shell.currentWidget.content.widgets.findIndex(
+        cell => cell.model.type === 'code' && cell.model.sharedModel.getSource().includes(words))""", scene.cell)
+    if at < 0:
+        raise SystemExit(f"no cell has {scene.cell!r}; the notebook has changed, and so must its film")
+    for index in range(ran, at + 1):
+        page.evaluate("index => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = index }", index)
+        opened.command("notebook:run-cell")
+        page.wait_for_function("() => window.lpkitDone", timeout=300_000)
+    opened.settle()
+    cell, room = page.locator(".jp-Notebook .jp-Cell").nth(at), page.locator(".jp-WindowedPanel-outer").first
+    top = cell.locator(".jp-Cell-outputWrapper").first if scene.output else cell
+    page.wait_for_timeout(800)
+    top.evaluate("e => e.scrollIntoView({block: 'start'})")
+    end, frames = room.evaluate("e => e.scrollTop"), []
+    for left in COMING:
+        room.evaluate("(e, top) => { e.scrollTop = top }", end - left)
+        page.wait_for_timeout(60)
+        frames.append((with_words(shot(page), scene.words), ARRIVES / len(COMING)))
+    top.evaluate("e => e.scrollIntoView({block: 'start'})")
+    page.wait_for_timeout(400)
+    pictures = [shot(page)]
+    for _ in scene.does(cell) if scene.does else ():
+        page.wait_for_timeout(500)
+        pictures.append(shot(page))
+    return frames + [(with_words(one, scene.words), scene.seconds / len(pictures)) for one in pictures], at + 1
+
+
+def film(number: str, out: Path) -> None:
+    from tests.bench.browser import chromium
+    from tests.served import Notebook, served
+
+    [notebook] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
+    with tempfile.TemporaryDirectory() as temporary:
+        course = Path(temporary) / "course" / "notebooks"
+        course.mkdir(parents=True)
+        shutil.copy(notebook, course)
+        shutil.copytree(notebook.parent / "lessons", course / "lessons")
+        (course.parent / "data").symlink_to(ROOT / "data")
+        own = {"XDG_DATA_HOME": f"{temporary}/data"}        # what is guessed here is nobody's
+        with mock.patch.dict(os.environ, own), served(course, Path(temporary) / "state") as server, chromium(width=WIDTH, height=HEIGHT) as context:
+            opened = Notebook(context, server, notebook.name)
+            # the notebook alone: no menus, no bars
+            opened.page.evaluate("""() => { const {shell} = window.jupyterapp; shell.mode = 'single-document';
+                                            shell.collapseLeft(); shell.collapseRight() }""")
+            opened.page.add_style_tag(content="""#jp-top-panel, #jp-menu-panel, #jp-bottom-panel, .jp-NotebookPanel-toolbar,
+                .jp-SideBar, #jp-title-panel-title { display: none !important }
+                #jp-main-content-panel, .jp-NotebookPanel, .jp-NotebookPanel-notebook, .jp-WindowedPanel, #jp-main-dock-panel,
+                #jp-main-split-panel, #jp-main-vsplit-panel { position: fixed !important; inset: 0 !important;
+                width: 100vw !important; height: 100vh !important }""")
+            opened.page.wait_for_timeout(1500)
+            frames, ran = [], 0     # and how many cells
+            for scene in NOTEBOOKS[number]:
+                taken, ran = played(opened, scene, ran)
+                frames += taken
+            if problems := opened.problems():
+                raise SystemExit(f"{notebook.name}: {problems}")
+    write(frames, out)
+
+
+def write(frames: list[tuple[Any, float]], out: Path) -> None:
+    """One GIF that begins again at its end."""
+    first, *others = [picture.quantize(COLOURS, dither=0) for picture, _ in frames]
+    out.parent.mkdir(exist_ok=True)
+    first.save(out, save_all=True, append_images=others, duration=[round(1000 * seconds) for _, seconds in frames], loop=0, optimize=True)
+    seconds, size = sum(seconds for _, seconds in frames), out.stat().st_size
+    print(f"{out.relative_to(ROOT)}: {len(frames)} frames, {seconds:.1f} s, {size:,} bytes")
+    if size > MOST_BYTES or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise SystemExit(f"{out.name} is too large or too long; take fewer colours or frames")
+
+
+def planner(out: Path) -> None:
+    """The page as it opens from a link that holds two configurations."""
+    from tests.bench import planner as page_of
+    from tests.bench.browser import chromium, static
+
+    with tempfile.TemporaryDirectory() as temporary:
+        page_of.make(Path(temporary))
+        with static(Path(temporary)) as address, chromium(width=1180, height=820) as context:
+            page = context.new_page()
+            page_of.first_seconds(page, f"{address}#{BESIDE}")
+            shot(page).quantize(128, dither=0).save(out, optimize=True)
+    print(f"{out.relative_to(ROOT)}: {out.stat().st_size:,} bytes")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", metavar="WHAT", help="07, 12 or planner")
+    sys.path.append(str(ROOT))      # the browser and the served lab are those of the tests
+    known = [*NOTEBOOKS, "planner"]
+    asked = parser.parse_args(argv).what or known
+    if unknown := set(asked) - set(known):
+        parser.error(f"there is no {min(unknown)!r}; choose of {', '.join(known)}")
+    for what in dict.fromkeys(asked):
+        planner(PICTURE) if what == "planner" else film(what, FILMS / f"{what}.gif")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

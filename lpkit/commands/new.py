@@ -1,0 +1,68 @@
+"""Begin an experiment of your own: a notebook, a row in a module beside it, a test, and a claim.
+
+  lpkit new experiment my_rule                      my_rule.ipynb, .py, .yaml, and test_my_rule.py
+  lpkit new experiment my_cast --family recipe      a precision recipe instead of an optimizer
+
+All four run as they are, on an example that is there to be replaced; docs/own_technique.md goes on.
+"""
+
+import argparse
+import importlib.util
+import keyword
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from lpkit.commands import a_folder
+from lpkit.errors import ConfigError, named, shown
+from lpkit.files import own_folder, resource, write_atomically
+from lpkit.tables import text_table
+from lpkit.techniques.outside import TABLES
+
+# The field of a Config that will name the row. notebooks/experiments has an example of each family.
+FAMILIES = {"optimizer": "optimizer", "recipe": "precision.recipe"}
+FILES = {"{}.ipynb": "in the course's form", "{}.py": "the row, and what it does",
+         "test_{}.py": "holds it to something independent", "{}.yaml": "for a first verdict"}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=("experiment",), help="experiment")
+    parser.add_argument("name", metavar="NAME", help="of the row, its module and the files")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="optimizer",
+                        help="what the row is (default optimizer)")
+    parser.add_argument("--out", type=a_folder, default=Path(), metavar="DIR",
+                        help="the folder for the files (default: this one)")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    name, field, example = args.name, FAMILIES[args.family], f"my_{args.family}"
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,63}", name) or keyword.iskeyword(name):
+        raise ConfigError(f"{shown(name)} is no module's name; use at most 64 letters, digits and "
+                          f"_, a letter first, and no path: my_rule")
+    files = {args.out / file.format(name): file.format(example) for file in FILES}
+    for path in (*files, args.out / name):
+        if path.exists() or path.is_symlink():
+            raise ConfigError(f"{named(path)} is there already, and nothing is overwritten; choose "
+                              f"another name, or another --out")
+    if name in TABLES[field] or name == "lessons" or importlib.util.find_spec(name):
+        what = f"row {field}={name}" if name in TABLES[field] else f"module {name}"
+        raise ConfigError(f"there is a {what} already, which this one would hide or be hidden by; "
+                          f"choose another name")
+    own_folder(args.out)
+    with ExitStack() as undo:       # all of them, or none
+        for path, source in files.items():
+            text = (resource("notebooks") / "experiments" / source).read_text(encoding="utf-8")
+            undo.callback(path.unlink, missing_ok=True)
+            write_atomically(path, text.replace(example, name))
+        undo.pop_all()
+    commands = (f"notebook {name}.ipynb --tier smoke",
+                f"train cpu-3m --import {name} {field}={name} steps=20 --out runs/{name}",
+                f"claim {name}.yaml --import {name}")
+    return {"files": list(map(str, files)), "commands": [
+        f"python -m pytest test_{name}.py", *(f"PYTHONPATH=. lpkit {one}" for one in commands)]}
+
+
+def text(result: dict[str, Any]) -> str:
+    files = text_table(zip(map(named, result["files"]), FILES.values()))
+    return "\n".join([files, "", "They run as they are, in that folder:", *result["commands"]])

@@ -1,0 +1,49 @@
+"""my_recipe is held to its definition, number by number: pytest test_my_recipe.py
+
+Put something independent of your recipe in its place. Then break the recipe, and see that a test
+fails.
+"""
+
+import my_recipe
+import pytest
+import torch
+
+import lpkit
+from lpkit.precision.scaled import quantise
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.training import Training
+
+ROW = RECIPES["my_recipe"]
+TINY = {"imports": "my_recipe", "model.layers": 1, "model.width": 32, "model.heads": 2,
+        "model.context": 32, "global_batch": 2, "eval_batches": 1, "steps": 5,
+        "schedule.warmup_steps": 0}
+
+
+def by_hand(x):
+    """Each block of a row by itself, in Python's own floats but for the rounding to E4M3."""
+    out = []
+    for row in x.double().tolist():
+        for start in range(0, len(row), 16):
+            block = row[start:start + 16]
+            scale = my_recipe.definition(block)
+            cast = torch.tensor([value / scale for value in block]).to(torch.float8_e4m3fn)
+            out += [value * scale for value in cast.double().tolist()]
+    return torch.tensor(out, dtype=torch.float64).reshape(x.shape)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 3e4])
+def test_every_cast_is_the_definition(size):
+    x = size * torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 3] *= 1e6      # an outlier, which costs the small numbers of its own block and no other
+    x[1, 16:32] = 0
+    for cast in ROW.all_casts:
+        assert torch.equal(quantise(x, cast).dequantise(torch.float64), by_hand(x))
+
+
+def test_a_run_by_it_is_near_bf16():
+    found = {}
+    for name in ("bf16", "my_recipe"):
+        training = Training.build(lpkit.preset("cpu-3m").replace(TINY | {"precision.recipe": name}))
+        found[name] = [training.update(step).loss.item() for step in range(5)]
+    assert found["my_recipe"] == pytest.approx(found["bf16"], rel=0.01)
+    assert found["my_recipe"] != found["bf16"] and found["my_recipe"][-1] < found["my_recipe"][0]

@@ -1,0 +1,64 @@
+"""A technique of one's own beside the kit's: both trained on pairs of one seed, and what the referee
+says of so few. `lpkit new experiment` writes notebooks that use it; `lpkit claim` tunes both arms,
+takes as many seeds as an effect asks for, and is what counts (docs/claim.md).
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from lessons.drawing import axis, figure, scatter
+from lessons.style import COLOURS
+from lpkit.claims import referee
+from lpkit.config import Config
+from lpkit.tables import FAINT
+from lpkit.training.training import Training
+
+SMALL = {"model.layers": 2, "model.width": 192, "model.heads": 4, "model.context": 64,
+         "global_batch": 8, "eval_batches": 32, "schedule.warmup_steps": 10, "steps": 60}
+SMOKE = SMALL | {"model.width": 64, "eval_batches": 2, "schedule.warmup_steps": 1, "steps": 4}
+SIZES = {"smoke": (SMOKE, 2), "cpu": (SMALL, 3), "gpu": ({"steps": 200}, 5)}    # and pairs, by tier
+Losses = Mapping[str, Sequence[float]]
+
+
+def trained(config: Config) -> Training:
+    """Makes all updates of `config`; no folder is written."""
+    training = Training.build(config)
+    for step in range(config.steps):
+        training.update(step)
+    return training
+
+
+def losses(arms: Mapping[str, Config], pairs: int,
+           watch: Callable[[Sequence], Iterable] = iter) -> dict[str, list[float]]:
+    """Returns the validation losses of each arm, by seed: one seed is one initialisation and one
+    order of the data."""
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for seed, name in watch([(seed, name) for seed in range(pairs) for name in arms]):
+        found[name].append(trained(arms[name].replace({"seed": seed})).evaluate())
+    return found
+
+
+def verdict(found: Losses) -> referee.Verdict:
+    """The referee's look at two arms, without tuning and by one look."""
+    return referee.look(*found.values(), referee.ALPHA)
+
+
+def state_bytes(training: Training) -> int:
+    """What the optimizer keeps between updates, without PyTorch's counters."""
+    return sum(slot.nbytes for slots in training.optimizer.state.values()
+               for slot in slots.values() if isinstance(slot, Tensor) and slot.ndim)
+
+
+def pairs_figure(found: Losses, unit: str = "nats per token") -> dict:
+    """A point a pair: one that lies below the line was won by the second arm."""
+    (first, ours), (second, theirs) = found.items()
+    low, high = min(*ours, *theirs), max(*ours, *theirs)
+    room = 0.1 * (high - low) or 0.01
+    ends = [low - room, high + room]
+    line = scatter(ends, ends, "both the same", FAINT, hover=None)
+    points = scatter(ours, theirs, "a pair of one seed", COLOURS[0], mode="markers",
+                     hover=f"{first} %{{x:.4f}}, {second} %{{y:.4f}}", marker={"size": 11})
+    return figure([line, points], f"{second} beside {first}", height=380,
+                  xaxis=axis(f"{first}, {unit}", range=ends),
+                  yaxis=axis(f"{second}, {unit}", range=ends))
