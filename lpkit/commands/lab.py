@@ -11,6 +11,8 @@ course reaches them when the lab opens (and with --update): a cell that you chan
 On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
 there.
 
+LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises show a solution.
+
 What was started in the lab ends with it, in its terminals too.
 """
 
@@ -44,8 +46,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     from lpkit import processes
-    from lpkit.course import copies, lab
+    from lpkit.course import copies, lab, solutions
 
+    solutions.shown_when()      # kernels inherit the word: refuse a wrong one here
     root, children = copies.work_folder(args.course), processes.Children()
     changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
     if args.update or args.reset is not None:
