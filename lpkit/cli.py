@@ -37,6 +37,7 @@ COMMANDS = {
     "import": "make a run of a folder of transformers, which others begin from",
     "export": "write the weights of a run for transformers",
     "notebook": "run notebooks with parameters, without a browser",
+    "slides": "slides of a notebook that has run: one file, which needs no network",
     "bench": "every performance figure that the project claims, measured beside its peer",
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
