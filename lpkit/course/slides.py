@@ -10,7 +10,6 @@ import json
 import re
 import secrets
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from lpkit.course.notebooks import WIDGET_MIME
