@@ -41,6 +41,7 @@ COMMANDS = {
     "export": "write the weights of a run for transformers",
     "new": "begin an experiment of your own: a notebook, a row beside it, a test, a claim",
     "notebook": "run notebooks with parameters, without a browser",
+    "slides": "slides of a notebook that has run: one file, which needs no network",
     "pack": "one file with wheels and the course, for a room without a network",
     "bench": "every performance figure that the project claims, measured beside its peer",
 }

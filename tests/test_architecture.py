@@ -94,8 +94,8 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
     assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "lessons"]
     for path in (ROOT.parent / "notebooks" / "lessons").glob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
-        assert outside <= {"lessons", "lpkit", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors", "traitlets", "IPython",
-                            "jupyterhub", "tornado"}, (path.name, outside)
+        assert outside <= {"lessons", "lpkit", "nbconvert", "nbformat", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors",
+                           "traitlets", "IPython", "jupyterhub", "tornado"}, (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])

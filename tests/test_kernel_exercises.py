@@ -617,7 +617,7 @@ def test_the_oldest_triton_is_what_the_oldest_pytorch_brings(monkeypatch):
 def test_a_stub_is_to_do_and_starts_nothing(monkeypatch):
     monkeypatch.setattr(puzzles, "run", None)
     verdict = check(EXERCISES["10.copy"], stub)
-    assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and "tl.store(y + i" in verdict.solution
+    assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and verdict.held
 
 
 @pytest.mark.parametrize("attempt, said", [(3, "write it as a function"), (len, "write it as a function"),

@@ -10,12 +10,14 @@ A command imports what needs torch inside `run`, after all that can be refused w
 
 import argparse
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from lpkit.errors import ConfigError
-from lpkit.files import expanded
+from lpkit.files import expanded, resource
 from lpkit.predict.time import with_step
 from lpkit.techniques import machines
 from lpkit.values import folder
@@ -38,6 +40,13 @@ def _there(package: str) -> bool:
         return find_spec(package.replace("-", "_")) is not None
     except ImportError:
         return False
+
+
+def lesson(name: str) -> ModuleType:
+    """A module of notebooks/lessons, which commands for teachers and learners stand on."""
+    if (place := str(resource("notebooks"))) not in sys.path:
+        sys.path.insert(0, place)
+    return import_module(f"lessons.{name}")
 
 
 def a_folder(text: str) -> Path:

@@ -11,6 +11,8 @@ course reaches them when the lab opens (and with --update): a cell that you chan
 On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
 there.
 
+LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises show a solution.
+
 What was started in the lab ends with it, in its terminals too.
 """
 
@@ -20,7 +22,7 @@ import signal
 import sys
 from typing import Any
 
-from lpkit.commands import a_folder, needs
+from lpkit.commands import a_folder, lesson, needs
 from lpkit.errors import named
 
 
@@ -46,6 +48,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit import processes
     from lpkit.course import copies, lab
 
+    lesson("solutions").shown_when()      # kernels inherit the word: refuse a wrong one here
     root, children = copies.work_folder(args.course), processes.Children()
     changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
     if args.update or args.reset is not None:

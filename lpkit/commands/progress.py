@@ -8,28 +8,19 @@
 The teacher sees the same live at /services/progress/ of the hub.
 """
 
-import argparse
-import sys
-from importlib import import_module
-from types import ModuleType
+from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from lpkit.files import resource
+from lpkit.commands import lesson
 
 
-def _lesson() -> ModuleType:
-    if str(resource("notebooks")) not in sys.path:
-        sys.path.insert(0, str(resource("notebooks")))
-    return import_module("lessons.progress")
+def arguments(parser: ArgumentParser) -> None:
+    lesson("progress").arguments(parser)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    _lesson().arguments(parser)
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    return _lesson().run(args)
+def run(args: Namespace) -> dict[str, Any]:
+    return lesson("progress").run(args)
 
 
 def text(result: dict[str, Any]) -> str:
-    return _lesson().text(result)
+    return lesson("progress").text(result)

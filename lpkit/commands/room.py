@@ -6,6 +6,7 @@
 
 Each learner has an own Unix user, home, and share of memory and threads; names and codes are in
 codes.csv of the room's folder, to be printed. Ctrl-C ends all labs; homes stay.
+LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises show a solution.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder, needs
+from lpkit.commands import a_folder, lesson, needs
 from lpkit.errors import ConfigError, named
 
 FOLDER = Path("/srv/lpkit-room")
@@ -50,6 +51,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.course import room as rooms
     from lpkit.files import whole_file
 
+    lesson("solutions").shown_when()        # labs inherit the word: refuse a wrong one here
     if args.learners < 0 or args.learners > rooms.MOST:
         raise ConfigError(f"a room is for 1 to {rooms.MOST} learners, and --learners is "
                           f"{args.learners}")

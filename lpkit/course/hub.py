@@ -182,6 +182,7 @@ def configure(c: Any, room: rooms.Room) -> None:
     c.ConfigurableHTTPProxy.command = [room.proxy]
     c.ConfigurableHTTPProxy.pid_file = str(hub / "proxy.pid")
     c.Spawner.cmd = [sys.executable, "-P", str(Path(__file__).with_name("desk.py"))]
+    c.Spawner.env_keep = ["LANG", "LC_ALL", "PYTHONPATH", "LPKIT_SOLUTIONS"]
     c.Spawner.default_url = f"/lab/tree/{FIRST}"
     c.Spawner.start_timeout = c.Spawner.http_timeout = 300
     c.JupyterHub.concurrent_spawn_limit = 0        # all come at once, and nobody is sent away

@@ -145,6 +145,8 @@ class Verdict:
     status: str             # of MARKS
     detail: str = ""
     solution: str = field(default="", compare=False, repr=False)
+    held: str = field(default="", compare=False, repr=False)    # why there is no solution to see
+    untried: bool = field(default=False, compare=False, repr=False)     # this machine cannot judge
 
     @property
     def _more(self) -> str:
@@ -158,6 +160,8 @@ class Verdict:
         if self.solution:
             said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")
+        elif self.held:
+            said += f"<br><small>{html.escape(self.held)}</small>"
         return said
 
 

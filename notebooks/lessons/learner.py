@@ -15,6 +15,7 @@ from traitlets import TraitError
 
 from lessons.judge import Exercise, Verdict
 from lessons.questions import Question
+from lessons.solutions import WHEN, shown_when
 from lpkit.course.reports import report
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
@@ -78,10 +79,36 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
     judge yet."""
     verdict = exercise.judged(attempt)
     if not exercise.name or verdict.status == "to do":
-        return verdict
+        return held_back(exercise, verdict)
     said = update(lambda learner: learner.with_attempt(exercise.name, verdict.status == "right"))
     report("exercise", name=exercise.name, verdict=verdict.status)
-    return replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
+    verdict = replace(verdict, detail=" ".join(filter(None, (verdict.detail, said))))
+    return held_back(exercise, verdict)
+
+
+def held_back(exercise: Exercise, verdict: Verdict) -> Verdict:
+    """The verdict without its solution until `LPKIT_SOLUTIONS` lets this learner see it: by this
+    verdict, or by an earlier one in the learner's file. Where the machine cannot judge an attempt,
+    nobody has to wait for one."""
+    try:
+        word = shown_when()
+        tried = None
+        with suppress(ConfigError):     # of a file that cannot be read, `update` says so
+            tried = read().exercises.get(exercise.name)
+        if verdict.untried or SEEN[word](verdict.status, tried):
+            return verdict
+        why = f"A solution is shown after {WHEN[word]}."
+    except ConfigError as error:
+        why = str(error)
+    return replace(verdict, solution="", held=why)
+
+
+# Whether it may be seen, by this verdict's status and what the file has of the exercise
+SEEN: Mapping[str, Callable[[str, Tried | None], bool]] = {
+    "always": lambda status, tried: True,
+    "attempted": lambda status, tried: status != "to do" or tried is not None,
+    "solved": lambda status, tried: status == "right" or bool(tried and tried.first_right),
+}
 
 
 def file() -> Path:

@@ -1,0 +1,175 @@
+"""The exercises of a notebook for nbgrader and otter-grader, from the one definition.
+
+    python -m lessons.export_exercises 03 --out grading
+
+in the folder that has `lessons/` writes `nbgrader/source/03/03.ipynb` and `otter/03.ipynb`. A test
+there calls the kit's judge on the learner's function and fails with its sentence; points are the
+stars. Where answers are graded, lpkit and this folder have to be importable.
+Formats: nbgrader's cell metadata, schema 3 (nbgrader 0.9, nbgraderformat/v3.py); otter-assign's raw
+cells (otter-grader 7, otter/assign).
+"""
+
+import argparse
+import ast
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_raw_cell
+
+from lessons import index
+from lessons.judge import Exercise
+from lessons.puzzles import Puzzle
+from lpkit.course import notebooks
+from lpkit.errors import ConfigError
+from lpkit.files import own_folder, write_atomically
+
+CHECK = re.compile(r"\n*^check\(EXERCISES\[\"(?P<name>[\w.]+)\"\], (?P<function>\w+)\)\s*$", re.M)
+TODO = "raise NotImplementedError"
+
+
+def graded(name: str, attempt: Callable[..., Any]) -> None:
+    """Raises AssertionError with the judge's sentence, unless the attempt is right. The learner's
+    file does not hear of it."""
+    verdict = index.exercise(name).judged(attempt)
+    if verdict.status != "right":
+        raise AssertionError(str(verdict))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An exercise as its notebook asks it."""
+
+    exercise: Exercise
+    prose: str
+    stub: str
+    function: str
+
+    @property
+    def test(self) -> str:
+        return f'graded("{self.exercise.name}", {self.function})'
+
+    @property
+    def id(self) -> str:
+        return self.exercise.name.replace(".", "_")
+
+    def solved(self, begin: str, end: str, after: str = "") -> str:
+        """The stub, with a right body between two marks, as both graders cut it out."""
+        indent = re.search(rf"^( *){TODO}", self.stub, re.M)
+        if not indent:
+            raise ConfigError(f"the stub of exercise {self.exercise.name} has no `{TODO}`")
+        body = "\n".join(filter(None, (begin, self._body(), end, after)))
+        return self.stub.replace(indent[0], textwrap.indent(body, indent[1]))
+
+    def _body(self) -> str:
+        """A kernel's own lines; else a call of the definition, which knows its own imports."""
+        if isinstance(self.exercise, Puzzle):
+            lines = self.exercise.solution.splitlines()
+            first = ast.parse(self.exercise.solution).body[0].body[0].lineno - 1
+            return textwrap.dedent("\n".join(lines[first:]))
+        node = next(one for one in ast.parse(self.stub).body
+                    if isinstance(one, ast.FunctionDef) and one.name == self.function)
+        names = ", ".join(one.arg for one in node.args.args)
+        return (f"from lessons.index import exercise\n"
+                f"return exercise(\"{self.exercise.name}\").spec({names})")
+
+
+def asked(book: Any) -> Iterator[Asked]:
+    """Yields the exercises of a notebook, each with the text above it."""
+    prose = ""
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            prose = cell.source
+        elif "exercise" in cell.metadata.get("tags", ()):
+            found = CHECK.search(cell.source)
+            if found:
+                stub = CHECK.sub("", cell.source).rstrip()
+                yield Asked(index.exercise(found["name"]), prose, stub, found["function"])
+                prose = ""
+
+
+def imports(book: Any) -> str:
+    """What the notebook imports, so that stubs find it, and the test."""
+    kept = [ast.unparse(one) for cell in book.cells if cell.cell_type == "code"
+            and cell.metadata.get("jupyter", {}).get("source_hidden")
+            for one in ast.parse(cell.source).body if isinstance(one, ast.Import | ast.ImportFrom)]
+    return "\n".join([*kept, "from lessons.export_exercises import graded"])
+
+
+def _marked(source: str, id: str, **flags: Any) -> Any:
+    marks = {"grade": False, "solution": False, "locked": False, "task": False, **flags}
+    return new_code_cell(source, metadata={"nbgrader": {
+        "schema_version": 3, "grade_id": id, "cell_type": "code", **marks}})
+
+
+def nbgrader(book: Any, name: str) -> Any:
+    """nbgrader's source notebook: `nbgrader generate_assignment` makes the learners' of it."""
+    cells = [_marked(imports(book), "imports", locked=True)]
+    for one in asked(book):
+        source = one.solved("### BEGIN SOLUTION", "### END SOLUTION")
+        cells += [new_markdown_cell(one.prose), _marked(source, f"answer_{one.id}", solution=True),
+                  _marked(one.test, f"test_{one.id}", grade=True, locked=True,
+                          points=one.exercise.stars)]
+    return _notebook(cells)
+
+
+def otter(book: Any, name: str) -> Any:
+    """otter's notebook: `otter assign` makes the learners' and the autograder's of it."""
+    config = f"# ASSIGNMENT CONFIG\nname: lpkit_{name}\nexport_cell: false\ncheck_all_cell: false"
+    cells = [new_raw_cell(config), new_code_cell(imports(book))]
+    for one in asked(book):
+        source = one.solved("# BEGIN SOLUTION", "# END SOLUTION",
+                            f'""" # BEGIN PROMPT\n{TODO}\n"""; # END PROMPT')
+        cells += [new_raw_cell(f"# BEGIN QUESTION\nname: q{one.id}\n"
+                               f"points: {one.exercise.stars}"),
+                  new_markdown_cell(one.prose), new_raw_cell("# BEGIN SOLUTION"),
+                  new_code_cell(source), new_raw_cell("# END SOLUTION"),
+                  new_raw_cell("# BEGIN TESTS"), new_code_cell(one.test),
+                  new_raw_cell("# END TESTS"), new_raw_cell("# END QUESTION")]
+    return _notebook(cells)
+
+
+def _notebook(cells: list[Any]) -> Any:
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    for number, cell in enumerate(cells):
+        cell.id = f"cell-{number}"      # the same file from the same course
+    book = new_notebook(cells=cells, metadata={"kernelspec": kernel,
+                                               "language_info": {"name": "python"}})
+    nbformat.validate(book)
+    return book
+
+
+def export(name: str, out: Path) -> list[Path]:
+    path = notebooks.find(name)
+    book, number = notebooks.read(path), path.stem.partition("_")[0]
+    if not any(asked(book)):
+        raise ConfigError(f"{path.stem} has no exercises to export")
+    made = {out / "nbgrader" / "source" / number / f"{number}.ipynb": nbgrader(book, number),
+            out / "otter" / f"{number}.ipynb": otter(book, number)}
+    for file, one in made.items():
+        own_folder(file.parent)
+        write_atomically(file, nbformat.writes(one) + "\n")
+    return list(made)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m lessons.export_exercises",
+                                     description=__doc__.partition("\n")[0])
+    parser.add_argument("notebook", help="03, or 03_number_formats")
+    parser.add_argument("--out", type=Path, default=Path("grading"), help="a folder")
+    args = parser.parse_args(argv)
+    try:
+        print("\n".join(map(str, export(args.notebook, args.out))))
+    except (ConfigError, OSError) as error:
+        print(f"export_exercises: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

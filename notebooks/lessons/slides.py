@@ -1,0 +1,100 @@
+"""Slides of an executed notebook: its headings, short prose, questions, figures and claims.
+
+nbconvert's SlidesExporter makes them for reveal.js, with a template of ours
+(`notebooks/lessons/slides.html`): its own takes reveal.js, MathJax and others from other hosts, and
+a room may have no network. Here all is inside the one file.
+"""
+
+import html
+import json
+import re
+import secrets
+from importlib.resources import files
+from typing import Any
+
+from lpkit.course.notebooks import WIDGET_MIME
+from lpkit.errors import ConfigError, named
+from lpkit.files import cache_dir, read_text, resource
+
+PLOTLY_MIME = "application/vnd.plotly.v1+json"
+LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections
+PROSE = 420         # characters of a cell, in whole paragraphs
+LIBRARIES = {"dist/reveal.css": "reveal.js", "dist/reveal.js": "reveal.js",
+             "es5/tex-svg-full.js": "mathjax"}
+FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
+
+
+def page(book: Any, name: str) -> str:
+    """HTML. Raises ConfigError where a library is missing, or the notebook has not run."""
+    from nbconvert import SlidesExporter
+
+    folder = cache_dir("slides")
+    paths = [folder / "node_modules" / package / file for file, package in LIBRARIES.items()]
+    if lacks := [path for path in paths if not path.is_file()]:
+        raise ConfigError(f"slides need {named(lacks[0])}; once, where there is a network: "
+                          f"`{FETCH.format(folder)}`")
+    css, *scripts = [read_text(path, 1 << 24) for path in paths]
+    plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text("utf-8")
+    scripts = [re.sub("</(?=script)", r"<\\/", one, flags=re.I) for one in (*scripts, plotly)]
+    template = read_text(resource("notebooks") / "lessons" / "slides.html", 1 << 20)
+    told = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
+            "nonce": secrets.token_urlsafe(16)}
+    return SlidesExporter(raw_template=template).from_notebook_node(slides(book, name), told)[0]
+
+
+def slides(book: Any, name: str) -> Any:
+    """The notebook with a markdown cell for each slide. Headings open stacks."""
+    import nbformat
+
+    made, section, left_out, new, top, figures = [], name, False, True, False, 0
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            for part in re.split(r"\n(?=## )", cell.source):
+                if part.startswith(("# ", "## ")):
+                    title, _, part = part.partition("\n")
+                    new, left_out, section = True, title.startswith(LEFT_OUT), title.lstrip("# ")
+                    top = title.startswith("# ")
+                elif made and not left_out and part[:1].islower() | part.startswith("$$"):
+                    made[-1].source += f"\n\n{_short(part)}"       # the sentence goes on
+                    continue
+                if (prose := _short(part)) and not left_out:
+                    made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
+                    new = top = False
+        for shown in () if left_out else filter(None, map(_shown, cell.get("outputs", ()))):
+            figures += "class='plot'" in shown
+            made.append(_slide(f"## {section}\n\n{shown}", new))
+            new = False
+    if not figures:
+        raise ConfigError(f"{name} has no figure in it: it has not run; `lpkit notebook` runs it")
+    return nbformat.v4.new_notebook(cells=made)
+
+
+def _slide(source: str, new: bool) -> Any:
+    import nbformat
+
+    kind = "slide" if new else "subslide"
+    return nbformat.v4.new_markdown_cell(source, metadata={"slideshow": {"slide_type": kind}})
+
+
+def _short(source: str) -> str:
+    """Whole paragraphs up to PROSE characters, at least one, and what follows a colon or a comma.
+    No folded answers."""
+    kept: list[str] = []
+    for one in re.sub(r"<details>.*?</details>", "", source, flags=re.S).strip().split("\n\n"):
+        if kept and sum(map(len, kept)) + len(one) > PROSE and kept[-1][-1:] not in ":,":
+            break
+        kept.append(one)
+    return "\n\n".join(kept)
+
+
+def _shown(output: Any) -> str:
+    data = output.get("data", {})
+    if claim := output.get("metadata", {}).get("lpkit_claim"):
+        why = f"<small>{html.escape(claim['why'])}</small>" if claim["why"] else ""
+        return (f"<div class='claim {html.escape(claim['state'])}'>{html.escape(claim['claim'])}"
+                f"<small>here: {html.escape(claim['state'])}</small>{why}</div>")
+    if PLOTLY_MIME in data:
+        return f"<div class='plot' data-spec='{html.escape(json.dumps(data[PLOTLY_MIME]))}'></div>"
+    if WIDGET_MIME in data and "text/html" not in data and "(" not in data["text/plain"][:20]:
+        return f"<div class='question'>{html.escape(data['text/plain'])}</div>"
+    return ""
