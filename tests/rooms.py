@@ -123,7 +123,7 @@ class Person:
             time.sleep(0.25)
         return time.monotonic() - begun
 
-    def run(self, code: str, name: str = "03_number_formats.ipynb", seconds: float = 120) -> str:
+    def run(self, code: str, name: str = "03_number_formats.ipynb", seconds: float = 300) -> str:
         """What the code prints or raises, in this person's one kernel."""
         if not self.kernel:
             session = {"kernel": {"name": "python3"}, "name": name, "path": name, "type": "notebook"}
@@ -133,7 +133,7 @@ class Person:
 
     async def _run(self, code: str) -> str:
         address = f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels"
-        socket = await websocket_connect(HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=60))
+        socket = await websocket_connect(HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=300, connect_timeout=300))
         try:
             return await _said(socket, code)
         finally:
@@ -165,7 +165,7 @@ def ask(url: str, told: Any = None, token: str = "", method: str = "") -> Any:
     headers = {"Authorization": f"token {token}"} if token else {}
     data = None if told is None else json.dumps(told).encode()
     request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"}, method=method or ("POST" if data else "GET"))
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         text = answer.read()
     return json.loads(text) if text[:1] in b"{[" and text else text
 

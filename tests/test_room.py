@@ -308,3 +308,9 @@ def test_what_begins_in_a_turn_has_it_and_a_cpu_waits_for_nobody(tmp_path, monke
     os.mkfifo(tmp_path / "pipe")        # a trap: who opens it to read would wait for ever
     with turns.turn("cuda"):
         pass
+
+
+def test_the_page_has_what_was_measured():
+    from tests.pages.room import PAGE, page
+
+    assert PAGE.read_text() == page()
