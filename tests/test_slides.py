@@ -35,6 +35,17 @@ def test_headings_prose_questions_figures_and_claims_become_slides():
     assert "<" not in spec and json.loads(spec.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&#x27;", "'"))
 
 
+def test_a_sentence_that_leads_to_what_stays_away_does_too():
+    table = new_output("display_data", {"text/html": "<table>"})
+    told = new_notebook(cells=[
+        new_markdown_cell("# Title\n\nWhat for."), new_markdown_cell("## Run\n\nThis long:"), new_code_cell("x", outputs=[table]),
+        new_markdown_cell("It takes 0.5 s.\nA table of 2.5 s:"), new_code_cell("x", outputs=[table]),
+        new_markdown_cell("A figure:"), new_code_cell("no output"), new_code_cell("x", outputs=[FIGURE]), new_code_cell("x", outputs=[table])])
+    made = slides.slides(told, "a").cells
+    assert [one.source for one in made[:3]] == ["# Title\n\nWhat for.", "## Run\n\nIt takes 0.5 s.", "## Run\n\nA figure:"]
+    assert [one.metadata.slideshow.slide_type for one in made] == ["slide", "slide", "subslide", "subslide"]     # the second opens its section
+
+
 def test_a_notebook_that_has_not_run_and_a_missing_library_are_sentences(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="a has no figure in it: it has not run"):
         slides.slides(book(GUESS), "a")

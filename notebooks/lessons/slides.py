@@ -79,7 +79,13 @@ def slides(book: Any, name: str) -> Any:
                 if (prose := _short(part)) and not left_out:
                     made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
                     new = top = False
-        for shown in () if left_out else filter(None, map(_shown, cell.get("outputs", ()))):
+        outputs = () if left_out else cell.get("outputs", ())
+        kept = list(filter(None, map(_shown, outputs)))
+        if outputs and not kept and made and made[-1].source.endswith(":"):    # of what stays away
+            made[-1].source = _without_last_sentence(made[-1].source)
+            if "\n" not in made[-1].source:
+                new = made.pop().metadata.slideshow.slide_type == "slide"
+        for shown in kept:
             figures += "class='plot'" in shown
             made.append(_slide(f"## {section}\n\n{shown}", new))
             new = False
@@ -104,6 +110,10 @@ def _short(source: str) -> str:
             break
         kept.append(one)
     return "\n\n".join(kept)
+
+
+def _without_last_sentence(source: str) -> str:
+    return source[:[*re.finditer(r"[.?!]\)?\s+|\n\n", source)][-1].end()].rstrip()
 
 
 def _shown(output: Any) -> str:
