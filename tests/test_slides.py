@@ -1,5 +1,6 @@
 """Slides: what becomes one, and a page that needs nothing from elsewhere."""
 
+import hashlib
 import json
 import re
 
@@ -34,6 +35,17 @@ def test_headings_prose_questions_figures_and_claims_become_slides():
     assert "<" not in spec and json.loads(spec.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&#x27;", "'"))
 
 
+def test_a_sentence_that_leads_to_what_stays_away_does_too():
+    table = new_output("display_data", {"text/html": "<table>"})
+    told = new_notebook(cells=[
+        new_markdown_cell("# Title\n\nWhat for."), new_markdown_cell("## Run\n\nThis long:"), new_code_cell("x", outputs=[table]),
+        new_markdown_cell("It takes 0.5 s.\nA table of 2.5 s:"), new_code_cell("x", outputs=[table]),
+        new_markdown_cell("A figure:"), new_code_cell("no output"), new_code_cell("x", outputs=[FIGURE]), new_code_cell("x", outputs=[table])])
+    made = slides.slides(told, "a").cells
+    assert [one.source for one in made[:3]] == ["# Title\n\nWhat for.", "## Run\n\nIt takes 0.5 s.", "## Run\n\nA figure:"]
+    assert [one.metadata.slideshow.slide_type for one in made] == ["slide", "slide", "subslide", "subslide"]     # the second opens its section
+
+
 def test_a_notebook_that_has_not_run_and_a_missing_library_are_sentences(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="a has no figure in it: it has not run"):
         slides.slides(book(GUESS), "a")
@@ -42,14 +54,32 @@ def test_a_notebook_that_has_not_run_and_a_missing_library_are_sentences(tmp_pat
         slides.page(book(FIGURE), "a")
 
 
-def test_the_page_holds_its_libraries_and_names_no_other_host(tmp_path, monkeypatch):
+def libraries(tmp_path, monkeypatch, **changed):
+    """Small ones in a cache of their own, pinned as they are; `changed` says what a file holds instead."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for file, package in slides.LIBRARIES.items():
-        path = tmp_path / "lpkit" / "slides" / "node_modules" / package / file
+    held = {file: f"/* {file} */ '</script>'" for file in slides.LIBRARIES}
+    monkeypatch.setattr(slides, "LIBRARIES", {file: hashlib.sha256(text.encode()).hexdigest() for file, text in held.items()})
+    for file, text in held.items():
+        path = tmp_path / "lpkit" / "slides" / "node_modules" / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"/* {package} {file} */ '</script>'")
+        path.write_text(changed.get(path.stem, text))
+    return held
+
+
+def test_a_library_that_is_not_the_pinned_one_is_refused(tmp_path, monkeypatch):
+    for changed in ("/* 4.6.1 */", ""):
+        libraries(tmp_path, monkeypatch, reveal=changed)
+        with pytest.raises(ConfigError, match=r"reveal\.css.* is not the file that was pinned.*remove .*npm install --prefix"):
+            slides.page(book(FIGURE), "a")
+    libraries(tmp_path, monkeypatch, **{"tex-svg-full": "alert(1)"})       # the last one too
+    with pytest.raises(ConfigError, match=r"tex-svg-full\.js.* is not the file that was pinned"):
+        slides.page(book(FIGURE), "a")
+
+
+def test_the_page_holds_its_libraries_and_names_no_other_host(tmp_path, monkeypatch):
+    held = libraries(tmp_path, monkeypatch)
     page = slides.page(nbformat.from_dict(book(FIGURE)), "a")
-    assert all(f"/* {package} {file} */" in page for file, package in slides.LIBRARIES.items())
+    assert all(f"/* {file} */" in page for file in held)
     assert not re.search(r"<(script|link|img)[^>]*(src|href)=", page)
     nonces = re.findall(r"<script nonce=\"([\w-]+)\">", page)
     assert len(set(nonces)) == 1 and len(nonces) == page.count("</script>") - page.split("<style>")[1].count("</script>") == 5

@@ -5,6 +5,7 @@ nbconvert's SlidesExporter makes them for reveal.js, with a template of ours
 a room may have no network. Here all is inside the one file.
 """
 
+import hashlib
 import html
 import json
 import re
@@ -19,27 +20,45 @@ from lpkit.files import cache_dir, read_text, resource
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections
 PROSE = 420         # characters of a cell, in whole paragraphs
-LIBRARIES = {"dist/reveal.css": "reveal.js", "dist/reveal.js": "reveal.js",
-             "es5/tex-svg-full.js": "mathjax"}
+LIBRARIES = {       # file of an npm package: its SHA-256 at the version that FETCH names
+    "reveal.js/dist/reveal.css":
+        "6a829a5979d2b93994b5aaa79585f9dbfe46f4edb9e823027e4612074660d616",
+    "reveal.js/dist/reveal.js":
+        "73d4b64d59eded6de6a49500e7b709eb8d92c0d1d88d911319ce551c31341e9f",
+    "mathjax/es5/tex-svg-full.js":
+        "a4354ff94fd868aea0cc6eaaa79a57fda0588646fc46ee3700a349ee0a11cbe6",
+}
 FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
 
 
 def page(book: Any, name: str) -> str:
-    """HTML. Raises ConfigError where a library is missing, or the notebook has not run."""
+    """HTML. Raises ConfigError where a library is missing or another than the pinned one, or the
+    notebook has not run."""
     from nbconvert import SlidesExporter
 
-    folder = cache_dir("slides")
-    paths = [folder / "node_modules" / package / file for file, package in LIBRARIES.items()]
-    if lacks := [path for path in paths if not path.is_file()]:
-        raise ConfigError(f"slides need {named(lacks[0])}; once, where there is a network: "
-                          f"`{FETCH.format(folder)}`")
-    css, *scripts = [read_text(path, 1 << 24) for path in paths]
+    css, *scripts = _libraries()
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text("utf-8")
     scripts = [re.sub("</(?=script)", r"<\\/", one, flags=re.I) for one in (*scripts, plotly)]
     template = read_text(resource("notebooks") / "lessons" / "slides.html", 1 << 20)
     told = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
             "nonce": secrets.token_urlsafe(16)}
     return SlidesExporter(raw_template=template).from_notebook_node(slides(book, name), told)[0]
+
+
+def _libraries() -> list[str]:
+    """What of LIBRARIES goes into the page. Its scripts run in the reader's browser, so that none
+    is taken that is not, byte for byte, the one that was looked at."""
+    folder = cache_dir("slides")
+    paths = {folder / "node_modules" / file: pinned for file, pinned in LIBRARIES.items()}
+    fetch = f"once, where there is a network: `{FETCH.format(folder)}`"
+    if lacks := [path for path in paths if not path.is_file()]:
+        raise ConfigError(f"slides need {named(lacks[0])}; {fetch}")
+    texts = [read_text(path, 1 << 24) for path in paths]
+    for text, (path, pinned) in zip(texts, paths.items(), strict=True):
+        if hashlib.sha256(text.encode()).hexdigest() != pinned:
+            raise ConfigError(f"{named(path)} is not the file that was pinned (SHA-256); remove "
+                              f"{named(folder)}, then {fetch}")
+    return texts
 
 
 def slides(book: Any, name: str) -> Any:
@@ -60,7 +79,13 @@ def slides(book: Any, name: str) -> Any:
                 if (prose := _short(part)) and not left_out:
                     made.append(_slide(f"{'#' if top else '##'} {section}\n\n{prose}", new))
                     new = top = False
-        for shown in () if left_out else filter(None, map(_shown, cell.get("outputs", ()))):
+        outputs = () if left_out else cell.get("outputs", ())
+        kept = list(filter(None, map(_shown, outputs)))
+        if outputs and not kept and made and made[-1].source.endswith(":"):    # of what stays away
+            made[-1].source = _without_last_sentence(made[-1].source)
+            if "\n" not in made[-1].source:
+                new = made.pop().metadata.slideshow.slide_type == "slide"
+        for shown in kept:
             figures += "class='plot'" in shown
             made.append(_slide(f"## {section}\n\n{shown}", new))
             new = False
@@ -85,6 +110,10 @@ def _short(source: str) -> str:
             break
         kept.append(one)
     return "\n\n".join(kept)
+
+
+def _without_last_sentence(source: str) -> str:
+    return source[:[*re.finditer(r"[.?!]\)?\s+|\n\n", source)][-1].end()].rstrip()
 
 
 def _shown(output: Any) -> str:
