@@ -82,7 +82,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                      "learners": len(room.members) - 1, "memory_bytes": room.memory_bytes,
                      "threads": room.threads, "gpus": room.gpus}
             print(json.dumps(found) if args.json else text(found), flush=True)
-            return keeper.wait()
+            if (code := keeper.wait()) and not children.over:
+                print(f"the hub ended with {code}; `lpkit room --folder {room.folder}` opens the room "
+                      f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
+            return code
 
     code, heard = processes.hear(serve, children.end)
     if heard == signal.SIGINT:

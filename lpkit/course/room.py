@@ -28,13 +28,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import psutil
 
 from lpkit import files, machine_facts, processes
 from lpkit.course.lab import LOCAL, START_SECONDS
-from lpkit.errors import ConfigError, named, shown
+from lpkit.errors import ConfigError, named, nearest, shown
 
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # none that is read as another
@@ -76,7 +78,7 @@ class Room:
 
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, seats: int = 0,
-           proxy: str = "", **how: object) -> Room:
+           proxy: str = "", authenticator: str = "", **how: object) -> Room:
     """The room in `folder`, made if need be, with these learners beside those that it has.
 
     seats: among how many the machine is shared; 0: as many as there are learners
@@ -84,6 +86,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
     Raises ConfigError for what cannot be a room; OSError.
     """
     refuse_what_cannot_be()
+    refuse_missing(authenticator)
     for name in (teacher, *names):
         if not NAME.fullmatch(name):
             raise ConfigError(f"{shown(name)} cannot be a learner's name; use up to 32 small letters, "
@@ -107,7 +110,8 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, seats=learners, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
-                progress_port=_free_port(), proxy=_proxy(proxy), **how)
+                progress_port=_free_port(), proxy=_proxy(proxy),
+                authenticator=authenticator, **how)
     for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
@@ -183,6 +187,17 @@ def refuse_what_cannot_be() -> None:
                           "`lpkit lab`")
     for place in {sys.prefix, sys.base_prefix, str(files.PACKAGE), str(files.resource("notebooks"))}:
         refuse_closed(Path(place), "what learners run")
+
+
+def refuse_missing(authenticator: str) -> None:
+    """Raises ConfigError for one that JupyterHub would not find."""
+    known = {one.name for one in entry_points(group="jupyterhub.authenticators")}
+    module, _, name = authenticator.rpartition(".")
+    with contextlib.suppress(ImportError, AttributeError):
+        if authenticator in {"", *known} or getattr(import_module(module or "builtins"), name, None):
+            return
+    raise ConfigError(f"there is no authenticator {shown(authenticator)} here, and a class of a "
+                      f"package would be module.Class; {nearest(authenticator, known)}")
 
 
 def refuse_closed(place: Path, what: str) -> None:
