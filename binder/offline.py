@@ -44,7 +44,7 @@ def pack(root, out):
         done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-input", "--wheel-dir", room / "wheels", "-c", source / "constraints.txt",
                                f"{source}[{EXTRAS}]"], stdout=2, stderr=subprocess.PIPE, text=True)
         if done.returncode:
-            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
             raise ConfigError(f"pip could not bring the wheels ({in_one_line(' '.join(said[-1:]))[:300]}); go online, or see `pip config list`")
         shutil.copyfile(source / "constraints.txt", room / "constraints.txt")
         shutil.copyfile(__file__, room / "install")

@@ -10,7 +10,6 @@ set to. The corpus is the library of the Python that is there.
 import runpy
 from argparse import ArgumentParser, Namespace
 
-from lpkit.commands import needs
 from lpkit.errors import ConfigError, named
 from lpkit.files import PACKAGE, expanded, sha256, whole_file
 
@@ -25,7 +24,6 @@ def run(args: Namespace) -> dict:
         raise ConfigError(f"{named(out)} is to be NAME.tar in a folder that is there")
     if not code.is_file():
         raise ConfigError("pack needs a clone of the repository, and this is an installed wheel")
-    needs("pack", "pip")
     with whole_file(out) as whole:
         manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, whole)
     return {**manifest, "file": str(out), "bytes": out.stat().st_size, "sha256": sha256(out)}
