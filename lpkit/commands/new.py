@@ -27,7 +27,7 @@ FILES = {"{}.ipynb": "in the course's form", "{}.py": "the row, and what it does
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("experiment",), help="experiment")
+    parser.add_argument("kind", choices=("experiment",), help="experiment")
     parser.add_argument("name", metavar="NAME", help="of the row, its module and the files")
     parser.add_argument("--family", choices=tuple(FAMILIES), default="optimizer",
                         help="what the row is (default optimizer)")
