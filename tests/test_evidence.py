@@ -235,12 +235,12 @@ PAGE = PACKAGE.parent / "docs" / "gpu.md"
 
 
 def test_the_page_says_what_there_is():
-    """Pieces with their budgets, extras (docs/parallel.md has accelerate, docs/sweep.md sweep, submitit and ray), options, what predictions read, and what a GPU multiplies itself."""
+    """Pieces with their budgets, extras (docs/parallel.md has accelerate, docs/sweep.md sweep, submitit and ray, docs/teach.md room), options, what predictions read, and what a GPU multiplies itself."""
     page = PAGE.read_text()
     said = re.findall(r"^\| `([\w-]+)` \| (\d+) \|", page, re.M)
     assert said == [(name, str(piece.seconds)) for name, piece in evidence.PIECES.items()]
     extras = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate", "data", "docs", "sweep", "submitit", "ray"}
+    assert {*re.findall(r"pip install -e '\.\[(\w+)\]'", page)} == extras.keys() - {"accelerate", "data", "docs", "sweep", "submitit", "ray", "room"}
     needs = {f"{major}.{minor}" for row in HARDWARE.values() for (major, minor), *_ in row.values()}
     assert {*re.findall(r"^\| (\d+\.\d) \|", page, re.M)} == needs | {"8.0"}, "bf16's, and the kit's flash attention's"
     assert ATTENTION["triton"].why_not.capability == (8, 0)

@@ -614,7 +614,8 @@ def test_the_oldest_triton_is_what_the_oldest_pytorch_brings(monkeypatch):
 
 # as the notebook calls it
 
-def test_a_stub_is_to_do_and_starts_nothing(monkeypatch):
+def test_a_stub_is_to_do_and_starts_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))      # of somebody who has not tried it
     monkeypatch.setattr(puzzles, "run", None)
     verdict = check(EXERCISES["10.copy"], stub)
     assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and verdict.held

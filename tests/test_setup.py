@@ -241,11 +241,14 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "import weights --check --tokenizer bytes": lambda found: found["architecture"] == "GPT2LMHeadModel",
         "data prepare python-stdlib --out corpus": lambda found: found["splits"].keys() == {"train", "val"},
         "new experiment own_row": lambda found: all(Path(installed.folder, file).is_file() for file in found["files"]),
+        "progress --collect learner.json": lambda found: found["exercises"] == {"03.cast": {"right": 1, "not_yet": 0}},
         "notebook own_row.ipynb --tier smoke": lambda found: found["status"] == "done" and found["result"] == "cannot tell",
         "notebook 01 --tier smoke": lambda found: found["status"] == "done",
         "notebook --list": lambda found: [book["name"] for book in found["notebooks"]] == sorted(
             path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))}
-    assert {line.split()[0] for line in says} | {"lab", "bench", "pack"} == set(COMMANDS), "a command that no wheel is tried with; below: lab, bench, pack"
+    Path(installed.folder, "learner.json").write_text(json.dumps({"format": "lpkit-learner", "version": 1, "guesses": [], "exercises": {
+        "03.cast": {"right": True, "attempts": 1, "first_right": "2026-11-24"}}}))
+    assert {line.split()[0] for line in says} | {"lab", "bench", "pack", "room", "slides"} == set(COMMANDS), "a command that no wheel is tried with; below: lab, bench, pack"
     found = answer(installed(code=f"""
 import contextlib, io, json
 from lpkit import cli
