@@ -8,7 +8,7 @@ what is another's; the service of reports is killed while they report.
 import random
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,12 +16,13 @@ import psutil
 from tests import rooms
 from tests.bench.harness import ROUNDS, Result, paired
 
-LEARNERS, CELLS, READING_SECONDS, KILLS, SENT = 30, 20, 4.0, 20, 300
+LEARNERS, CELLS, READING_SECONDS, KILLS, SENT = 30, 20, 4.0, 20, 20
 BUDGET_SECONDS, TIMES, PORT = 120.0, 3.0, 8571
+REPORTERS = tuple(f"reporter{n}" for n in range(5))     # who report without end while the service is killed
 PACKAGES = ("jupyterhub", "jupyterlab", "ipykernel", "torch")
 BEGIN = "import time, torch; x = torch.randn(256, 256)"
 CELL = "for _ in range(20): x = torch.nn.functional.layer_norm((x @ x).to(torch.bfloat16).float(), [256])"
-REPORT = "import time\nfrom lpkit.course.reports import report\nfor i in range({}): report('exercise', name=f'03.{{i}}', verdict='right'); time.sleep(0.1)"
+REPORT = "import time\nfrom lpkit.course.reports import report\nfor i in range({}): report('exercise', name=f'03.{{i}}', verdict='right'); time.sleep(0.5)"
 READER = '''
 import glob, os
 def tries(place, pid):
@@ -51,30 +52,29 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     """Errors: RuntimeError where no room can be opened here."""
     if why := rooms.why_no_room():
         raise RuntimeError(why)
-    with rooms.passable_folder() as folder, rooms.opened(folder, "--learners", str(LEARNERS), port=PORT) as told:
+    with rooms.passable_folder() as folder, rooms.opened(folder, *REPORTERS, "--learners", str(LEARNERS), port=PORT) as told:
         return measured(folder, told["url"])
 
 
 def measured(folder: Path, url: str) -> list[Result]:
     codes = rooms.codes(folder)
-    first, *others = [rooms.Person(url, name, code) for name, code in codes.items() if name != "teacher"]
+    first, *others = [rooms.Person(url, name, code) for name, code in codes.items() if name not in {"teacher", *REPORTERS}]
+    reporters = [rooms.Person(url, name, codes[name]) for name in REPORTERS]
     first.start(share=True)
     first.run(BEGIN)
     alone = at_work(first)
-    with ThreadPoolExecutor(LEARNERS) as pool:
+    with ThreadPoolExecutor(LEARNERS + 2 * len(reporters)) as pool:
         begun = time.monotonic()
-        list(pool.map(lambda one: one.start(share=True), others))
+        list(pool.map(lambda one: one.start(share=True), [*others, *reporters]))
         up = time.monotonic() - begun
         time.sleep(10)
         idle = statistics.median(memory_bytes(folder, one.name) for one in others)
+        killing = pool.submit(kill_service)
+        sending = [pool.submit(reported_until, killing, one) for one in reporters]
         list(pool.map(lambda one: one.run(BEGIN), others))
         working = statistics.median(memory_bytes(folder, one.name) for one in others)
         together = [seconds for own in pool.map(at_work, [first, *others]) for seconds in own]
-        killing = pool.submit(kill_service)
-        sent = 0
-        while not killing.done():
-            sent += sum(pool.map(lambda one: reported(one, SENT), others[:5]))
-        kills = killing.result()
+        kills, sent = killing.result(), sum(one.result() for one in sending)
     teacher, deadline = rooms.Person(url, "teacher", codes["teacher"]), time.monotonic() + 120
     while len(mine := rooms.ask(f"{url}/services/progress/now", token=teacher.token)["events"]) < sent and time.monotonic() < deadline:
         time.sleep(1)
@@ -103,9 +103,13 @@ def at_work(one: rooms.Person) -> list[float]:
     return seconds
 
 
-def reported(one: rooms.Person, reports: int) -> int:
-    assert not (said := one.run(REPORT.format(reports))), said
-    return reports
+def reported_until(over: Future, one: rooms.Person) -> int:
+    """How many reports were made until then."""
+    sent = 0
+    while not over.done():
+        assert not (said := one.run(REPORT.format(SENT))), said
+        sent += SENT
+    return sent
 
 
 def p95(seconds: list[float]) -> float:
