@@ -160,7 +160,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
 
 
 def test_a_taken_port_is_said(tmp_path):
-    room = rooms.Room(folder=str(tmp_path), members={}, seats=1, memory_bytes=1, threads=1, gpus=0, port=rooms._free_port())
+    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=rooms._free_port())
     with rooms.socket.create_server((room.address, room.port)), pytest.raises(ConfigError, match="another --port"):
         rooms.refuse_taken(room)
     rooms.refuse_taken(room)
@@ -267,6 +267,24 @@ def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
     while reports._outbox().read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(json.loads(one)["name"] for one in sent) == ["03.0", "03.1", "03.2"]
+
+
+def test_a_report_that_finds_the_sender_at_its_end_is_sent_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    sent, empty = [], reports._empty
+
+    def late(url):
+        empty(url)
+        if len(sent) == 1:      # its thread meets one that sends, and leaves it to that one
+            with reports._outbox().open("a") as file:
+                file.write("second\n")
+
+    monkeypatch.setattr(reports, "send", lambda url, lines: sent.extend(lines))
+    monkeypatch.setattr(reports, "_empty", late)
+    reports._outbox().parent.mkdir(parents=True)
+    reports._outbox().write_text("first\n")
+    reports._send_all("http://127.0.0.1:1/")
+    assert sent == ["first", "second"] and not reports._outbox().read_text() and not reports._sending.locked()
 
 
 # ---- turns at a GPU

@@ -46,22 +46,28 @@ def _outbox() -> Path:
 
 
 def _send_all(url: str) -> None:
-    """Sends until nothing is left."""
-    if not _sending.acquire(blocking=False):
-        return      # another thread of this kernel does
+    """Sends until nothing is left, or another thread of this kernel does. It looks again when it is
+    done: what came just then found it at work."""
     with suppress(OSError, ValueError):
-        wait = AGAIN_SECONDS
-        while some := _outbox().read_text().splitlines()[:AT_ONCE]:
+        while _outbox().read_text() and _sending.acquire(blocking=False):
             try:
-                send(url, some)
-            except OSError:
-                time.sleep(wait)
-                wait = min(2 * wait, 60.0)
-                continue
-            with locked(_outbox().with_suffix(".lock")):
-                left = [one for one in _outbox().read_text().splitlines() if one not in set(some)]
-                write_atomically(_outbox(), "".join(f"{one}\n" for one in left))
-    _sending.release()
+                _empty(url)
+            finally:
+                _sending.release()
+
+
+def _empty(url: str) -> None:
+    wait = AGAIN_SECONDS
+    while some := _outbox().read_text().splitlines()[:AT_ONCE]:
+        try:
+            send(url, some)
+        except OSError:
+            time.sleep(wait)
+            wait = min(2 * wait, 60.0)
+            continue
+        with locked(_outbox().with_suffix(".lock")):
+            left = [one for one in _outbox().read_text().splitlines() if one not in set(some)]
+            write_atomically(_outbox(), "".join(f"{one}\n" for one in left))
 
 
 def send(url: str, lines: list[str]) -> None:
