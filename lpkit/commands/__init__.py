@@ -9,12 +9,14 @@ A command imports what needs torch inside `run`, after all that can be refused w
 """
 
 import argparse
+import signal
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from lpkit.errors import ConfigError
 from lpkit.files import expanded, resource
@@ -47,6 +49,16 @@ def lesson(name: str) -> ModuleType:
     if (place := str(resource("notebooks"))) not in sys.path:
         sys.path.insert(0, place)
     return import_module(f"lessons.{name}")
+
+
+def serve_until_told(serve: Callable[[], int], stop: Callable[[], None], goodbye: str) -> NoReturn:
+    """Serves, and exits as `serve` did, or as the signal says that made `stop` end it."""
+    from lpkit import processes
+
+    code, heard = processes.hear(serve, stop)
+    if heard == signal.SIGINT:
+        print(f"\n{goodbye}", file=sys.stderr)
+    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
 
 
 def a_folder(text: str) -> Path:

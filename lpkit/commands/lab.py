@@ -18,11 +18,10 @@ What was started in the lab ends with it, in its terminals too.
 
 import argparse
 import json
-import signal
 import sys
 from typing import Any
 
-from lpkit.commands import a_folder, lesson, needs
+from lpkit.commands import a_folder, lesson, needs, serve_until_told
 from lpkit.errors import named
 
 
@@ -73,10 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                       f"{server.process.stdout.read()}", file=sys.stderr)
             return code
 
-    code, heard = processes.hear(serve, children.end)
-    if heard == signal.SIGINT:
-        print("\nstopped", file=sys.stderr)
-    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
+    serve_until_told(serve, children.end, "stopped")
 
 
 def text(result: dict[str, Any]) -> str:

@@ -12,22 +12,21 @@ LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises sh
 import argparse
 import csv
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder, lesson, needs
+from lpkit.commands import a_folder, lesson, needs, serve_until_told
 from lpkit.errors import ConfigError, named
-
-FOLDER = Path("/srv/lpkit-room")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    from lpkit.course import room as rooms
+
     parser.add_argument("names", nargs="*", metavar="NAME", help="learners")
     parser.add_argument("--learners", type=int, default=0, metavar="N", help="this many, numbered")
-    parser.add_argument("--folder", type=a_folder, default=FOLDER, metavar="DIR",
-                        help=f"where homes and the hub's files lie (default {FOLDER})")
+    parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
+                        help=f"where homes and the hub's files lie (default {rooms.FOLDER})")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
     parser.add_argument("--address", default="127.0.0.1", help="default 127.0.0.1, which a tunnel "
                         "reaches; 0.0.0.0: every network of this machine")
@@ -35,6 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-tls", action="store_true", help="another address without encryption")
     parser.add_argument("--authenticator", default="", metavar="NAME", help="of JupyterHub's, in "
                         "place of codes: native, github, a class")
+    parser.add_argument("--teacher", default="teacher", metavar="NAME", help="who sees the map and "
+                        "every lab (default teacher)")
     parser.add_argument("--config", default="", metavar="FILE", help="a JupyterHub configuration, "
                         "read after the room's; it is executed")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"there is no file {named(path)}")
     digits = len(str(args.learners))
     names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
-    room = rooms.opened(args.folder, names, port=args.port, address=args.address,
+    room = rooms.opened(args.folder, names, teacher=args.teacher, port=args.port, address=args.address,
                         tls=[str(Path(path).resolve()) for path in args.tls],
                         proxy=args.proxy, authenticator=args.authenticator,
                         config=args.config and str(Path(args.config).resolve()),
@@ -87,10 +88,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                       f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
             return code
 
-    code, heard = processes.hear(serve, children.end)
-    if heard == signal.SIGINT:
-        print("\nthe room is closed", file=sys.stderr)
-    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
+    serve_until_told(serve, children.end, "the room is closed")
 
 
 def text(result: dict[str, Any]) -> str:

@@ -92,7 +92,7 @@ class Desk(LocalProcessSpawner):
             gpu = str(self.member.uid % room.gpus)
             mine |= {"CUDA_VISIBLE_DEVICES": gpu, "LPKIT_TURNS": f"{room.folder}/turns/{gpu}"}
         if self.user_options.get("share"):
-            mine["LPKIT_PROGRESS"] = self.room.progress_url
+            mine["LPKIT_PROGRESS"] = room.progress_url
         return env | mine
 
     options_form = AGREE

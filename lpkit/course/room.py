@@ -35,9 +35,10 @@ from pathlib import Path
 import psutil
 
 from lpkit import files, machine_facts, processes
-from lpkit.course.lab import LOCAL, START_SECONDS
+from lpkit.course.lab import LOCAL, START_SECONDS, listen
 from lpkit.errors import ConfigError, named, nearest, shown
 
+FOLDER = Path("/srv/lpkit-room")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # none that is read as another
 UIDS = range(52_000, 60_000)                    # Debian gives accounts 1,000 to 59,999, from below
@@ -58,7 +59,6 @@ class Room:
 
     folder: str
     members: Mapping[str, Member]
-    seats: int
     memory_bytes: int           # of each learner
     threads: int
     gpus: int
@@ -77,11 +77,9 @@ class Room:
         return f"http://{LOCAL}:{self.progress_port}/services/progress/"
 
 
-def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, seats: int = 0,
+def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
            proxy: str = "", authenticator: str = "", **how: object) -> Room:
     """The room in `folder`, made if need be, with these learners beside those that it has.
-
-    seats: among how many the machine is shared; 0: as many as there are learners
 
     Raises ConfigError for what cannot be a room; OSError.
     """
@@ -98,7 +96,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
     members = dict(read(folder).members) if (folder / "room.json").exists() else {}
     for name in (teacher, *names):
         members.setdefault(name, Member(uid=_free_uid(members), code=new_code()))
-    learners = seats or len(members) - 1
+    learners = len(members) - 1
     if not 0 < learners <= MOST:
         raise ConfigError(f"a room is for 1 to {MOST} learners, and this would be for {learners}; "
                           f"name some, or say --learners 30")
@@ -108,7 +106,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher, s
         most = (usable - HUB_BYTES) // LEAST_BYTES
         raise ConfigError(f"{learners} learners would have {share >> 20} MiB each, and a lab with one "
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
-    room = Room(folder=str(folder), teacher=teacher, members=members, seats=learners, memory_bytes=share,
+    room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
                 progress_port=_free_port(), proxy=_proxy(proxy),
                 authenticator=authenticator, **how)
@@ -171,7 +169,7 @@ def _free_uid(members: Mapping[str, Member]) -> int:
 
 
 def _free_port() -> int:
-    with socket.create_server((LOCAL, 0)) as free:
+    with listen() as free:
         return free.getsockname()[1]
 
 

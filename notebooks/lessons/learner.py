@@ -116,7 +116,7 @@ def file() -> Path:
 
 
 def read(path: Path | None = None) -> Learner:
-    """Of this person, or of another file. An empty one where there is none. Raises DamagedError for
+    """Reads the file of this person, or another. Returns an empty learner where there is none. Raises DamagedError for
     one that cannot be read, and ConfigError for that of a newer kit."""
     path = path or file()
     if not path.exists():

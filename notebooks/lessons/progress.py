@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lpkit.course.room import FOLDER
 from lpkit.errors import ConfigError, named
 from lpkit.files import locked, sync, whole_file, write_atomically
 from lpkit.tables import text_table
@@ -42,7 +43,7 @@ class Store:
         self.path, self.names = folder / "progress.jsonl", folder / "pseudonyms.json"
 
     def events(self) -> list[dict[str, Any]]:
-        """In the order in which they came. What a kill cut off is left out."""
+        """Returns them in the order in which they came. What a kill cut off is left out."""
         lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -81,7 +82,7 @@ class Store:
             sync(self.path.parent)
 
     def delete(self) -> int:
-        """All of it. Returns how many reports there were."""
+        """Deletes all of it. Returns how many reports there were."""
         with locked(self.path.with_suffix(".lock")):
             events = len(self.events())
             for path in (self.names, self.path):
@@ -90,7 +91,7 @@ class Store:
 
 
 def checked(report: Any) -> dict[str, Any]:
-    """The known fields of a learner's report, which may be anything. Raises ConfigError."""
+    """Returns the known fields of a learner's report, which may be anything. Raises ConfigError."""
     plain = isinstance(report, dict) and {
         key: value for key, value in report.items()
         if key in (*FIELDS, "id") and isinstance(value, (str, int, float, bool))}
@@ -116,8 +117,8 @@ def table(events: Iterable[Mapping[str, Any]]) -> str:
 # ---- lpkit progress
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--room", type=Path, default=Path("/srv/lpkit-room"), metavar="DIR",
-                        help="the room's folder (default /srv/lpkit-room)")
+    parser.add_argument("--room", type=Path, default=FOLDER, metavar="DIR",
+                        help=f"the room's folder (default {FOLDER})")
     parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="learners' own files "
                         "(lpkit/learner.json, or lpkit/course/learner.json, in their data "
                         "directories), for rooms without a hub")
