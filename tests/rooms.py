@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tornado.httpclient import HTTPRequest
-from tornado.websocket import websocket_connect
+from tornado.websocket import WebSocketClosedError, websocket_connect
 
 from lpkit import files
 
@@ -133,13 +133,17 @@ class Person:
 
     async def _run(self, code: str) -> str:
         address = f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels"
-        socket = await websocket_connect(HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=300, connect_timeout=300))
-        try:
-            return await _said(socket, code)
-        finally:
-            socket.close()
-            while await socket.read_message() is not None:      # until the other side has closed, too
-                pass
+        request = HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=300, connect_timeout=300)
+        while True:
+            socket = await websocket_connect(request)
+            try:
+                return await _said(socket, code)
+            except WebSocketClosedError:        # before it took the code: a browser connects again, too
+                await asyncio.sleep(0.1)
+            finally:
+                socket.close()
+                while await socket.read_message() is not None:      # until the other side has closed, too
+                    pass
 
 
 async def _said(socket: Any, code: str) -> str:

@@ -63,7 +63,7 @@ def _empty(url: str) -> None:
             send(url, some)
         except OSError:
             time.sleep(wait)
-            wait = min(2 * wait, 60.0)
+            wait = min(2 * wait, 15.0)
             continue
         with locked(_outbox().with_suffix(".lock")):
             left = [one for one in _outbox().read_text().splitlines() if one not in set(some)]

@@ -69,7 +69,7 @@ def measured(folder: Path, url: str) -> list[Result]:
         up = time.monotonic() - begun
         time.sleep(10)
         idle = statistics.median(memory_bytes(folder, one.name) for one in others)
-        killing = pool.submit(kill_service)
+        killing = pool.submit(kill_service, folder / "progress.jsonl")
         sending = [pool.submit(reported_until, killing, one) for one in reporters]
         list(pool.map(lambda one: one.run(BEGIN), others))
         working = statistics.median(memory_bytes(folder, one.name) for one in others)
@@ -120,16 +120,19 @@ def service() -> list[psutil.Process]:
     return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("lessons/progress.py")]
 
 
-def kill_service() -> int:
-    """Kills it KILLS times, each when it has lived for a second or two. The hub looks for it each 30 s."""
-    chance, kills, deadline = random.Random(0), 0, time.monotonic() + 40 * KILLS
-    while kills < KILLS and time.monotonic() < deadline:
-        time.sleep(chance.uniform(0.5, 2.5))
+def kill_service(path: Path) -> int:
+    """Kills it KILLS times, each as it keeps reports: soon after it has kept the first. The hub looks for it each 30 s."""
+    chance, deadline = random.Random(0), time.monotonic() + 90 * KILLS
+    for kills in range(KILLS):
+        before = path.stat().st_size if path.exists() else 0
+        while not (path.exists() and path.stat().st_size > before):
+            if time.monotonic() > deadline:
+                return kills
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0.0, 1.0))
         for one in service():
-            if time.time() - one.create_time() > 1:
-                one.kill()
-                kills += 1
-    return kills
+            one.kill()
+    return KILLS
 
 
 def pids(folder: Path, name: str) -> list[int]:
