@@ -46,7 +46,7 @@ def model(block, seed=0, **settings):
 
 def shaped(attention, h, bare):
     """By the (T, T) matrices of the published code, head after head."""
-    B, T, D = h.shape
+    B, T, _ = h.shape
     H, E = attention.G, attention.E
     product = (attention.qk if bare else attention.qkv)(h).view(B, T, H, 2 if bare else 3, E)
     v = h.view(B, T, H, E) if bare else product[:, :, :, 2]

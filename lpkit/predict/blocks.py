@@ -110,7 +110,7 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
         elif bare and op.name == "attention.q_norm" and s.norms_save_qkv:
             yield replace(op, saved_bytes=op.saved_bytes - each)
         elif op.name == "attention":
-            less = attending.given(s) * s.tokens * s.compute_bytes - each * (2 + s.mixed)
+            less = attending.attended_numbers(s) * s.tokens * s.compute_bytes - each * (2 + s.mixed)
             yield replace(op, saved_bytes=op.saved_bytes - less * (bare and not copies),
                           saves_result=False)
             yield Op(name="attention.shape", part="gains", params=3 * m.H, shape=(3, m.H),
