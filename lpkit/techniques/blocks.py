@@ -202,4 +202,6 @@ def operations(s: MicroBatch) -> Operations:
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
+    if m.shares:
+        ops = replace(ops, block=tuple(op.seeing(*m.shares) for op in ops.block))
     return ops
