@@ -219,7 +219,7 @@ def _doubt(step: Step) -> str:
                 f"bytes, FLOPs and seconds are those of the model without; "
                 f"lpkit.measure.memory(config) counts an update here")
     if config.model.shares:
-        return str(Doubt("each layer is taken to see the average of the tokens"))
+        return str(Doubt("each layer is taken to see the average of the tokens", -18, 3))
     if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:
