@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from lpkit.config import Config, ModelConfig
-from lpkit.techniques.changes import GOVERNORS, running
+from lpkit.techniques.changes import GOVERNORS, changing, running
 
 MOST_STEPS = 1024       # of a run that are asked, evenly spaced
 
@@ -33,7 +33,7 @@ def _governed(config: Config, most: bool) -> Config:
     said, model, steps = running(config), config.model, config.steps
     every = [GOVERNORS[said[0].name].shares(said[0], model.L, steps, config.seed, step)
              for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
-    config = replace(config, governors=tuple(one for one in config.governors if one not in said))
+    config = replace(config, governors=changing(config.governors))
     if most:
         shares, run = max(every, key=sum), 1.0
     else:

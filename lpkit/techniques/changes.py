@@ -16,9 +16,15 @@ TELEMETRY = Row(why="what number formats do to the tensors of a run",
                 implementation="lpkit.measure.telemetry:attach")
 
 
+def changing(governors: tuple[Settings, ...]) -> tuple[Settings, ...]:
+    """Returns those that do not say how much of the model an update runs."""
+    return tuple(one for one in governors if not isinstance(GOVERNORS[one.name], Governor))
+
+
 def running(config: Any) -> list[Settings]:
-    """Returns the settings of those governors that say how much of the model an update runs."""
-    return [one for one in config.governors if isinstance(GOVERNORS[one.name], Governor)]
+    """Returns the settings of those that do."""
+    others = changing(config.governors)
+    return [one for one in config.governors if one not in others]
 
 
 def why_not(config: Any) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.changes import GOVERNORS
@@ -28,7 +28,8 @@ class Depth:
 
     def __init__(self, settings: Settings):
         self.settings, self.row = settings, GOVERNORS[settings.name]
-        self.before: list[tuple[Any, Callable | None]] = []     # blocks, with forwards of their own
+        self.left_out: dict[int, nn.Module] = {}
+        self.before: list[tuple[nn.Module, Callable | None]] = []   # and forwards of their own
 
     def shares(self, training: Any, step: int) -> tuple[float, ...]:
         config = training.config
@@ -40,19 +41,22 @@ class Depth:
         scales = self.row.scales(self.settings, config.model.L, config.steps, step)
         for layer, block in enumerate(training.model.blocks):
             share, scale = shares[layer], scales[layer]
-            if share == scale == 1:
-                continue
-            self.before.append((block, vars(block).get("forward")))
-            draw = hashed(config.seed, step, 0 if self.row.alike else layer, OF_TOKENS)
-            block.forward = (partial(partly, block.forward, share, scale, draw) if share
-                             else passed_by)
+            if not share:       # nor are its weights gathered, where ranks have shards
+                self.left_out[layer] = block
+                training.model.blocks[layer] = PassedBy()
+            elif share < 1 or scale != 1:
+                self.before.append((block, vars(block).get("forward")))
+                draw = hashed(config.seed, step, 0 if self.row.alike else layer, OF_TOKENS)
+                block.forward = partial(partly, block.forward, share, scale, draw)
 
     def end(self, training: Any, step: int) -> None:
+        for layer, block in self.left_out.items():
+            training.model.blocks[layer] = block
         for block, forward in self.before:
             del block.forward
             if forward is not None:
                 block.forward = forward
-        self.before = []
+        self.before, self.left_out = [], {}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -61,8 +65,9 @@ class Depth:
         pass
 
 
-def passed_by(x: Tensor, *rest: Any) -> Tensor:
-    return x
+class PassedBy(nn.Module):
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return x
 
 
 def partly(forward: Callable[..., Tensor], share: float, scale: float, draw: int, x: Tensor,
