@@ -110,6 +110,7 @@ class FullySharded(OfRows):
         gathered = self.compute if self.row.mixed else None
         self.gathers: list[CastGather] = []
         self.drawn: dict[nn.Parameter, Tensor] = {}
+        self.modules: list[FSDPModule] = []
         self.autocasts = gathered is None
         self.transforms = (Shard(mesh=shard_mesh(self.ranks), compute=gathered, zero=self.layout.zero,
                                  drawn=self.drawn, entry=self.entry),)
@@ -133,20 +134,22 @@ class FullySharded(OfRows):
             owned_of = {shard: self.owned[name] for name, shard in self.shards.items()}
             self.gathers = cast_gathers(model, owned_of, self.size)
             self.spread()
-        self._listen(model)
+        self.modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
+        self._listen()
         return self.owned
 
-    def _listen(self, model: nn.Module) -> None:
+    def _listen(self) -> None:
         """FSDP2 waits by itself."""
         waits, replicas = self.ranks.waits, self.layout.data > 1
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(Gather(waits))
-                module.set_custom_reduce_scatter(Scatter(waits, replicas))
-                if replicas:
-                    module.set_all_reduce_hook(waits.__exit__)
+        for module in self.modules:
+            module.set_custom_all_gather(Gather(waits))
+            module.set_custom_reduce_scatter(Scatter(waits, replicas))
+            if replicas:
+                module.set_all_reduce_hook(waits.__exit__)
 
     def spread(self) -> None:
+        for module in self.modules:     # of ZeRO 2: what evaluation gathered is whole, and old
+            module.reshard()
         agree(self.gathers, partial(self.ranks.largest, group=self.group))
 
     def reduce(self) -> None:

@@ -37,7 +37,7 @@ from lpkit.techniques import layouts
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
-from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.changes import MODEL_TRANSFORMS, running
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
@@ -175,6 +175,9 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
                               f"set system.compile=false")
         compiled = Choice(asked="auto", used=OFF, why=why)
+    if compiled.used == compiling.MODEL and (said := running(config)):
+        raise ConfigError(f"system.compile=model compiles all layers into one graph, and governors="
+                          f"{said[0].name} changes what they run; set system.compile=blocks")
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}
