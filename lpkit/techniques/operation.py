@@ -71,6 +71,7 @@ class Op:
     trained: bool = True                    # its parameters have gradients and optimizer states
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
+    own: float = 1.0                        # of the blocks, those that share nobody's parameters
     if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
     shares: Literal["", "input", "output"] = ""     # the side whose gradient another Linear has, too
     stored_bytes: float = 0.0               # of a matrix that codes stand for; 0: it is there
@@ -202,7 +203,8 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
 def fused(m: Any, name: str) -> tuple[int, ...]:
     """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
     queries = m.H // m.G * m.E
-    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
+    of = {"attention.qkv.weight": (queries, m.E, m.E), "attention.qk.weight": (m.E, m.E),
+          "mlp.gate_up.weight": (m.F, m.F)}
     return next((rows for end, rows in of.items() if name.endswith(end)), ())
 
 
