@@ -146,7 +146,7 @@ def no_stack(settings: Stack, config: Any) -> str:
     asked, layers, steps = settings, config.model.layers, config.steps
     starts = [layers >> i for i in range(1, layers.bit_length()) if layers % (1 << i) == 0]
     if not starts:
-        return (f"doubles its layers, and model.layers={layers} is odd; set model.layers="
+        return (f" doubles its layers, and model.layers={layers} is odd; set model.layers="
                 f"{' or '.join(str(n) for n in (layers - 1, layers + 1) if n > 1)}")
     if asked.start and asked.start not in starts:
         near = min(starts, key=lambda n: abs(n - asked.start))
