@@ -24,6 +24,7 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES, SIZES, cannot_train
+from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout
@@ -223,6 +224,7 @@ class StartConfig(Group):
 
     run: str = ""       # a run's folder; "": the initialisation
     map: Annotated[tuple[str, ...], _mapping] = ()      # NEW:OLD, where names differ
+    grow: Settings = one_of(GROWTH, "none")     # how a smaller model becomes this one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
     start: {run: runs/base}                                  by the same names
     start: {run: runs/base, map: [blocks.2:blocks.0]}        what begins so is read from there
+    start: {run: runs/base, grow: stack}                     by a row of lpkit.techniques.growth
 
 They are copied after the initialisation and before changes of the model. Their hash is part of what
 the run is (run.json), so a base that was trained further is noticed. What stays frozen is in no
@@ -11,6 +12,7 @@ checkpoint: it is read from the base again, which must be there.
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit import records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.techniques.growth import GROWTH, refusal
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 
@@ -30,24 +33,30 @@ class Start:
     sha256: str = ""                # of its weights, however they were saved
     tensors: dict[str, Tensor] = field(default_factory=dict)    # mapped: they take no memory
     places: dict[str, str] = field(default_factory=dict)        # new prefix: prefix there
+    grown: partial | None = None    # makes larger ones of them
     frozen: set[str] = field(default_factory=set)               # parameters that stay as they were
 
     def copy_into(self, model: nn.Module) -> list[nn.Parameter]:
-        """Fills all parameters, and returns them. Raises ConfigError."""
+        """Fills parameters, and returns them: all, or those that grow. Raises ConfigError."""
         if not self.sha256:
             return []
-        wanted = {name: (p, self._there(name)) for name, p in model.named_parameters()}
-        for name, (p, there) in wanted.items():
-            found = self.tensors.get(there)
-            if found is None or found.shape != p.shape:
-                has = "is not there" if found is None else f"is {tuple(found.shape)} there"
-                raise ConfigError(f"start.run: {name} is {tuple(p.shape)} here, and {there} {has} "
-                                  f"({self.where}); give start.map=NEW:OLD the name of what it "
-                                  f"begins from, or the model the sizes of that run")
+        due, filled = dict(model.named_parameters()), []
+        made = (self.grown(self.tensors) if self.grown else
+                ((name, self.tensors.get(self._there(name))) for name in due))
         with torch.no_grad():
-            for p, there in wanted.values():
-                p.copy_(self.tensors[there])
-        return [p for p, _ in wanted.values()]
+            for name, found in made:    # one by one: of a grown one no other is there
+                if (p := due.get(name)) is None:
+                    continue            # a buffer
+                if found is None or found.shape != p.shape:
+                    there = self._there(name)
+                    has = "is not there" if found is None else f"is {tuple(found.shape)} there"
+                    raise ConfigError(
+                        f"start.run: {name} is {tuple(p.shape)} here, and {there} {has} "
+                        f"({self.where}); give start.map=NEW:OLD the name of what it begins from, "
+                        f"or the model the sizes of that run, or let start.grow make it larger")
+                p.copy_(found)
+                filled.append(p)
+        return filled
 
     def keep(self, model: nn.Module, filled: Iterable[nn.Parameter]) -> None:
         """Notes, after the changes of the model, which of what was `filled` is not trained."""
@@ -74,6 +83,18 @@ class Start:
                               f"another --out")
 
 
+def refuse(config: Config) -> None:
+    """Raises ConfigError where no run's model can grow into this one."""
+    asked = config.start
+    if isinstance(torch.empty(0), FakeTensor) or not GROWTH[asked.grow.name].implementation:
+        return
+    if asked.map or not asked.run:
+        raise ConfigError(f"start.grow={asked.grow} makes all of the model of another run's; set "
+                          f"start.run to its folder, and leave start.map out")
+    if why := refusal(asked.grow, Run.open(Path(asked.run)).config.model, config.model):
+        raise ConfigError(f"start.grow={asked.grow} from {asked.run}: {why}")
+
+
 def read(config: Config, tokenizer: str = "") -> Start:
     """`tokenizer`: the digest of the one that this run has; empty: it does not matter. Raises
     ConfigError."""
@@ -95,4 +116,7 @@ def read(config: Config, tokenizer: str = "") -> Start:
     for t in tensors.values():
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
     places = dict(one.partition(":")[::2] for one in asked.map)
-    return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places)
+    row, both = GROWTH[asked.grow.name], {"small": run.config.model, "large": config.model}
+    grown = partial(row.load(), settings=asked.grow, **both) if row.implementation else None
+    return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places,
+                 grown=grown)

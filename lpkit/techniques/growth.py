@@ -1,0 +1,96 @@
+"""Growth: a run begins from a smaller model's weights (`start.grow`). No torch.
+
+A preserving row begins as the same function: new layers end in zeros, and copies of a neuron share
+its outgoing weights. Copies with equal shares have the same gradients and stay alike: a large model
+learns what the small one could. So shares are uneven (LEMON, https://arxiv.org/abs/2310.07999).
+Masked growth (https://arxiv.org/abs/2305.02869) multiplies what is new by a mask that goes from 0
+to 1; `identity-depth` is its beginning, with zeros that are trained. LiGO
+(https://arxiv.org/abs/2303.00980) is no row: a fit on data is not made again by who goes on.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from lpkit.techniques.blocks import MLPS, NORMS
+from lpkit.techniques.row import Row, Settings
+from lpkit.values import Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth(Row):
+    """The implementation is f(tensors, small, large, settings), of the small model's tensors and
+    both ModelConfigs: pairs of a name and a tensor of the large one, made one by one. `grows`:
+    settings that may be larger; those in `multiples` by a whole factor. `knows`: of a setting, the
+    rows that it grows. `source_of(layer, l, L)`: which of l layers one of L begins as. `silent`:
+    new ones add 0."""
+
+    grows: tuple[str, ...] = ("layers",)
+    multiples: tuple[str, ...] = ()
+    knows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    source_of: Callable[[int, int, int], int] = lambda layer, l, L: layer % l
+    silent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidthSettings(Settings):
+    """`uneven`: shares are drawn from 1 - uneven to 1 + uneven, over their sum. `aki`: copied rows
+    come from the layer above. `depth`: the row by which layers grow."""
+
+    where = "start.grow."
+
+    uneven: Rate = 0.5
+    aki: bool = False
+    depth: Literal["identity-depth", "stack", "interpolate"] = "identity-depth"
+
+
+DEEPER = "lpkit.training.growth:deeper"
+KNOWN = {"block": ("pre-norm", "parallel", "rezero", "skipinit", "layerscale"),
+         "norm": tuple(NORMS), "mlp": tuple(MLPS)}      # the kit's own
+GROWTH: dict[str, Row] = {
+    "none": Row(why="by the same names and shapes, or start.map"),
+    "stack": Growth(why="layer i begins as layer i mod l of the small model's l; not preserving",
+                    multiples=("layers",), implementation=DEEPER,
+                    source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
+    "interpolate": Growth(why="each layer is repeated in place; not preserving", multiples=("layers",),
+                          source_of=lambda layer, l, L: layer * l // L, implementation=DEEPER,
+                          source="Chang et al. 2018, https://arxiv.org/abs/1710.10348; Dong et al. "
+                                 "2020, https://proceedings.mlr.press/v119/dong20c.html"),
+    "identity-depth": Growth(why="as stack, but new layers have output projections of 0; preserving",
+                             silent=True, knows=KNOWN, implementation=DEEPER,
+                             source="Chen et al. 2016, https://arxiv.org/abs/1511.05641"),
+    "bert2bert": Growth(why="neurons and heads are copied, and their outgoing weights shared among "
+                        "the copies; preserving, but for aki and other depths", knows=KNOWN,
+                        grows=("layers", "width", "heads", "kv_heads", "mlp_width"),
+                        multiples=("width",), settings=WidthSettings(),
+                        source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3",
+                        implementation="lpkit.training.growth:wider"),
+}
+# settings that follow from others where they are not given
+READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}
+
+
+def refusal(settings: Settings, small: Any, large: Any) -> str:
+    """Why `small` cannot become `large`, and the nearest that works; empty: it can."""
+    row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
+    if small.changes:
+        return (f"that run has model.changes={', '.join(map(str, small.changes))}; `lpkit export` "
+                f"merges them, and `lpkit import` makes a run of that")
+    for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
+        was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
+        if key in row.knows and was not in row.knows[key]:
+            return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
+        grows = key in row.grows
+        if was != now and not (grows and now > was):
+            return f"model.{key}={now}, not {was}; set model.{key}={was}{' or more' * grows}"
+        if key in row.multiples + depth.multiples and now % was:
+            low = now - now % was
+            return f"model.{key}={now} is no multiple of {was}; nearest: {low} or {low + was}"
+    queries = small.H // small.G
+    if large.H // large.G < queries:
+        return (f"model.heads={large.H} are fewer than {queries} for each of model.kv_heads="
+                f"{large.G}, as in that run; set model.heads={queries * large.G}")
+    if small.tied and small.norm == "none" and large.D != small.D:
+        return (f"model.width={large.D} with a tied head and no norm has other logits; set "
+                f"model.width={small.D}, or grow a run with model.tied=false")
+    return ""

@@ -1,0 +1,81 @@
+"""A larger model's tensors, made one after the other of a smaller one's.
+
+In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
+column shared among the copies, so that sums stay. A norm sees the same mean and mean square, as
+each place has as many copies. Groups of heads are copied whole, and the queries in each, so that a
+query meets a copy of its own key. Of a tied head the last norm is shared, as its columns are the
+embedding's.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from lpkit.config import ModelConfig
+from lpkit.techniques.blocks import BLOCKS
+from lpkit.techniques.growth import GROWTH, WidthSettings
+from lpkit.techniques.row import Settings
+
+Pairs = Iterator[tuple[str, Tensor]]
+ENDS = ("attention.out.", "mlp.down.")      # whose results are added to the stream
+# By module: the axis that it writes (its rows), and the one that it reads (its columns).
+AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "heads"),
+        "up": ("mlp", "width"), "gate_up": ("gate_up", "width"), "down": ("width", "mlp"),
+        "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}
+
+
+def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
+           settings: Settings, made: Callable[[str], Tensor] | None = None) -> Pairs:
+    depth, made = GROWTH[getattr(settings, "depth", settings.name)], made or tensors.__getitem__
+    yield from ((name, made(name)) for name in tensors if not name.startswith("blocks."))
+    for layer in range(large.L):
+        source = f"blocks.{depth.source_of(layer, small.L, large.L)}."
+        for leaf in [name.removeprefix(source) for name in tensors if name.startswith(source)]:
+            t, zero = made(source + leaf), depth.silent and layer >= small.L and leaf.startswith(ENDS)
+            yield f"blocks.{layer}.{leaf}", torch.zeros_like(t) if zero else t
+
+
+def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
+          settings: WidthSettings) -> Pairs:
+    axes, draw, uneven = _axes(small, large), torch.Generator().manual_seed(0), settings.uneven
+
+    def made(name: str) -> Tensor:
+        t, (module, kind) = tensors[name], name.split(".")[-2:]
+        axis = AXES.get(module.rstrip("12"), ("", ""))      # norm1, gain2
+        writes, reads = axis if kind in ("weight", "bias") else ("", "")
+        if small.tied and name.startswith("norm."):
+            writes, reads = "", "width"
+        rows = axes.get(writes)
+        if rows is not None and reads and settings.aki:
+            above = re.sub(r"(?<=^blocks\.)\d+", lambda layer: f"{int(layer[0]) + 1}", name)
+            again = rows.cummax(0).values.diff(prepend=torch.tensor([-1])) == 0     # a second copy
+            t, rows = torch.cat((t, tensors.get(above, t))), rows + len(t) * again
+        if rows is not None:
+            t = t[rows]
+        if reads and (kind == "weight" or not writes):
+            copies = t[..., axes[reads]]
+            t = copies if module == "embed" else copies * shares(t, axes[reads], uneven, draw)
+        return t
+
+    return deeper(tensors, small, large, settings, made)
+
+
+def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
+    """By axis: of each place in the large model, the one in the small that it is a copy of."""
+    queries, E = small.H // small.G, torch.arange(small.E)
+    groups, query = torch.arange(large.G) % small.G, torch.arange(large.H // large.G) % queries
+    slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # its key, its value
+    heads, qkv = groups[:, None] * queries + query, groups[:, None] * (queries + 2) + slots
+    width, mlp = torch.arange(large.D) % small.D, torch.arange(large.F) % small.F
+    return {"width": width, "mlp": mlp, "gate_up": torch.cat((mlp, small.F + mlp)),
+            "heads": (heads[..., None] * small.E + E).flatten(), "groups": groups,
+            "qkv": (qkv[..., None] * small.E + E).flatten(),
+            "gain": width if BLOCKS[small.block].channels else torch.arange(1)}
+
+
+def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:
+    """(..., N), of each copy of a number of t (..., n); those of one number sum to 1."""
+    drawn = 1 + uneven * (2 * torch.rand(*t.shape[:-1], len(places), generator=draw) - 1)
+    return drawn / torch.zeros(t.shape).index_add_(-1, places, drawn)[..., places]
