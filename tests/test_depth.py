@@ -335,6 +335,16 @@ def test_two_ranks_train_as_one_process(name, corpus, parent, tmp_path):
         assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
 
 
+@pytest.mark.dist
+def test_whole_weights_of_an_evaluation_do_not_stay(corpus, parent, tmp_path):
+    """An optimizer that evaluates an average puts others in their place for a while: ranks that gathered them must gather anew."""
+    config = SMALL.replace({"data.source": str(corpus / "*.py"), "parallel.gathered": "float32", "optimizer": "schedule-free", "eval_every": 2})
+    alone = lpkit.train(config, out=tmp_path / "alone")
+    for zero in (2, 3):
+        run = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": zero}), processes=2, out=tmp_path / f"zero{zero}", parent=parent).result()
+        assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5), zero
+
+
 # ---- beside other techniques
 
 BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"}, {"memory.recompute": "core-attention"}, {"memory.activation_offload": "cpu"},
@@ -349,7 +359,7 @@ def test_what_changes_no_number_changes_none_here(name, beside):
 
 
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
-@pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"}, {"precision.recipe": "mxfp8"}, {"optimizer": "muon"},
+@pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"}, {"precision.recipe": "mxfp8", "precision.recipe.pad": True}, {"optimizer": "muon"},
                                     {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}], ids=str)
 def test_others_train(name, beside):
     one, plain = built(of(name, SMALL.replace(beside))), built(of(name))

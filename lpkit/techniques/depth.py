@@ -1,13 +1,11 @@
 """Governors by which an update runs less of the model: some layers, or some tokens of a layer.
 
-A step costs the sum over layers of the tokens that each sees. A row's `shares(settings, layers,
-steps, seed, step)` says of each layer the share that it sees in the update after `step` others; 0:
-it is left out, and the residual stream passes it. The run and the prediction read this function.
-It depends on the seed and the step alone, so that ranks agree and a resumed run goes on: numbers
-are hashed (splitmix64: Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195).
-
-Evaluation, sampling and checkpoints have the whole model. A layer that is left out has no gradient
-in that update, so that the optimizer leaves its weights and its moments as they are.
+A row's `shares(settings, layers, steps, seed, step)` says of each layer the share of the tokens that
+it sees in the update after `step` others; 0: it is left out, and the stream passes it. The run and
+the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
+https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
+is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
+the whole model.
 """
 
 import math
@@ -38,9 +36,8 @@ def hashed(*numbers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Governor(Row):
-    """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it; None: by nothing.
-    `alike`: layers see the same tokens. `problem(settings, config)`: why it cannot be, and the way
-    out; empty: it can."""
+    """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
+    the same tokens. `problem(settings, config)`: why it cannot be, and the way out."""
 
     shares: Callable[[Any, int, int, int, int], Shares]
     keeps: Callable[[Any, int, int, int], Shares] | None = None
@@ -94,10 +91,10 @@ class Stack(Settings):
             return (f":at={list(at)} are not the {len(due)} growths to model.layers={m.L} within "
                     f"steps={steps}; set at={list(due)}")
         adds = [op for op in BLOCKS[m.block].formula(MicroBatch(model=m)) if op.name[:3] == "add"]
-        other = {"start.run": config.start.run, "model.changes": m.changes,
-                 f"model.block={m.block}": len(adds) < 2}
-        found = next((key for key, there in other.items() if there), "")
-        return f" has layers that add nothing at first, and {found} others" if found else ""
+        other = ("start.run" if config.start.run else "model.changes" if m.changes
+                 else f"model.block={m.block}" if len(adds) < 2 else "")
+        return other and (f" has layers that add nothing at first, and {other} others; leave one of "
+                          f"them out")
 
 
 @dataclass(frozen=True, kw_only=True)

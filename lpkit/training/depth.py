@@ -1,8 +1,7 @@
 """Layers that an update leaves out, or that see some of its tokens: rows of `techniques.depth`.
 
-For the time of an update something else stands in a layer's place. It is around whatever else the
-layer does (recomputation, shards, a compiled function), so that these meet the tokens that were
-kept, also the second time; a layer that is left out is not gathered.
+For the time of an update `Partly` stands in a layer's place, around whatever it does (recomputation,
+shards, a compiled function): these meet the tokens that were kept, also the second time.
 """
 
 from __future__ import annotations
@@ -20,16 +19,11 @@ from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 
 
-class PassedBy(nn.Module):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return x
-
-
 class Partly(nn.Module):
-    """The others pass it by; what turns q and k, and a token's document, go with a token. What is
-    drawn follows from `draw`, on any device."""
+    """The others pass it by; what turns q and k, and a token's document, go with a token. `draw`: a
+    seed of the tokens, on any device."""
 
-    def __init__(self, block: nn.Module, share: float, keep: float, draw: int):
+    def __init__(self, block: nn.Module | None, share: float, keep: float, draw: int):
         super().__init__()
         self.block, self.share, self.keep, self.draw = block, share, keep, draw
 
@@ -40,6 +34,8 @@ class Partly(nn.Module):
 
     def forward(self, x: Tensor, rotation: Any = None, cache: Any = None, layer: int = 0,
                 documents: Tensor | None = None) -> Tensor:
+        if self.block is None:
+            return x
         if self.share == 1:
             return torch.lerp(x, self.block(x, rotation, cache, layer, documents), 1 / self.keep)
         kept = self.kept(x.shape[1]).to(x.device)
@@ -66,11 +62,9 @@ class Depth:
         if self.row.keeps:
             keeps = self.row.keeps(self.settings, len(blocks), config.steps, step)
         for layer, share in enumerate(self.shares(training, step)):
-            if not share:
-                blocks[layer] = PassedBy()
-            elif share < 1 or keeps[layer] < 1:
+            if share < 1 or keeps[layer] < 1:
                 draw = hashed(config.seed, step, 0 if self.row.alike else layer, 1)
-                blocks[layer] = Partly(blocks[layer], share, keeps[layer], draw)
+                blocks[layer] = Partly(blocks[layer] if share else None, share, keeps[layer], draw)
 
     def end(self, training: Any, step: int) -> None:
         for layer, block in enumerate(self.whole):
