@@ -20,7 +20,7 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.depth import DEPTH, hashed
 from lpkit.techniques.row import Row
 from lpkit.training.build import decide
-from lpkit.training.depth import OF_TOKENS, drawn, partly
+from lpkit.training.depth import Partly
 from lpkit.training.training import RandomTokens, Training
 
 STEPS = 8
@@ -99,8 +99,8 @@ def test_scales_undo_the_probabilities():
     for name in ("stochastic-depth", "progressive-layer-drop"):
         said = of(name).governors[0]
         p = [sum(DEPTH[name].shares(said, 4, STEPS, seed, 3)[layer] for seed in range(4000)) / 4000 for layer in range(4)]
-        assert [q * scale for q, scale in zip(p, DEPTH[name].scales(said, 4, STEPS, 3))] == pytest.approx([1] * 4, abs=0.07)
-    assert DEPTH["layer-drop"].scales(of("layer-drop").governors[0], 4, STEPS, 3) == (1, 1, 1, 1)
+        assert list(DEPTH[name].keeps(said, 4, STEPS, 3)) == pytest.approx(p, abs=0.03)
+    assert DEPTH["layer-drop"].keeps is None
 
 
 # ---- what it costs
@@ -175,8 +175,8 @@ def test_tokens_pass_by_exactly_and_the_kept_ones_keep_their_places():
     training = built(of("token-drop"))
     block, x = training.model.blocks[1], torch.randn(2, 32, 32)
     rotation = training.model.positions.rotation(32, 0, x)
-    y = partly(block.forward, 0.3, 1.0, 7, x, rotation)
-    kept = drawn(32, 0.3, 7)
+    part = Partly(block, 0.3, 1.0, 7)
+    y, kept = part(x, rotation), part.kept(32)
     others = [i for i in range(32) if i not in kept]
     assert len(kept) == 10 and torch.equal(y[:, others], x[:, others]) and (kept.diff() > 0).all()
 
@@ -195,26 +195,28 @@ def test_documents_go_along():
     block, x = training.model.blocks[1], torch.randn(1, 32, 32)
     rotation = training.model.positions.rotation(32, 0, x)
     documents = (torch.arange(32) >= 16).long()[None]
-    y = partly(block.forward, 0.5, 1.0, 3, x, rotation, documents=documents)
+    part = Partly(block, 0.5, 1.0, 3)
+    y = part(x, rotation, documents=documents)
     changed = x.clone()
     changed[:, :16] += 1
-    again = partly(block.forward, 0.5, 1.0, 3, changed, rotation, documents=documents)
+    again = part(changed, rotation, documents=documents)
     assert torch.equal(y[:, 16:], again[:, 16:])
 
 
-def test_tokens_are_drawn_for_each_layer_or_for_all(monkeypatch):
-    import lpkit.training.depth as depth
-
-    for name, alike in (("random-ltd", False), ("token-drop", True)):
-        seen, before = [], depth.partly
-        with monkeypatch.context() as patch:
-            patch.setattr(depth, "partly", lambda *given, seen=seen, before=before: seen.append(given[3]) or before(*given))
-            training = built(of(name).replace({"grad_accum_steps": 2}))
-            training.update(0)
-            training.update(1)
-        first, second = seen[:4], seen[4:]
-        assert first[:2] == first[2:] and (first[0] == first[1]) == alike and not set(first) & set(second)
-        assert first[1] == hashed(0, 0, 0 if alike else 2, OF_TOKENS)
+@pytest.mark.parametrize(("name", "alike"), [("random-ltd", False), ("token-drop", True)])
+def test_tokens_are_drawn_for_each_layer_or_for_all(name, alike, monkeypatch):
+    """The same ones in all micro-batches and other ones in the next update."""
+    seen, kept = [], Partly.kept
+    monkeypatch.setattr(Partly, "kept", lambda part, tokens: seen.append(tuple(kept(part, tokens).tolist())) or kept(part, tokens))
+    training = built(of(name).replace({"grad_accum_steps": 2}))
+    training.update(0)
+    training.update(1)
+    first, second = seen[:4], seen[4:]
+    assert first[:2] == first[2:] and (first[0] == first[1]) == alike and not set(first) & set(second)
+    counts = torch.zeros(32)
+    for draw in range(2000):
+        counts[kept(Partly(None, 0.25, 1.0, draw), 32)] += 1
+    assert counts.sum() == 8 * 2000 and ((counts - 500).abs() < 4.5 * math.sqrt(2000 * 0.25 * 0.75)).all()
 
 
 def test_a_layer_that_is_left_out_is_not_updated_and_is_there_again():
@@ -333,6 +335,16 @@ def test_two_ranks_train_as_one_process(name, corpus, parent, tmp_path):
         assert run.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
 
 
+@pytest.mark.dist
+def test_whole_weights_of_an_evaluation_do_not_stay(corpus, parent, tmp_path):
+    """An optimizer that evaluates an average puts others in their place for a while: ranks that gathered them must gather anew."""
+    config = SMALL.replace({"data.source": str(corpus / "*.py"), "parallel.gathered": "float32", "optimizer": "schedule-free", "eval_every": 2})
+    alone = lpkit.train(config, out=tmp_path / "alone")
+    for zero in (2, 3):
+        run = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": zero}), processes=2, out=tmp_path / f"zero{zero}", parent=parent).result()
+        assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5), zero
+
+
 # ---- beside other techniques
 
 BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"}, {"memory.recompute": "core-attention"}, {"memory.activation_offload": "cpu"},
@@ -347,7 +359,7 @@ def test_what_changes_no_number_changes_none_here(name, beside):
 
 
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
-@pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"}, {"precision.recipe": "mxfp8"}, {"optimizer": "muon"},
+@pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"}, {"precision.recipe": "mxfp8", "precision.recipe.pad": True}, {"optimizer": "muon"},
                                     {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}], ids=str)
 def test_others_train(name, beside):
     one, plain = built(of(name, SMALL.replace(beside))), built(of(name))
@@ -370,19 +382,18 @@ def test_compiled_blocks_train_the_same(name):
     ({"governors": [{"name": "progressive-layer-drop", "theta": 0}]}, r"governors.theta must be above 0 and below 1"),
     ({"governors": "layer-drop,random-ltd"}, r"governors=layer-drop,random-ltd each say how much .*; name one of them"),
     ({"governors": "layer-drop,layer-drop"}, r"name one of them"),
-    ({"governors": [{"name": "stack", "start": 3}]}, r"governors=stack:start=3 does not become model.layers=4 by doubling; set start=2"),
-    ({"governors": [{"name": "stack", "start": 4}]}, r"set start=2"),
-    ({"governors": "stack", "model.layers": 5}, r"governors=stack doubles its layers, and model.layers=5 is odd; set model.layers=4 or 6"),
-    ({"governors": "stack", "model.layers": 1}, r"set model.layers=2$"),
-    ({"governors": [{"name": "stack", "at": [8]}]}, r"grows after the run's end, steps=8; set the last to 7 or less"),
-    ({"governors": [{"name": "stack", "at": [2, 3]}]}, r"has 2 growths, and from 2 layers to 4 there are 1"),
-    ({"governors": [{"name": "stack", "start": 1, "at": [3, 2]}]}, r"governors.at must be updates in ascending order, from 1, got"),
-    ({"governors": "stack", "start.run": "runs/a"}, r"governors=stack begins with layers that are not trained, and start.run has others"),
-    ({"governors": "stack", "model.changes": "lora"}, r"and model.changes has others"),
-    ({"governors": "random-ltd", "model.layers": 2}, r"and model.layers=2 has nothing there; set model.layers=3 or more"),
-    ({"governors": "token-drop", "model.layers": 2}, r"set model.layers=3 or more"),
-    ({"governors": [{"name": "random-ltd", "grow_steps": 9}]}, r"governors=random-ltd:grow_steps=9 ends after the run's end, steps=8; set it to 8"),
-    ({"governors": "token-drop", "parallel.context": 2}, r"parallel.context=2 has them on several ranks; set parallel.context=1"),
+    ({"governors": [{"name": "stack", "start": 3}]}, r"governors=stack:start=3 does not divide model.layers=4, and growths are copies; set start=2"),
+    ({"governors": [{"name": "stack", "start": 9}]}, r"set start=4"),
+    ({"governors": [{"name": "stack", "at": [8]}]}, r"governors=stack:at=\[8\] are not the 1 growths to model.layers=4 within steps=8; set at=\[4\]"),
+    ({"governors": [{"name": "stack", "at": [2, 3]}]}, r"set at=\[4\]"), ({"governors": [{"name": "stack", "start": 1, "at": [2]}]}, r"set at=\[2, 4\]"),
+    ({"governors": [{"name": "stack", "start": 1, "at": [3, 2]}]}, r"governors.at must be ascending, from 1, got"),
+    ({"governors": "stack", "start.run": "runs/a"}, r"governors=stack has layers that add nothing at first, and start.run others"),
+    ({"governors": "stack", "model.changes": "lora"}, r"and model.changes others"),
+    ({"governors": "stack", "model.block": "sas"}, r"and model.block=sas others"),
+    ({"governors": "random-ltd", "model.layers": 2}, r"governors=random-ltd is of layers between the first and the last; set model.layers=3, not 2"),
+    ({"governors": "token-drop", "model.layers": 2}, r"set model.layers=3, not 2"),
+    ({"governors": [{"name": "random-ltd", "grow_steps": 9}]}, r"governors=random-ltd:grow_steps=9 is after the run's end; set it to 8"),
+    ({"governors": "token-drop", "parallel.context": 2}, r"parallel.context=2 ranks have some each; set parallel.context=1"),
     ({"governors": "random-tld"}, r"random-ltd")])
 def test_what_cannot_be_is_refused_in_one_sentence(changed, sentence):
     with pytest.raises(ConfigError, match=sentence) as raised:

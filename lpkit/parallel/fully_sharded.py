@@ -110,7 +110,6 @@ class FullySharded(OfRows):
         gathered = self.compute if self.row.mixed else None
         self.gathers: list[CastGather] = []
         self.drawn: dict[nn.Parameter, Tensor] = {}
-        self.modules: list[FSDPModule] = []
         self.autocasts = gathered is None
         self.transforms = (Shard(mesh=shard_mesh(self.ranks), compute=gathered, zero=self.layout.zero,
                                  drawn=self.drawn, entry=self.entry),)
@@ -130,11 +129,11 @@ class FullySharded(OfRows):
         self.shapes = {name: p.shape for name, p in model.named_parameters()}   # also frozen ones
         self.owned = {name: nn.Parameter(shard.detach().to_local())
                       for name, shard in self.shards.items()}
+        self.modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
         if self.row.cast:
             owned_of = {shard: self.owned[name] for name, shard in self.shards.items()}
             self.gathers = cast_gathers(model, owned_of, self.size)
             self.spread()
-        self.modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
         self._listen()
         return self.owned
 
@@ -148,7 +147,7 @@ class FullySharded(OfRows):
                 module.set_all_reduce_hook(waits.__exit__)
 
     def spread(self) -> None:
-        for module in self.modules:     # of ZeRO 2: what evaluation gathered is whole, and old
+        for module in self.modules:     # what an evaluation gathered may be old
             module.reshard()
         agree(self.gathers, partial(self.ranks.largest, group=self.group))
 

@@ -283,6 +283,5 @@ def operations(s: MicroBatch) -> Operations:
         # tokens are picked and put back, beside those that pass the block by
         around = Op(name="around", part="", in_stream=True,
                     moved_bytes=4 * s.stream_bytes * (1 - sum(m.shares) / len(m.shares)))
-        picks = {0.0, 1.0}.issuperset(m.shares)
-        ops = replace(ops, block=(*[around][picks:], *(op.seeing(*m.shares) for op in ops.block)))
+        ops = replace(ops, block=(around, *(op.seeing(*m.shares) for op in ops.block)))
     return ops

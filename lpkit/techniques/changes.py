@@ -16,23 +16,16 @@ TELEMETRY = Row(why="what number formats do to the tensors of a run",
                 implementation="lpkit.measure.telemetry:attach")
 
 
-def changing(governors: tuple[Settings, ...]) -> tuple[Settings, ...]:
-    """Returns those that do not say how much of the model an update runs."""
-    return tuple(one for one in governors if not isinstance(GOVERNORS[one.name], Governor))
-
-
 def running(config: Any) -> list[Settings]:
-    """Returns the settings of those that do."""
-    others = changing(config.governors)
-    return [one for one in config.governors if one not in others]
+    """Returns the settings of those that say how much of the model an update runs."""
+    return [one for one in config.governors if isinstance(GOVERNORS[one.name], Governor)]
 
 
 def why_not(config: Any) -> str:
-    """Says why these governors cannot be in `config`, and the way out; empty: they can."""
+    """Says why these cannot be in `config`, and the way out; empty: they can."""
     said = running(config)
-    names = [one.name for one in said]
-    if len(names) > 1:
-        return (f"governors={','.join(names)} each say how much of the model an update runs; name "
-                f"one of them")
-    found = [GOVERNORS[one.name].problem(one, config) for one in said]
-    return f"governors={names[0]}{found[0]}" if any(found) else ""
+    names = f"governors={','.join(one.name for one in said)}"
+    if len(said) > 1:
+        return f"{names} each say how much of the model an update runs; name one of them"
+    why = "".join(GOVERNORS[one.name].problem(one, config) for one in said)
+    return f"{names}{why}" if why else ""

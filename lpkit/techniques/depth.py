@@ -1,13 +1,11 @@
 """Governors by which an update runs less of the model: some layers, or some tokens of a layer.
 
-A step's cost is a sum over layers of the tokens that each sees. A row says of each update which
-share of them a layer sees (`shares`); 0: the layer is left out, and the residual stream passes it.
-The run and the prediction read the same function. It depends on the seed and the step alone, so
-that ranks agree without a word and a resumed run goes on. Numbers are drawn by hashing (splitmix64:
-Steele, Lea and Flood 2014, https://doi.org/10.1145/2714064.2660195).
-
-Evaluation, sampling and checkpoints have the whole model. A layer that is left out has no gradient
-in that update: the optimizer leaves its weights and its moments as they are.
+A row's `shares(settings, layers, steps, seed, step)` says of each layer the share of the tokens that
+it sees in the update after `step` others; 0: it is left out, and the stream passes it. The run and
+the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
+https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
+is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
+the whole model.
 """
 
 import math
@@ -17,6 +15,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 
+from lpkit.techniques.blocks import BLOCKS
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, CountOrZero, InnerShare, Positive, Rate, check
 
@@ -25,7 +25,6 @@ Shares = tuple[float, ...]      # a number for each layer
 
 
 def hashed(*numbers: int) -> int:
-    """64 bits that look drawn, the same ones for the same numbers."""
     z = 0
     for number in numbers:
         z = ((z ^ number) + _GAMMA) & _MASK
@@ -37,14 +36,11 @@ def hashed(*numbers: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Governor(Row):
-    """`shares(settings, layers, steps, seed, step)`: of each layer, the share of the tokens that it
-    sees in the update after `step` others. `scales(settings, layers, steps, step)`: what a layer
-    adds to the residual stream is multiplied by it. `alike`: layers see the same tokens.
-    `problem(settings, config)`: why it cannot be, and the way out; empty: it can."""
+    """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
+    the same tokens. `problem(settings, config)`: why it cannot be, and the way out."""
 
     shares: Callable[[Any, int, int, int, int], Shares]
-    scales: Callable[[Any, int, int, int], Shares] = lambda settings, layers, steps, step: (
-        (1.0,) * layers)
+    keeps: Callable[[Any, int, int, int], Shares] | None = None
     alike: bool = False
     problem: Callable[[Any, Any], str] = lambda settings, config: ""
     implementation: str = "lpkit.training.depth:Depth"
@@ -65,147 +61,116 @@ class Progressive(Settings):
     gamma: Positive | None = None       # how fast it gets there, a step; None: 100 / steps
 
 
-_rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))),
-                "updates in ascending order, from 1")
+_rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "ascending, from 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Settings):
     where = "governors."
 
-    start: CountOrZero = 0              # layers at first; 0: half of them
-    at: Annotated[tuple[int, ...], _rising] = ()    # updates before each growth; (): evenly, to half the run
-    preserve: bool = False              # new layers add nothing at first: their outputs are 0
+    start: CountOrZero = 0              # layers that run at first; 0: the most below all
+    at: Annotated[tuple[int, ...], _rising] = ()    # updates before a growth; (): to half the run
+    preserve: bool = False              # new layers add nothing at first
+
+    def begin(self, layers: int) -> int:
+        return self.start or max((n for n in range(1, layers) if layers % n == 0), default=1)
 
     def growths(self, layers: int, steps: int) -> tuple[int, ...]:
-        times = round(math.log2(layers / (self.start or layers / 2)))
-        return self.at or tuple(max(i, steps * i // (2 * times)) for i in range(1, times + 1))
+        times = math.ceil(math.log2(layers / self.begin(layers)))
+        return tuple(max(i, steps * i // (2 * times)) for i in range(1, times + 1))
+
+    def problem(self, config: Any) -> str:
+        m, steps, at = config.model, config.steps, self.at
+        if m.L % self.begin(m.L):
+            near = min((n for n in range(1, m.L + 1) if m.L % n == 0),
+                       key=lambda n: abs(n - self.start))
+            return (f":start={self.start} does not divide model.layers={m.L}, and growths are "
+                    f"copies; set start={near}")
+        due = self.growths(m.L, steps)
+        if at and (len(at) != len(due) or at[-1] >= steps):
+            return (f":at={list(at)} are not the {len(due)} growths to model.layers={m.L} within "
+                    f"steps={steps}; set at={list(due)}")
+        adds = [op for op in BLOCKS[m.block].formula(MicroBatch(model=m)) if op.name[:3] == "add"]
+        other = ("start.run" if config.start.run else "model.changes" if m.changes
+                 else f"model.block={m.block}" if len(adds) < 2 else "")
+        return other and (f" has layers that add nothing at first, and {other} others; leave one of "
+                          f"them out")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Settings):
     where = "governors."
 
-    share: InnerShare = 0.5             # of the tokens, what a middle layer sees
-
-
-@dataclass(frozen=True, kw_only=True)
-class GrowingTokens(Tokens):            # at first
-    grow_steps: Count | None = None     # updates until it sees all; None: two thirds of the run
+    share: InnerShare = 0.5             # of the tokens, what a middle layer sees at first
+    grow_steps: CountOrZero | None = 0  # updates until it sees all; 0: never; None: 2/3 of the run
     rises: Count = 16                   # by so many equal rises
 
+    def problem(self, config: Any) -> str:
+        layers, context = config.model.layers, config.parallel.context
+        if layers < 3:
+            return f" is of layers between the first and the last; set model.layers=3, not {layers}"
+        if (self.grow_steps or 0) > config.steps:
+            return f":grow_steps={self.grow_steps} is after the run's end; set it to {config.steps}"
+        return (f" picks among all tokens, and parallel.context={context} ranks have some each; set "
+                f"parallel.context=1" if context > 1 else "")
 
-def layer_drop(settings: Drop, layers: int, steps: int, step: int) -> Shares:
+
+def evenly(settings: Drop, layers: int, steps: int, step: int) -> Shares:
     return (1 - settings.rate,) * layers
 
 
-def stochastic_depth(settings: Drop, layers: int, steps: int, step: int) -> Shares:
+def falling(settings: Drop, layers: int, steps: int, step: int) -> Shares:
     return tuple(1 - settings.rate * (layer + 1) / layers for layer in range(layers))
 
 
 def progressive(settings: Progressive, layers: int, steps: int, step: int) -> Shares:
-    gamma = 100 / steps if settings.gamma is None else settings.gamma
-    last = (1 - settings.theta) * math.exp(-gamma * step) + settings.theta
-    return tuple(1 - (1 - last) * (layer + 1) / layers for layer in range(layers))
+    fallen = math.exp(-step * (100 / steps if settings.gamma is None else settings.gamma))
+    return falling(Drop(rate=(1 - settings.theta) * (1 - fallen)), layers, steps, step)
 
 
 def drawn(keeps: Callable[..., Shares], settings: Any, layers: int, steps: int, seed: int,
           step: int) -> Shares:
-    """Each layer is kept with its probability, by itself."""
     return tuple(float(hashed(seed, step, layer) < p * 2**64)
                  for layer, p in enumerate(keeps(settings, layers, steps, step)))
 
 
-def inverse(keeps: Callable[..., Shares], *of: Any) -> Shares:
-    return tuple(1 / p for p in keeps(*of))
-
-
 def stacked(settings: Stack, layers: int, steps: int, seed: int, step: int) -> Shares:
-    running = (settings.start or layers // 2) * 2 ** sum(
-        at <= step for at in settings.growths(layers, steps))
+    grown = sum(at <= step for at in settings.at or settings.growths(layers, steps))
+    running = min(layers, settings.begin(layers) << grown)
     return (1.0,) * running + (0.0,) * (layers - running)
 
 
 def middle(settings: Tokens, layers: int, steps: int, seed: int, step: int) -> Shares:
-    return 1.0, *(settings.share,) * (layers - 2), 1.0
-
-
-def random_ltd(settings: GrowingTokens, layers: int, steps: int, seed: int, step: int) -> Shares:
-    rise = min(1.0, step // _each(settings, steps) / settings.rises)
+    over = max(1, 2 * steps // 3) if settings.grow_steps is None else settings.grow_steps
+    rise = min(1.0, step * settings.rises // over / settings.rises) if over else 0.0
     return 1.0, *(settings.share + (1 - settings.share) * rise,) * (layers - 2), 1.0
-
-
-def _each(settings: GrowingTokens, steps: int) -> float:
-    """Updates of each rise."""
-    return max(1, settings.grow_steps or 2 * steps // 3) / settings.rises
-
-
-# Problems: what a Config's other settings leave no room for.
-
-def no_stack(settings: Stack, config: Any) -> str:
-    asked, layers, steps = settings, config.model.layers, config.steps
-    starts = [layers >> i for i in range(1, layers.bit_length()) if layers % (1 << i) == 0]
-    if not starts:
-        return (f" doubles its layers, and model.layers={layers} is odd; set model.layers="
-                f"{' or '.join(str(n) for n in (layers - 1, layers + 1) if n > 1)}")
-    if asked.start and asked.start not in starts:
-        near = min(starts, key=lambda n: abs(n - asked.start))
-        return (f":start={asked.start} does not become model.layers={layers} by doubling; set "
-                f"start={near}")
-    doublings = starts.index(asked.start or starts[0]) + 1
-    if asked.at and len(asked.at) != doublings:
-        return (f":at={list(asked.at)} has {len(asked.at)} growths, and from "
-                f"{asked.start or starts[0]} layers to {layers} there are {doublings}; name as "
-                f"many, or leave at out")
-    if asked.at and asked.at[-1] >= steps:
-        return (f":at={list(asked.at)} grows after the run's end, steps={steps}; set the last to "
-                f"{steps - 1} or less")
-    named = [key for key, given in (("start.run", config.start.run),
-                                    ("model.changes", config.model.changes)) if given]
-    return (f" begins with layers that are not trained, and {named[0]} has others; leave one of "
-            f"them out" if named else "")
-
-
-def no_tokens(settings: Tokens, config: Any) -> str:
-    layers, ends = config.model.layers, getattr(settings, "grow_steps", None) or 0
-    if layers < 3:
-        return (f" drops tokens between the first layer and the last, and model.layers={layers} "
-                f"has nothing there; set model.layers=3 or more")
-    if ends > config.steps:
-        return (f":grow_steps={ends} ends after the run's end, steps={config.steps}; set it to "
-                f"{config.steps} or less")
-    return (f" gives a layer some of a sequence's tokens, and parallel.context="
-            f"{config.parallel.context} has them on several ranks; set parallel.context=1"
-            if config.parallel.context > 1 else "")
 
 
 DEPTH: dict[str, Governor] = {
     "stochastic-depth": Governor(
-        why="leaves out layers at random, more of the last ones: the probability falls linearly "
-            "with depth. What a kept one adds is divided by it (the paper multiplies by it in "
-            "evaluation instead)", settings=Drop(rate=0.5),
-        shares=partial(drawn, stochastic_depth), scales=partial(inverse, stochastic_depth),
+        why="leaves out layers at random, with a probability that rises to `rate` in the last. What "
+            "a kept one adds is divided by its own (the paper multiplies in evaluation instead)",
+        settings=Drop(rate=0.5), shares=partial(drawn, falling), keeps=falling,
         source="Huang et al. 2016, arXiv:1603.09382"),
     "layer-drop": Governor(
-        why="leaves out layers at random, all alike; nothing is scaled", settings=Drop(),
-        shares=partial(drawn, layer_drop), source="Fan et al. 2019, arXiv:1909.11556"),
+        why="leaves out layers at random, all with one probability; nothing is scaled",
+        settings=Drop(), shares=partial(drawn, evenly), source="Fan et al. 2019, arXiv:1909.11556"),
     "progressive-layer-drop": Governor(
-        why="leaves out more and more layers at random, down to theta of the last one. What a "
-            "kept one adds is divided by its probability", settings=Progressive(),
-        shares=partial(drawn, progressive), scales=partial(inverse, progressive),
+        why="as stochastic-depth, and the probabilities rise from 0 as the run goes on",
+        settings=Progressive(), shares=partial(drawn, progressive), keeps=progressive,
         source="Zhang and He 2020, arXiv:2010.13369"),
     "stack": Governor(
-        why="begins with some of the layers, which are copied on top of themselves until all run; "
-            "the others add nothing before. Moments are not copied", settings=Stack(),
-        shares=stacked, problem=no_stack, implementation="lpkit.training.depth:Stacking",
-        source="Gong et al. 2019, StackBERT, proceedings.mlr.press/v97/gong19a.html"),
+        why="begins with some layers, which are copied on top until all run; others add nothing "
+            "before. Moments begin anew", settings=Stack(), shares=stacked, problem=Stack.problem,
+        implementation="lpkit.training.depth:Stacking",
+        source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
     "random-ltd": Governor(
-        why="each layer between the first and the last sees a random part of the tokens, another "
-            "one in each; the part grows to all of them", settings=GrowingTokens(),
-        shares=random_ltd, problem=no_tokens, source="Yao et al. 2022, arXiv:2211.11586"),
+        why="layers between the first and the last see a random part of the tokens, each another "
+            "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,
+        problem=Tokens.problem, source="Yao et al. 2022, arXiv:2211.11586"),
     "token-drop": Governor(
-        why="all layers between the first and the last see the same part of the tokens, drawn for "
-            "each update: the paper keeps those whose entry of the vocabulary has a high running "
-            "loss, here none counts more than another", settings=Tokens(), shares=middle,
-        alike=True, problem=no_tokens, source="Hou et al. 2022, arXiv:2203.13240"),
+        why="the same, but one part for all these layers. It is drawn in each update: the paper "
+            "keeps entries of the vocabulary with a high running loss", settings=Tokens(),
+        shares=middle, alike=True, problem=Tokens.problem,
+        source="Hou et al. 2022, arXiv:2203.13240"),
 }

@@ -1,14 +1,12 @@
-"""Blocks that an update leaves out, or that see some of its tokens: rows of `techniques.depth`.
+"""Layers that an update leaves out, or that see some of its tokens: rows of `techniques.depth`.
 
-Before an update each block's `forward` is put into one that says what passes it by; after it, the
-block is as it was. It is around whatever else a block does (recomputation, a compiled function), so
-that these meet the tokens that were kept, also the second time.
+For the time of an update `Partly` stands in a layer's place, around whatever it does (recomputation,
+shards, a compiled function): these meet the tokens that were kept, also the second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +18,30 @@ from lpkit.techniques.depth import hashed
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 
-OF_TOKENS = 1       # what is drawn, beside layers
+
+class Partly(nn.Module):
+    """The others pass it by; what turns q and k, and a token's document, go with a token. `draw`: a
+    seed of the tokens, on any device."""
+
+    def __init__(self, block: nn.Module | None, share: float, keep: float, draw: int):
+        super().__init__()
+        self.block, self.share, self.keep, self.draw = block, share, keep, draw
+
+    def kept(self, tokens: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(self.draw)
+        order = torch.randperm(tokens, generator=generator, device="cpu")
+        return order[:max(1, round(self.share * tokens))].sort().values
+
+    def forward(self, x: Tensor, rotation: Any = None, cache: Any = None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        if self.block is None:
+            return x
+        if self.share == 1:
+            return torch.lerp(x, self.block(x, rotation, cache, layer, documents), 1 / self.keep)
+        kept = self.kept(x.shape[1]).to(x.device)
+        rotation = None if rotation is None else tuple(t[kept] for t in rotation)
+        documents = None if documents is None else documents[:, kept]
+        return x.index_copy(1, kept, self.block(x[:, kept], rotation, cache, layer, documents))
 
 
 class Depth:
@@ -28,8 +49,7 @@ class Depth:
 
     def __init__(self, settings: Settings):
         self.settings, self.row = settings, GOVERNORS[settings.name]
-        self.left_out: dict[int, nn.Module] = {}
-        self.before: list[tuple[nn.Module, Callable | None]] = []   # and forwards of their own
+        self.whole: list[nn.Module] = []
 
     def shares(self, training: Any, step: int) -> tuple[float, ...]:
         config = training.config
@@ -37,26 +57,19 @@ class Depth:
 
     def begin(self, training: Any, step: int) -> None:
         self.end(training, step)        # of an update that was given up
-        config, shares = training.config, self.shares(training, step)
-        scales = self.row.scales(self.settings, config.model.L, config.steps, step)
-        for layer, block in enumerate(training.model.blocks):
-            share, scale = shares[layer], scales[layer]
-            if not share:       # nor are its weights gathered, where ranks have shards
-                self.left_out[layer] = block
-                training.model.blocks[layer] = PassedBy()
-            elif share < 1 or scale != 1:
-                self.before.append((block, vars(block).get("forward")))
-                draw = hashed(config.seed, step, 0 if self.row.alike else layer, OF_TOKENS)
-                block.forward = partial(partly, block.forward, share, scale, draw)
+        config, blocks = training.config, training.model.blocks
+        self.whole, keeps = list(blocks), (1.0,) * len(blocks)
+        if self.row.keeps:
+            keeps = self.row.keeps(self.settings, len(blocks), config.steps, step)
+        for layer, share in enumerate(self.shares(training, step)):
+            if share < 1 or keeps[layer] < 1:
+                draw = hashed(config.seed, step, 0 if self.row.alike else layer, 1)
+                blocks[layer] = Partly(blocks[layer] if share else None, share, keeps[layer], draw)
 
     def end(self, training: Any, step: int) -> None:
-        for layer, block in self.left_out.items():
+        for layer, block in enumerate(self.whole):
             training.model.blocks[layer] = block
-        for block, forward in self.before:
-            del block.forward
-            if forward is not None:
-                block.forward = forward
-        self.before, self.left_out = [], {}
+        self.whole = []
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}
@@ -65,57 +78,24 @@ class Depth:
         pass
 
 
-class PassedBy(nn.Module):
-    def forward(self, x: Tensor, *rest: Any) -> Tensor:
-        return x
-
-
-def partly(forward: Callable[..., Tensor], share: float, scale: float, draw: int, x: Tensor,
-           rotation: Any = None, cache: Any = None, layer: int = 0,
-           documents: Tensor | None = None) -> Tensor:
-    """The others pass it by. What turns q and k, and says the document of a token, goes along."""
-    if share == 1:
-        return torch.lerp(x, forward(x, rotation, cache, layer, documents), scale)
-    kept = drawn(x.shape[1], share, draw).to(x.device)
-    some = x[:, kept]
-    rotation = None if rotation is None else tuple(t[kept] for t in rotation)
-    documents = None if documents is None else documents[:, kept]
-    y = forward(some, rotation, cache, layer, documents)
-    return x.index_copy(1, kept, y if scale == 1 else torch.lerp(some, y, scale))
-
-
-def drawn(tokens: int, share: float, draw: int) -> Tensor:
-    """Which tokens are kept, in their order: the same ones for the same `draw`, on any device."""
-    generator = torch.Generator("cpu").manual_seed(draw)
-    order = torch.randperm(tokens, generator=generator, device="cpu")
-    return order[:max(1, round(share * tokens))].sort().values
-
-
 class Stacking(Depth):
-    """Layers that do not run yet add nothing, in evaluation neither: until they are copied onto,
-    the Linears that write to the residual stream are 0. Each rank copies what it owns."""
-
-    def begin(self, training: Any, step: int) -> None:
-        running = int(sum(self.shares(training, step)))
-        below = int(sum(self.shares(training, step - 1))) if step else 0
-        layers = training.config.model.L
-        if running > below and step:
-            self.set(training, range(below, running), below)
-        if step == 0 or (running > below and self.settings.preserve):
-            self.set(training, range(running if step == 0 else below, layers), 0)
-        super().begin(training, step)
+    """Layers that do not run yet have outputs of 0, so that they add nothing in evaluation neither.
+    Each rank copies what it owns."""
 
     @torch.no_grad()
-    def set(self, training: Any, layers: range, down: int) -> None:
-        """Copies layers from those `down` below; where that is 0, makes their outputs 0."""
+    def begin(self, training: Any, step: int) -> None:
+        running = int(sum(self.shares(training, step)))
+        below = int(sum(self.shares(training, step - 1))) if step else running
         owned = training.sharding.owned
-        writing = [f".{op.name}." for op in operations(MicroBatch(model=training.config.model)).block
-                   if op.writes_residual]
-        for layer in layers:
-            here = f"blocks.{layer}."
-            for name in [name for name in owned if name.startswith(here)]:
-                if down:
-                    owned[name].copy_(owned[f"blocks.{layer - down}." + name.removeprefix(here)])
-                elif any(part in name for part in writing):
-                    owned[name].zero_()
-        training.sharding.spread()
+        outputs = [op.name for op in operations(MicroBatch(model=training.config.model)).block
+                   if op.cut == "row"]
+        for layer in range(below, running if step else training.config.model.L):
+            here, there = f"blocks.{layer}.", f"blocks.{layer - below}."
+            for name in [name.removeprefix(here) for name in owned if name.startswith(here)]:
+                if step:
+                    owned[here + name].copy_(owned[there + name])
+                if name.rpartition(".")[0] in outputs and (not step or self.settings.preserve):
+                    owned[here + name].zero_()
+        if running > below or not step:
+            training.sharding.spread()
+        super().begin(training, step)
