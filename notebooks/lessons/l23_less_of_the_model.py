@@ -40,6 +40,7 @@ from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.timing import Watch
+from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
 # ---- Schedules
@@ -207,34 +208,36 @@ def resumed(config: Config, cut: int) -> tuple[list[float], list[float]]:
 
 # ---- Growth
 
+GROWN = {"stack": {"model.layers": 4}, "interpolate": {"model.layers": 4},
+         "identity-depth": {"model.layers": 4}, "bert2bert": {"model.width": 64, "model.heads": 4}}
+PRESERVING = ("identity-depth", "bert2bert")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """`moved`: by how much the logits of a batch differ when layers have been added, at most;
-    `losses`: of that batch before it, after it, and when training has gone on."""
+    """`moved`: the norm by which the logits of a batch differ from the small model's, over that of
+    those; `losses`: of that batch before it grows, after it, and when training has gone on."""
 
     moved: float
     losses: tuple[float, float, float]
 
 
-def growth(preserve: bool, updates: int) -> Growth:
-    """Trains two of four layers for half of `updates`, and four for the rest."""
-    config = scheduled(study_config(4, updates), "stack", at=(updates // 2,), preserve=preserve)
-    training = Training.build(config)
-    batch = training.val.batch(0)
+def grow(run: Run, row: str, updates: int) -> Growth:
+    """A larger model begins from the small one's weights by a row of `start.grow`."""
+    small = Training.build(run.config.replace({"start.run": str(run.path)}))
+    large = Training.build(run.config.replace({
+        **GROWN[row], "start.run": str(run.path), "start.grow": row, "steps": updates}))
+    batch = small.val.batch(0)
 
     @torch.no_grad()
-    def found() -> tuple[Tensor, float]:
-        return training.model(batch.tokens), training.loss(training.model, batch).item()
+    def found(one: Training) -> tuple[Tensor, float]:
+        return one.model(batch.tokens), one.loss(one.model, batch).item()
 
-    for step in range(updates // 2):
-        training.update(step)
-    before, small = found()
-    [stacking] = training.governors.values()
-    stacking.begin(training, updates // 2)
-    after, grown = found()
-    for step in range(updates // 2, updates):
-        training.update(step)
-    return Growth(moved=(after - before).abs().max().item(), losses=(small, grown, found()[1]))
+    (was, before), (now, after) = found(small), found(large)
+    for step in range(updates):
+        large.update(step)
+    return Growth(moved=((now - was).norm() / was.norm()).item(),
+                  losses=(before, after, found(large)[1]))
 
 
 # ---- At equal FLOPs
@@ -395,6 +398,16 @@ def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
     seeds = len(next(iter(found.values())).losses)
     return html_table(("", "updates", "loss", f"lower than {against}'s by", "verdict", "could see"),
                       lines, caption=f"{seeds} seeds, the same FLOPs for all")
+
+
+def growth_table(grown: Mapping[str, Growth]) -> str:
+    """HTML: what each row of `start.grow` makes of a small model."""
+    lines = []
+    for row, one in grown.items():
+        sizes = ", ".join(f"{size} {key.partition('.')[2]}" for key, size in GROWN[row].items())
+        lines.append((row, sizes, f"{one.moved:.1e}", *(f"{loss:.3f}" for loss in one.losses)))
+    return html_table(("start.grow", "becomes", "logits move by", "loss before", "grown",
+                       "after more updates"), lines)
 
 
 # ---- Exercises
