@@ -416,14 +416,14 @@ EXERCISES: dict = {}
 exercise = adding_to(EXERCISES)
 
 
-@exercise("23.keep", (1, 0.5), (4, 0.5), (3, 0.2), minutes=4,
+@exercise("23.probabilities", (1, 0.5), (4, 0.5), (3, 0.2), minutes=4,
           draw=lambda r: (r.randint(1, 24), r.uniform(0.0, 0.9)),
           mistakes={"the first layer is the first of them, and not the 0th": lambda layers, rate: [
                         1 - rate * layer / layers for layer in range(layers)],
                     "asked is the probability to be kept": lambda layers, rate: [
                         rate * (layer + 1) / layers for layer in range(layers)],
                     "it falls with depth, linearly": lambda layers, rate: [1 - rate] * layers})
-def keep(layers: int, rate: float) -> list[float]:
+def probabilities(layers: int, rate: float) -> list[float]:
     return [1 - rate * layer / layers for layer in range(1, layers + 1)]
 
 
