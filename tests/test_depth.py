@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,6 +95,10 @@ def test_the_schedules_are_the_papers():
     assert all(one[0] == one[-1] == 1 and one[1] == one[2] for one in middles)
     assert [one[1] for one in middles] == pytest.approx([0.5, 0.5, 2 / 3, 2 / 3, 5 / 6, 5 / 6, 1, 1])
     assert shares(of("token-drop"), 3) == (1, 0.3, 0.3, 1)
+    theta = lambda t: (1 - 0.4) * math.exp(-0.05 * t) + 0.4
+    said = SMALL.replace({"governors": [{"name": "progressive-layer-drop", "theta": 0.4, "gamma": 0.05}]}).governors[0]
+    for t in (0, 7, 40):
+        assert DEPTH[said.name].keeps(said, 4, 50, t) == pytest.approx([1 - i / 4 * (1 - theta(t)) for i in (1, 2, 3, 4)])
 
 
 def test_scales_undo_the_probabilities():
@@ -163,7 +169,7 @@ class Nothing:
         return {}
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", ["stochastic-depth", "stack", "random-ltd"])
 def test_an_update_can_be_traced(name):
     assert lpkit.predict_trace(of(name)).peak_bytes <= lpkit.predict_trace(SMALL).peak_bytes
 
@@ -351,6 +357,7 @@ BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"}, {"me
           {"memory.optimizer_state": "disk"}, {"memory.cross_entropy": "chunked"}, {"grad_accum_steps": 2}, {"system.attention": "tiled"}]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 def test_what_changes_no_number_changes_none_here(name, beside):
@@ -358,6 +365,7 @@ def test_what_changes_no_number_changes_none_here(name, beside):
     assert [one.update(step).loss.item() for step in range(6)] == pytest.approx([other.update(step).loss.item() for step in range(6)], rel=2e-6)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
 @pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"}, {"precision.recipe": "mxfp8", "precision.recipe.pad": True}, {"optimizer": "muon"},
                                     {"memory.optimizer_step": "in-backward", "optimizer.clip": 0}], ids=str)
@@ -409,6 +417,23 @@ def test_what_is_predicted_and_not_trained_is_refused_before_anything_is_allocat
     config = of("layer-drop").replace(changed)
     with pytest.raises(ConfigError, match=sentence):
         decide(config)
+
+
+def test_a_row_of_ones_own_is_on_the_page(monkeypatch):
+    """The text of docs/own_technique.md is run; what it leaves out is not updated, and the prediction knows."""
+    page = (Path(__file__).parents[1] / "docs" / "own_technique.md").read_text()
+    code = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Governor(" in one)
+    with monkeypatch.context() as patch:
+        patch.setitem(GOVERNORS, "every-other", None)
+        exec(code, {})
+        config = SMALL.replace({"governors": "every-other"})
+        assert training_flops(governed(config).model) < training_flops(SMALL.model)
+        training = built(config)
+        before = [p.clone() for p in training.model.blocks[1].parameters()]
+        training.update(1)
+        assert all(torch.equal(p, q) for p, q in zip(before, training.model.blocks[1].parameters()))
+        training.update(2)
+        assert not all(torch.equal(p, q) for p, q in zip(before, training.model.blocks[1].parameters()))
 
 
 def test_the_settings_survive_a_file():
