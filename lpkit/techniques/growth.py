@@ -74,8 +74,8 @@ def refusal(settings: Settings, small: Any, large: Any) -> str:
     """Why `small` cannot become `large`, and the nearest that works; empty: it can."""
     row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
     if small.changes:
-        return (f"that run has model.changes={', '.join(map(str, small.changes))}; `lpkit export` "
-                f"merges them, and `lpkit import` makes a run of that")
+        return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow one without "
+                f"(`lpkit export` merges adapters, and `lpkit import` makes a run of that)")
     for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
         was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
         if key in row.knows and was not in row.knows[key]:
