@@ -419,6 +419,14 @@ def test_what_is_predicted_and_not_trained_is_refused_before_anything_is_allocat
         decide(config)
 
 
+def test_tokens_that_do_not_tile_are_refused_before_anything_is_allocated():
+    config = SMALL.replace({"precision.recipe": "mxfp8", "governors": [{"name": "token-drop", "share": 0.3}]})
+    with pytest.raises(ConfigError, match=r"governors=token-drop: 40 tokens do not tile by 32 .*; set precision.recipe.pad=true$"):
+        decide(config)
+    decide(config.replace({"precision.recipe.pad": True}))
+    decide(config.replace({"governors": [{"name": "token-drop", "share": 0.5}]}))
+
+
 def test_a_row_of_ones_own_is_on_the_page(monkeypatch):
     """The text of docs/own_technique.md is run; what it leaves out is not updated, and the prediction knows."""
     page = (Path(__file__).parents[1] / "docs" / "own_technique.md").read_text()

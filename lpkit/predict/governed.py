@@ -27,21 +27,27 @@ def governed(config: Config, most: bool = False) -> Config:
     return _governed(config, most) if running(config) else config
 
 
+def shares(config: Config) -> list[tuple[float, ...]]:
+    """Returns those of the updates that are asked; empty: no governor says any."""
+    m, steps = config.model, config.steps
+    return [GOVERNORS[said.name].shares(said, m.L, steps, config.seed, step)
+            for said in running(config)
+            for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
+
+
 @functools.lru_cache(maxsize=256)
 def _governed(config: Config, most: bool) -> Config:
-    said, model, steps = running(config)[0], config.model, config.steps
-    every = [GOVERNORS[said.name].shares(said, model.L, steps, config.seed, step)
-             for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
-    shares, run = max(every, key=sum), 1.0
+    model, every, said = config.model, shares(config), running(config)
+    parts, run = max(every, key=sum), 1.0
     if not most:
         seen = [share for one in every for share in one if share]
         run, count = len(seen) / (len(every) * model.L), max(1, len(seen))
         mean, squares = (sum(share**power for share in seen) / count for power in (1, 2))
         # two shares of this mean and of these squares stand for all
         apart = math.sqrt(max(0.0, squares - mean**2))
-        shares = mean - apart, mean + apart
+        parts = mean - apart, mean + apart
     same = {f.name: getattr(model, f.name) for f in fields(model)}
-    shares = () if set(shares) == {1.0} else shares
-    model = Seen(**same, shares=shares, running=run) if shares or run < 1 else model
+    parts = () if set(parts) == {1.0} else parts
+    model = Seen(**same, shares=parts, running=run) if parts or run < 1 else model
     return replace(config, model=model,
-                   governors=tuple(one for one in config.governors if one != said))
+                   governors=tuple(one for one in config.governors if one not in said))
