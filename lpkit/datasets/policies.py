@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, in_one_line, shown
+from lpkit.techniques.masked import hidden_tokens
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
@@ -111,6 +112,34 @@ class RandomDocuments(Documents, RandomWindows):
 
 
 class SpreadDocuments(Documents, SpreadWindows):
+    pass
+
+
+class Masked(Windows):
+    """Targets are the tokens themselves. As many of each sequence are hidden behind `mask`, by seed
+    and step, and these alone have a weight."""
+
+    def __init__(self, *, share: float, mask: int, **settings):
+        super().__init__(**settings)
+        self.hidden, self.mask = hidden_tokens(share, self.T), mask
+
+    def batch(self, step: int) -> Batch:
+        tokens = super().batch(step).tokens
+        if (tokens >= self.mask).any():
+            raise ConfigError(f"data.policy.mask={self.mask} and the token {tokens.max()} of the "
+                              f"text must differ; set data.policy.mask to the number of tokens "
+                              f"of the tokenizer, and model.vocab to one more")
+        drawn = np.random.default_rng((self.seed, step)).random(tokens.shape)
+        drawn = torch.from_numpy(drawn.argpartition(self.hidden)[:, :self.hidden])
+        hidden = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, drawn, True)
+        return Batch(tokens.masked_fill(hidden, self.mask), tokens, weights=hidden.float())
+
+
+class RandomMasked(Masked, RandomWindows):
+    pass
+
+
+class SpreadMasked(Masked, SpreadWindows):
     pass
 
 

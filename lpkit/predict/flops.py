@@ -44,7 +44,8 @@ class Product:
     def flops(self) -> int:
         """The FLOPs without those of zeros."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
-        return flops if self.density == 1 else round(flops * self.density)
+        whole = self.density == 1 and not isinstance(self.M, float)
+        return flops if whole else round(flops * self.density)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
         """Cuts it for one of `tensor` ranks, each with part of weights and heads, and of `context`
@@ -62,16 +63,20 @@ class Product:
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Lists all products of a forward pass over `batch` sequences of model.context tokens."""
     ops, found = of(model), []
+
+    def seen(M: float) -> float:        # an average over layers, whose sum is whole
+        return round(M) if abs(M - round(M)) < 1e-6 else M
+
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
         part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
-            found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,
+            found.append(Product(name=op.name, M=seen(M * op.tokens_share) if part else M, N=N,
                                  K=K, calls=calls, cut=op.cut, trained=op.trained,
                                  density=op.density))
         for one in op.pairs:
-            found.append(Product(**vars(one) | {"M": round(one.M) if part else one.M,
+            found.append(Product(**vars(one) | {"M": seen(one.M) if part else one.M,
                                                 "group": batch * one.group},
                                  calls=calls, pairs=True))
     return tuple(found)

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 
 from lpkit.techniques.adapters import ADAPTERS, QUANTISED
 from lpkit.techniques.attention import OPERATIONS
+from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import (
     FP32,
     POSITIONS,
@@ -122,7 +123,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **MASKED}
 
 
 @dataclass(frozen=True, kw_only=True)
