@@ -112,6 +112,9 @@ class ModelConfig(Group):
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
             _pick(table, getattr(self, key), f"model.{key}")
+        refuses = getattr(blocks.BLOCKS[self.block], "refuses", lambda model: "")
+        if problem := refuses(self):
+            raise ConfigError(f"model.block={self.block} {problem}")
         for change in self.changes:
             if problem := getattr(change, "problem", lambda m: "")(self):
                 raise ConfigError(problem)

@@ -176,7 +176,16 @@ def test_another_version_of_the_model_is_refused(run, monkeypatch):
 FUNCTIONS = {1: [       # what these models of nn.VERSION say, as one number
     ({"norm": "layernorm", "position": "learned", "mlp": "gelu"}, -2.635250301968),
     ({"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False, "kv_heads": 2, "tied": False}, -5.741868935539),
-    ({"qk_norm": True, "qkv_bias": True, "head_dim": 6, "mlp_width": 20}, 1.341421859866)]}
+    ({"qk_norm": True, "qkv_bias": True, "head_dim": 6, "mlp_width": 20}, 1.341421859866),
+    ({"norm": "none"}, -13373.654649225529),
+    ({"block": "parallel"}, 15.061403346481),
+    ({"block": "sandwich"}, -0.340047109129),
+    ({"block": "rezero"}, -6.882014603262),
+    ({"block": "skipinit"}, 0.433203292626),
+    ({"block": "layerscale"}, 0.712041998825),
+    ({"block": "skipless"}, 0.750530161941),
+    ({"block": "sas"}, 0.226589108470),
+    ({"block": "sas-p"}, 0.189260214434)]}
 
 
 @pytest.mark.parametrize("settings, number", FUNCTIONS[nn.VERSION])
@@ -191,10 +200,9 @@ def test_one_version_of_the_model_is_one_function(settings, number):
 
 
 def test_every_kind_of_block_is_among_the_functions():
-    for field, table in {"norm": blocks.NORMS, "position": operation.POSITIONS, "mlp": blocks.MLPS}.items():
-        assert {settings.get(field) for settings, _ in FUNCTIONS[nn.VERSION]} >= {
+    for field, table in {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": operation.POSITIONS, "mlp": blocks.MLPS}.items():
+        assert {settings.get(field, getattr(ModelConfig(), field)) for settings, _ in FUNCTIONS[nn.VERSION]} >= {
             name for name, row in table.items() if row.implementation.startswith("lpkit.")}     # a lesson adds its own
-    assert set(blocks.BLOCKS) == {ModelConfig().block}
 
 
 def test_a_run_without_its_identity_is_refused(run):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -160,7 +161,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
 
 
 def test_a_taken_port_is_said(tmp_path):
-    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=rooms._free_port())
+    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=rooms.free_port(range(13_000, 14_000)))
     with rooms.socket.create_server((room.address, room.port)), pytest.raises(ConfigError, match="another --port"):
         rooms.refuse_taken(room)
     rooms.refuse_taken(room)
@@ -330,6 +331,16 @@ def test_what_begins_in_a_turn_has_it_and_a_cpu_waits_for_nobody(tmp_path, monke
     os.mkfifo(tmp_path / "pipe")        # a trap: who opens it to read would wait for ever
     with turns.turn("cuda"):
         pass
+
+
+def test_no_two_servers_share_a_port_and_linux_gives_none_of_them_away():
+    """JupyterHub's own choice is free when it is made, and may be another's seconds later, when the server has been imported."""
+    mine = [port for uid in rooms.UIDS for port in rooms.ports(uid)]
+    assert len(set(mine)) == len(mine)
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 15_999 < min(mine) and max(mine) < min(first, 32_768)
+    with socket.create_server(("127.0.0.1", 13_001)):
+        assert rooms.free_port((13_001, 13_002)) == 13_002
 
 
 def test_the_page_has_what_was_measured():

@@ -19,7 +19,6 @@ from typing import Any
 
 from jupyterhub.auth import Authenticator
 from jupyterhub.spawner import LocalProcessSpawner
-from jupyterhub.utils import random_port
 from traitlets import Unicode
 
 from lpkit import files
@@ -73,6 +72,7 @@ class Desk(LocalProcessSpawner):
 
     async def start(self) -> tuple[str, int]:
         furnish(self.home, self.member.uid, Path(self.folder, "shared"))
+        self.port = rooms.free_port(rooms.ports(self.member.uid))
         return await super().start()
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
@@ -167,8 +167,9 @@ def configure(c: Any, room: rooms.Room) -> None:
     hub = Path(room.folder, "hub")
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
-    c.JupyterHub.hub_bind_url = f"http://{LOCAL}:{random_port()}/"
-    c.ConfigurableHTTPProxy.api_url = f"http://{LOCAL}:{random_port()}"
+    own = rooms.free_port(range(14_000, 15_000))
+    c.JupyterHub.hub_bind_url = f"http://{LOCAL}:{own}/"
+    c.ConfigurableHTTPProxy.api_url = f"http://{LOCAL}:{rooms.free_port(range(own + 1, 15_000))}"
     if room.tls:
         c.JupyterHub.ssl_cert, c.JupyterHub.ssl_key = room.tls
     c.JupyterHub.db_url = f"sqlite:///{hub}/hub.sqlite"

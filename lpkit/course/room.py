@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -35,7 +35,7 @@ from pathlib import Path
 import psutil
 
 from lpkit import files, machine_facts, processes
-from lpkit.course.lab import LOCAL, START_SECONDS, listen
+from lpkit.course.lab import LOCAL, START_SECONDS
 from lpkit.errors import ConfigError, named, nearest, shown
 
 FOLDER = Path("/srv/lpkit-room")
@@ -108,7 +108,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
-                progress_port=_free_port(), proxy=_proxy(proxy),
+                progress_port=free_port(range(15_000, 16_000)), proxy=_proxy(proxy),
                 authenticator=authenticator, **how)
     for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
@@ -168,9 +168,20 @@ def _free_uid(members: Mapping[str, Member]) -> int:
     return min(set(UIDS) - {one.uid for one in members.values()})
 
 
-def _free_port() -> int:
-    with listen() as free:
-        return free.getsockname()[1]
+def free_port(candidates: Iterable[int]) -> int:
+    """The first that nobody listens on. Those below 32,768 Linux gives to nobody unasked: a server
+    that was told its number some seconds ago finds it free, also among thirty that start at once.
+    Raises ConfigError."""
+    for port in candidates:
+        with contextlib.suppress(OSError), socket.create_server((LOCAL, port)):
+            return port
+    raise ConfigError("no port of this machine is free for a server of the room; close others")
+
+
+def ports(uid: int) -> tuple[int, int]:
+    """The ports of a learner's server: nobody else's in this room."""
+    nth = uid - UIDS.start
+    return 16_000 + nth, 24_000 + nth
 
 
 def new_code() -> str:

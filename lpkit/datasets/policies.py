@@ -115,9 +115,9 @@ class SpreadDocuments(Documents, SpreadWindows):
     pass
 
 
-class Masked(Windows):
-    """Targets are the tokens themselves. As many of each sequence are hidden behind `mask`, by seed
-    and step, and these alone have a weight."""
+class Masked(RandomWindows):
+    """Targets are the tokens themselves. As many of each sequence, drawn by seed and step, are
+    hidden behind `mask`, and these alone have a weight."""
 
     def __init__(self, *, share: float, mask: int, **settings):
         super().__init__(**settings)
@@ -126,21 +126,12 @@ class Masked(Windows):
     def batch(self, step: int) -> Batch:
         tokens = super().batch(step).tokens
         if (tokens >= self.mask).any():
-            raise ConfigError(f"data.policy.mask={self.mask} and the token {tokens.max()} of the "
-                              f"text must differ; set data.policy.mask to the number of tokens "
-                              f"of the tokenizer, and model.vocab to one more")
+            raise ConfigError(f"data.policy.mask={self.mask} is a token of the text, or less; set "
+                              f"it to the tokenizer's vocabulary, and model.vocab to one more")
         drawn = np.random.default_rng((self.seed, step)).random(tokens.shape)
-        drawn = torch.from_numpy(drawn.argpartition(self.hidden)[:, :self.hidden])
-        hidden = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, drawn, True)
+        places = torch.from_numpy(drawn.argpartition(self.hidden)[:, :self.hidden])
+        hidden = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True)
         return Batch(tokens.masked_fill(hidden, self.mask), tokens, weights=hidden.float())
-
-
-class RandomMasked(Masked, RandomWindows):
-    pass
-
-
-class SpreadMasked(Masked, SpreadWindows):
-    pass
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:

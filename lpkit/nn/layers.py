@@ -63,6 +63,16 @@ def rmsnorm(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.width, eps=config.norm_eps)
 
 
+class NoNorm(nn.Module):
+    """The identity: the stream as it is."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class LearnedPositions(nn.Module):
     """Adds a learned vector to each token's embedding; leaves q and k alone. `start`: where the
     first token stands; or the place of each, (T,) int64, or where sequences differ (B, T)."""

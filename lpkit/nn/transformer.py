@@ -37,26 +37,38 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
-        self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
+        self.project(config)
         self.kind = KINDS[config.attention.name].load()(config)
-        self.q_norm = self.k_norm = self.prefix = None
+        self.q_norm = self.k_norm = self.prefix = self.shape = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
+
+    def project(self, config: ModelConfig) -> None:
+        self.qkv, self.out = linear(config, "attention.qkv"), linear(config, "attention.out")
+
+    # (B, T, D) -> (B, T, H, E), (B, T, G, E), (B, T, G, E)
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows = self.qkv(x)      # x may be a part of the tokens, which its product gathers
+        groups = rows.view(*rows.shape[:2], self.G, self.queries + 2, self.E)
+        q, k, v = groups.split([self.queries, 1, 1], dim=3)
+        return q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+
+    # (B, 1, D) -> (B, G, H / G + 1, E), (B, G, 1, E)
+    def step_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """One token: its heads lie by group as they are, and q and k turn together."""
+        groups = self.qkv(x).view(len(x), self.G, -1, self.E)
+        return groups.split([self.queries + 1, 1], dim=2)
 
     # (B, T, D) -> (B, T, D)
     def forward(self, x: Tensor, rotation, cache: Cache | None, layer: int,
                 documents: Tensor | None = None) -> Tensor:
         if cache is not None and cache.stepping:
             return self.step(x, rotation, cache, layer)
-        rows = self.qkv(x)
-        B, T, _ = rows.shape        # x may be a part of the tokens, which its product gathers
-        groups = rows.view(B, T, self.G, self.queries + 2, self.E)
-        q, k, v = groups.split([self.queries, 1, 1], dim=3)
-        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3)
+        q, k, v = self.heads(x)
         if self.q_norm is not None:     # under autocast their results may be wider than v
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if rotation is not None:    # kernels take angles (T, E); each sequence may have its own
+        if rotation is not None:
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         own = self.kind(x)
@@ -64,21 +76,25 @@ class Attention(nn.Module):
             out = self.attend(q, k, v, documents, own)
         else:
             out = cache.prompt(layer, self, q, k, v, documents, own)
-        return self.out(out.transpose(1, 2).reshape(B, T, -1))
+        if self.shape is not None:
+            out = self.shape(v, out)
+        return self.out(out.transpose(1, 2).flatten(2))
 
     # (B, 1, D) -> (B, 1, D)
     def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:
-        """One token: its heads lie by group as they are, and q and k turn together."""
-        groups = self.qkv(x).view(len(x), self.G, -1, self.E)
-        qk, v = groups.split([self.queries + 1, 1], dim=2)
+        qk, v = self.step_heads(x)
         if self.q_norm is not None:
             q, k = qk.split([self.queries, 1], dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2).type_as(v)
         if rotation is not None:
+            # kernels take angles (T, E); where sequences stand apart, each has its own
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
         out = cache.step(layer, self, q, k, v, self.kind(x))
+        if self.shape is not None:      # queries of 0 give the mean of what the cache holds
+            mean = cache.step(layer, self, torch.zeros_like(q), k, v, None)
+            out = self.shape(v, out, mean)
         return self.out(out.reshape(len(x), 1, -1))
 
 

@@ -47,7 +47,7 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
     held = tokens * numbers * compute + saved
     if s.attends_again:
         work += held - tokens * views * compute
-        held, saves_result = tokens * _given(s) * compute, False
+        held, saves_result = tokens * attended_numbers(s) * compute, False
     held += tokens * gates * compute
     return Op(name="attention", part="attention", saved_itemsize=compute, saved_bytes=held,
               params=m.H if getattr(m.attention, "sinks", False) else 0,
@@ -63,7 +63,7 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
 def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
     What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
-    m, views, masked = s.model, _given(s), s.rule not in (Rule(), EVERY_KEY)
+    m, views, masked = s.model, attended_numbers(s), s.rule not in (Rule(), EVERY_KEY)
     sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
     mask = s.masked_pairs * s.compute_bytes if masked else 0
     return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
@@ -76,7 +76,7 @@ def sdpa(s: MicroBatch) -> Op:
 def tiled(s: MicroBatch) -> Op:
     """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
     free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
-    m, T, views = s.model, int(s.model.T), _given(s)
+    m, T, views = s.model, int(s.model.T), attended_numbers(s)
     sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
     side = min(TILE, T)
     copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
@@ -134,7 +134,7 @@ def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     meet: documents count as one, which has the most."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
-    views, grads = _given(s), s.tokens * qkv_numbers(m) * s.compute_bytes
+    views, grads = attended_numbers(s), s.tokens * qkv_numbers(m) * s.compute_bytes
     pairs = masks = near = 0
     for first, last, spans in query_blocks(rule, T):
         pairs += (last - first) * keys_in(spans)
@@ -161,7 +161,7 @@ def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: flo
     each token, and backward holds `work` numbers at the most, its gradients among them."""
     padded = chunk_of(s.model.T)[1]
     grads = s.tokens * qkv_numbers(s.model) * s.compute_bytes
-    op = _attention(s, views=_given(s), work=FP32 * work, out=grads, pairs=pairs,
+    op = _attention(s, views=attended_numbers(s), work=FP32 * work, out=grads, pairs=pairs,
                     score_passes=(4, 8), **facts)
     return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * moves * FP32)
 
@@ -183,7 +183,7 @@ def linear_chunks(s: MicroBatch) -> Op:
     return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
                       moves=(m.H + m.G) * (4 * F + m.E),
                       work=s.batch * (common + max(through_q, through_k)),
-                      numbers=_given(s) + m.H * m.E, saved=s.tokens * m.H * FP32,
+                      numbers=attended_numbers(s) + m.H * m.E, saved=s.tokens * m.H * FP32,
                       saves_result=True, backward_pairs=2.5)
 
 
@@ -200,7 +200,7 @@ def delta_chunks(s: MicroBatch) -> Op:
     most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
     return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
                       moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
-                      numbers=_given(s), saved=0, gates=m.G, backward_pairs=2.75)
+                      numbers=attended_numbers(s), saved=0, gates=m.G, backward_pairs=2.75)
 
 
 def quadratic(s: MicroBatch) -> Op:
@@ -211,7 +211,7 @@ def quadratic(s: MicroBatch) -> Op:
     pairs = s.batch * m.H * m.T * m.T * FP32
     mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
     given = s.tokens * m.H * m.E * s.compute_bytes
-    return _attention(s, numbers=_given(s), views=_given(s), saved=pairs + mapped, out=3 * given,
+    return _attention(s, numbers=attended_numbers(s), views=attended_numbers(s), saved=pairs + mapped, out=3 * given,
                       work=2 * pairs + mapped, score_passes=(6, 8), features=features)
 
 
@@ -220,7 +220,7 @@ def delta_steps(s: MicroBatch) -> Op:
     m, grads = s.model, s.tokens * qkv_numbers(s.model) * s.compute_bytes
     states = s.tokens * m.G * m.E * m.E * FP32
     mapped = 2 * s.tokens * qkv_numbers(m) * FP32
-    return _attention(s, numbers=_given(s), views=_given(s), saved=states + mapped, gates=m.G,
+    return _attention(s, numbers=attended_numbers(s), views=attended_numbers(s), saved=states + mapped, gates=m.G,
                       work=grads, out=grads, score_passes=(5, 8), pairs=(
                           Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
                           Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
@@ -239,7 +239,7 @@ def qkv_numbers(m: Any) -> int:
     return (m.H + 2 * m.G) * m.E
 
 
-def _given(s: MicroBatch) -> int:
+def attended_numbers(s: MicroBatch) -> int:
     """Numbers of a token's q, k and v as attention has them: views, but for those made anew, of
     which norms may have saved the product before; q and k that are turned are no copies besides."""
     m = s.model

@@ -38,13 +38,14 @@ class Product:
 
     @functools.cached_property
     def words(self) -> str:
-        return f"({self.M:,}, {self.K:,}) x ({self.K:,}, {self.N:,})"
+        M = round(self.M) if isinstance(self.M, float) else self.M
+        return f"({M:,}, {self.K:,}) x ({self.K:,}, {self.N:,})"
 
     @property
     def flops(self) -> int:
         """The FLOPs without those of zeros."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
-        whole = self.density == 1 and not isinstance(self.M, float)
+        whole = self.density == 1 and not isinstance(self.M, float)     # of layers on average
         return flops if whole else round(flops * self.density)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
@@ -63,21 +64,16 @@ class Product:
 def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Lists all products of a forward pass over `batch` sequences of model.context tokens."""
     ops, found = of(model), []
-
-    def seen(M: float) -> float:        # an average over layers, whose sum is whole
-        return round(M) if abs(M - round(M)) < 1e-6 else M
-
     for op in (*ops.block, ops.head):
         calls = 1 if op is ops.head else model.L
         part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
-            found.append(Product(name=op.name, M=seen(M * op.tokens_share) if part else M, N=N,
-                                 K=K, calls=calls, cut=op.cut, trained=op.trained,
+            found.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
+                                 N=N, K=K, calls=calls, cut=op.cut, trained=op.trained,
                                  density=op.density))
         for one in op.pairs:
-            found.append(Product(**vars(one) | {"M": seen(one.M) if part else one.M,
-                                                "group": batch * one.group},
+            found.append(Product(**vars(one) | {"group": batch * one.group},
                                  calls=calls, pairs=True))
     return tuple(found)
 

@@ -83,8 +83,9 @@ def padded(shape: tuple[int, ...], ranks: int) -> int:
 
 
 # In this order attention has its modules, whatever the order in which they are called.
-OF_ATTENTION = ("attention.qkv", "attention.out", "attention", "attention.kind.beta",
-                "attention.q_norm", "attention.k_norm", "attention.prefix")
+OF_ATTENTION = ("attention.qkv", "attention.qk", "attention.out", "attention",
+                "attention.kind.beta", "attention.q_norm", "attention.k_norm", "attention.prefix",
+                "attention.shape")
 
 
 def part(op: Op, ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -5,12 +5,13 @@ is one more row here, and a module that its row names; nothing else changes.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
+from typing import Any
 
 from lpkit.techniques.adapters import ADAPTERS, QUANTISED
-from lpkit.techniques.attention import OPERATIONS
+from lpkit.techniques.attention import OPERATIONS, Rule
 from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import (
     FP32,
@@ -47,6 +48,11 @@ def rmsnorm(name: str, s: MicroBatch, *, residual: bool) -> Op:
         return _norm(name, s, params=s.model.D, saved=saved, backward=backward, residual=residual)
 
     return replace(written_out(True), if_frozen=written_out(False))
+
+
+def no_norm(name: str, s: MicroBatch, *, residual: bool) -> Op:
+    """The gradients of who reads the stream are added all the same."""
+    return replace(_norm(name, s, params=0, saved=0, backward=(), residual=residual), moved_bytes=0)
 
 
 def _norm(name: str, s: MicroBatch, *, params: int, saved: float, backward: tuple[Hold, ...],
@@ -107,16 +113,87 @@ def pre_norm(s: MicroBatch) -> Iterator[Op]:
 NORMS: dict[str, Kind] = {
     "layernorm": Kind(operations=layernorm, implementation="lpkit.nn.layers:layernorm"),
     "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
+    "none": Kind(operations=no_norm, why="the stream as it is",
+                 implementation="lpkit.nn.layers:NoNorm"),
 }
 MLPS: dict[str, Kind] = {
     "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.mlps:GeluMLP"),
     "swiglu": Kind(operations=swiglu_mlp, implementation="lpkit.nn.mlps:SwigluMLP",
                    source="Shazeer 2020, https://arxiv.org/abs/2002.05202"),
 }
+
+
+def _whole_heads(m: Any) -> str:
+    """Why shaped attention cannot be of this model, and the way out."""
+    if m.G != m.H:
+        return f"has a value for each head; set model.kv_heads={m.H}"
+    if m.attention.rule(m.T) != Rule():
+        return "takes the mean of the whole past from each token; set model.attention=full"
+    if any(one.name == "prefix" for one in m.changes):
+        return "has no mean of a prefix; leave model.changes=prefix out"
+    return ""
+
+
+def _whole_width(m: Any) -> str:
+    if m.H * m.E != m.D:
+        return (f"takes its input as values, and {m.H} heads of {m.E} are not model.width={m.D}; "
+                f"leave model.head_dim out")
+    return _whole_heads(m)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block(Kind):
+    """A row of BLOCKS. `gain`: what branches are multiplied by at the start. `norms`: it has those
+    of model.norm; `channels`: a gain for each channel; `one_gain`: both branches have the same.
+    `bare`: attention has neither values nor projection. `refuses(model)`: why it cannot be of it,
+    and the way out. `uncut`: why a rank cannot have a part of its heads or tokens."""
+
+    gain: float = 1.0
+    norms: bool = True
+    channels: bool = False
+    one_gain: bool = False
+    bare: bool = False
+    refuses: Callable[[Any], str] = lambda m: ""
+    uncut: str = ""
+
+
+OF_BLOCK, IN_BLOCK = "lpkit.predict.blocks:", "lpkit.nn.blocks:"
+ADDED = "adds up gains of a stream that ranks have in parts"
+SHAPED = "sums over whole sequences and over all heads"
 BLOCKS: dict[str, Kind] = {
-    "pre-norm": Kind(operations=pre_norm, why="a norm before attention and before the MLP, whose "
-                     "results are added", implementation="lpkit.nn.transformer:Block",
-                     source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
+    "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP, whose "
+                      "results are added", implementation="lpkit.nn.transformer:Block",
+                      source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
+    "parallel": Block(operations=OF_BLOCK + "parallel", why="attention and MLP read one norm, and "
+                      "both are added", implementation=IN_BLOCK + "Parallel",
+                      source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
+    "sandwich": Block(operations=OF_BLOCK + "sandwich", why="a norm before each branch and one "
+                      "behind it", implementation=IN_BLOCK + "Sandwich",
+                      source="Ding et al. 2021, https://arxiv.org/abs/2105.13290, section 2.4"),
+    "rezero": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False, one_gain=True,
+                    why="no norm; both branches of a layer times one number that begins as 0",
+                    uncut=ADDED, implementation=IN_BLOCK + "Scaled",
+                    source="Bachlechner et al. 2020, https://arxiv.org/abs/2003.04887"),
+    "skipinit": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False,
+                      why="no norm; each branch times a number that begins as 0", uncut=ADDED,
+                      implementation=IN_BLOCK + "Scaled",
+                      source="De and Smith 2020, https://arxiv.org/abs/2002.10444"),
+    "layerscale": Block(operations=OF_BLOCK + "scaled", gain=1e-4, channels=True,
+                        why="pre-norm; each channel of a branch times a number that begins as 1e-4",
+                        uncut=ADDED, implementation=IN_BLOCK + "Scaled",
+                        source="Touvron et al. 2021, https://arxiv.org/abs/2103.17239, section 2"),
+    "skipless": Block(operations=OF_BLOCK + "skipless", gain=0.1, refuses=_whole_heads,
+                      why="attention without a skip, in the shape of an identity", uncut=SHAPED,
+                      implementation=IN_BLOCK + "Skipless",
+                      source="He et al. 2023, https://arxiv.org/abs/2302.10322"),
+    "sas": Block(operations=OF_BLOCK + "skipless", gain=0.1, bare=True, refuses=_whole_width,
+                 why="skipless, and without matrices of values and projection", uncut=SHAPED,
+                 implementation=IN_BLOCK + "Sas",
+                 source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 9"),
+    "sas-p": Block(operations=OF_BLOCK + "sas_parallel", gain=0.1, bare=True, refuses=_whole_width,
+                   why="sas with attention and MLP side by side, and no skip at all", uncut=SHAPED,
+                   implementation=IN_BLOCK + "SasParallel",
+                   source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 10"),
 }
 
 
@@ -192,7 +269,7 @@ def operations(s: MicroBatch) -> Operations:
         embed=Op(name="embed", part="embedding", params=m.V * m.D, shape=(m.V, m.D),
                  saved_bytes=N * TOKEN_ID, moved_bytes=5 * N * m.D * s.residual_bytes),
         positions=POSITIONS[m.position].operations(s),
-        block=tuple(BLOCKS[m.block].operations(s)),
+        block=tuple(BLOCKS[m.block].formula(s)),
         norm=NORMS[m.norm].operations("norm", s, residual=False),
         head=Op(name="head", part="head", params=0 if m.tied else m.V * m.D, matmul=(m.D, m.V),
                 cut="column", reads_residual=True,

@@ -16,7 +16,7 @@ from lpkit.techniques.row import Row, Settings
 class Policy(Row):
     """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read, with the settings of the policy where it has the same. `problem(model, settings)`: why a model cannot be trained by it,
+    run's validation data are read. `problem(model, settings)`: why a model cannot be trained by it,
     and the way out; empty: it can."""
 
     gives_ids: bool = False
@@ -37,14 +37,11 @@ POLICIES: dict[str, Policy] = {
     "spread-documents": Policy(why="spread windows that say the same",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
                                gives_ids=True, evaluation="spread-documents"),
-    **{name: Policy(why=why, implementation=f"lpkit.datasets.policies:{made}", hides=True,
-                    settings=Hiding(), problem=lambda model, asked: asked.problem(model),
-                    evaluation="spread-masked",
-                    source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805")
-       for name, made, why in (
-           ("random-masked", "RandomMasked", "random windows, of which a share of the tokens is "
-                                             "hidden and asked for, also in evaluation"),
-           ("spread-masked", "SpreadMasked", "spread windows, of which the same is asked"))},
+    "masked": Policy(why="random windows, of which some tokens are hidden and asked for, also in "
+                         "evaluation: of the validation text, by the seed", hides=True,
+                     settings=Hiding(), problem=lambda model, asked: asked.problem(model),
+                     implementation="lpkit.datasets.policies:Masked", evaluation="masked",
+                     source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805"),
 }
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
@@ -372,6 +373,9 @@ def refuse_untrainable(config: "Config") -> None:
         why = why or (f"model.attention={m.attention.name} has gates and states that are not cut by "
                       f"heads so far")
         changes["parallel.tensor"] = 1
+    if layout.tensor * layout.context > 1 and (uncut := getattr(BLOCKS[m.block], "uncut", "")):
+        why = why or f"model.block={m.block} {uncut}"
+        changes |= {"parallel.tensor": 1, "parallel.context": 1}
     recipe = RECIPES.get(config.precision.recipe.name)      # None: auto
     if layout.tensor > 1 and TENSOR_MESSAGES[layout.tensor_messages].plain and (
             m.bias or (recipe and recipe.products)):

@@ -202,7 +202,8 @@ def linear(name: str, s: MicroBatch, K: int, out: int, *, cut: str, bias: bool,
 def fused(m: Any, name: str) -> tuple[int, ...]:
     """Rows of the matrices that the parameter `name` is made of, which take turns; (): one."""
     queries = m.H // m.G * m.E
-    of = {"attention.qkv.weight": (queries, m.E, m.E), "mlp.gate_up.weight": (m.F, m.F)}
+    of = {"attention.qkv.weight": (queries, m.E, m.E), "attention.qk.weight": (m.E, m.E),
+          "mlp.gate_up.weight": (m.F, m.F)}
     return next((rows for end, rows in of.items() if name.endswith(end)), ())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,8 @@ def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
     other = POLICIES[asked.name].evaluation
     piece = batch // config.grad_accum_steps        # on any number of ranks
     piece = -(-piece // ranks.layout.batch_ranks) * ranks.layout.batch_ranks
-    reads = chosen(POLICIES, other)
-    if type(asked) is type(reads):
-        reads = replace(asked, name=other)
-    val = Share(_policy(config, reads, files.val, piece, config.seed + VALIDATION), ranks, piece)
+    val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
+                        files.val, piece, config.seed + VALIDATION), ranks, piece)
     return Corpus(data=data, val=val, tokenizer=files.tokenizer.to_dict(), tokens=tokens)
 
 

@@ -40,14 +40,12 @@ from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
-from lpkit.nn.init import fan_in
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
 from lpkit.processes import Children
 from lpkit.tables import FAINT, html_table
 from lpkit.techniques.data import SIZES, Sizes
-from lpkit.techniques.inits import INITS
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings
 from lpkit.training.background import Background
 from lpkit.training.training import Training
 from lpkit.values import Count, CountOrZero
@@ -306,26 +304,11 @@ def between(known: Sequence[tuple[float, float]], x: float) -> float:
     return known[-1][1]
 
 
-# ---- Width: standard parametrisation, and muP built from outside
+# ---- Width: standard parametrisation, and muP
 
 WIDTHS = (32, 64, 128, 256)
 WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
 HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
-
-
-@torch.no_grad()
-def mup_init(model: torch.nn.Module) -> None:
-    """Hidden matrices N(0, 1 / inputs) as ever, embeddings of one size at every width (table 3 of
-    Yang et al. 2022), and the head 0 (its appendix D.2), which is small enough at every width."""
-    fan_in(model)
-    for table in (model.embed.weight, *model.positions.parameters()):
-        torch.nn.init.normal_(table, std=WIDTHS[0] ** -0.5)
-    torch.nn.init.zeros_(model.head.weight)
-
-
-INITS["mup"] = Row(why="initialisation of muP",
-                   source="Yang et al. 2022, arXiv:2203.03466, table 3",
-                   implementation="lessons.l21_batch_schedule_search:mup_init")
 
 
 def mup(width: int) -> dict[str, Any]:

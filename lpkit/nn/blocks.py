@@ -1,0 +1,186 @@
+"""Blocks that are not pre-norm: what rows of `lpkit.techniques.blocks` name.
+
+A skip carries the signal past a block. Without it a block must begin as the identity, or the tokens
+of a deep model become alike: attention is a mean over the past, again and again (Dong et al. 2021,
+https://arxiv.org/abs/2103.03404). Shaped attention is that identity (Noci et al. 2023,
+https://arxiv.org/abs/2306.17759): with queries 0, softmax is the mean over the past, which is
+subtracted, and a token's own value stays.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.config import ModelConfig
+from lpkit.contracts import Attend
+from lpkit.nn.layers import add_norm, linear
+from lpkit.nn.transformer import Attention, Block
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
+from lpkit.techniques.inits import INITS, Init
+from lpkit.techniques.row import Settings
+
+
+class Parallel(nn.Module):
+    """Attention and MLP read one norm, and both are added (GPT-J; PaLM,
+    https://arxiv.org/abs/2204.02311)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.norm1 = NORMS[config.norm].load()(config)
+        self.attention, self.mlp = Attention(config, attend), MLPS[config.mlp].load()(config)
+
+    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        return x + self.attention(h, rotation, cache, layer, documents) + self.mlp(h)
+
+
+class Sandwich(Block):
+    """Pre-norm, and a norm of each branch before it is added (Ding et al. 2021,
+    https://arxiv.org/abs/2105.13290)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__(config, attend)
+        self.norm3, self.norm4 = (NORMS[config.norm].load()(config) for _ in range(2))
+
+    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        delta = self.norm3(self.attention(self.norm1(x), rotation, cache, layer, documents))
+        x, h = add_norm(self.norm2, x, delta)
+        return x + self.norm4(self.mlp(h))
+
+
+class Gain(nn.Module):
+    """Learned factors of the last dimension, or one for all, that begin as `start`."""
+
+    def __init__(self, numbers: int, start: float):
+        super().__init__()
+        self.weight, self.start = nn.Parameter(torch.full((numbers,), start)), start
+
+    def reset(self, init: Settings) -> None:
+        nn.init.constant_(self.weight, self.start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In the weight's dtype, which is the stream's, where x has the products'."""
+        return x * self.weight
+
+
+class Scaled(nn.Module):
+    """x + gain * branch(norm(x)), with the gains and norms that the row of the block names."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        row = BLOCKS[config.block]
+        norm = NORMS[config.norm if row.norms else "none"].load()
+        self.norm1, self.attention = norm(config), Attention(config, attend)
+        self.gain1 = Gain(config.D if row.channels else 1, row.gain)
+        self.norm2, self.mlp = norm(config), MLPS[config.mlp].load()(config)
+        self.gain2 = self.gain1 if row.one_gain else Gain(len(self.gain1.weight), row.gain)
+
+    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        delta = self.gain1(self.attention(self.norm1(x), rotation, cache, layer, documents))
+        x, h = add_norm(self.norm2, x, delta)
+        return x + self.gain2(self.mlp(h))
+
+
+class Shape(nn.Module):
+    """alpha v + beta softmax(q k) v - gamma mean(v), by head. `weight` (3, H): alpha, beta, gamma.
+
+    The published code builds the (T, T) matrix of it; the mean over the past is a running sum, so
+    that memory stays linear in T with any backend.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, config.H))
+
+    def reset(self, init: Settings) -> None:
+        start = torch.tensor(getattr(INITS[init.name], "shape", Init.shape))
+        self.weight.data.copy_(start[:, None].expand_as(self.weight))
+
+    # (B, H, T, E) each -> (B, H, T, E)
+    def forward(self, v: Tensor, attended: Tensor, mean: Tensor | None = None) -> Tensor:
+        alpha, beta, gamma = self.weight.type_as(v)[:, :, None, None]
+        mean = running_mean(v) if mean is None else mean
+        return alpha * v + beta * attended - gamma * mean
+
+
+def running_mean(v: Tensor) -> Tensor:
+    """(..., T, E) -> (..., T, E): the mean of each token's v and those before it, summed in
+    float32."""
+    counts = torch.arange(1, v.shape[-2] + 1, device=v.device)[:, None]
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return (v.cumsum(-2, dtype=wide) / counts).type_as(v)
+
+
+class ShapedAttention(Attention):
+    """Begins as the identity, where values and projection do (an initialisation says which)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__(config, attend)
+        self.shape = Shape(config)
+
+    def reset(self, init: Settings) -> None:
+        if getattr(INITS[init.name], "zero_queries", Init.zero_queries):
+            product = next(self.children())     # of q, k and perhaps v
+            product.weight.data.unflatten(0, (self.G, -1, self.E))[:, :self.queries] = 0.0
+
+
+class BareAttention(ShapedAttention):
+    """Shaped attention whose values are its input, and whose result is not projected."""
+
+    def project(self, config: ModelConfig) -> None:
+        self.qk, self.out = linear(config, "attention.qk"), nn.Identity()
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = self.qk(x).unflatten(-1, (self.G, 2, self.E)).unbind(3)
+        return q, k, x.type_as(q).unflatten(-1, (self.G, self.E))
+
+    def step_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        qk = self.qk(x).view(len(x), self.G, 2, self.E)
+        return qk, x.type_as(qk).view(len(x), self.G, 1, self.E)
+
+
+class Skipless(nn.Module):
+    """gain1 attention(norm(x)), and an MLP with its skip (He et al. 2023,
+    https://arxiv.org/abs/2302.10322; He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure
+    9)."""
+
+    attention_class = ShapedAttention
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        norm, gain = NORMS[config.norm].load(), BLOCKS[config.block].gain
+        self.norm1, self.attention = norm(config), self.attention_class(config, attend)
+        self.gain1 = Gain(1, 1.0)
+        self.norm2, self.mlp = norm(config), MLPS[config.mlp].load()(config)
+        self.gain2 = Gain(1, gain)
+
+    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        x = self.gain1(self.attention(self.norm1(x), rotation, cache, layer, documents))
+        return x + self.gain2(self.mlp(self.norm2(x)))
+
+
+class Sas(Skipless):
+    """Skipless without values and projection."""
+
+    attention_class = BareAttention
+
+
+class SasParallel(nn.Module):
+    """No skip at all: attention and MLP read one norm, and their sum is the result (figure 10)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.norm1, self.attention = NORMS[config.norm].load()(config), BareAttention(config, attend)
+        self.gain1, self.mlp = Gain(1, 1.0), MLPS[config.mlp].load()(config)
+        self.gain2 = Gain(1, BLOCKS[config.block].gain)
+
+    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        return (self.gain1(self.attention(h, rotation, cache, layer, documents))
+                + self.gain2(self.mlp(h)))
