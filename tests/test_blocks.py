@@ -250,6 +250,64 @@ def test_an_init_from_outside_begins_shaped():
         del INITS["own"]
 
 
+# ---- layers that share
+
+@pytest.mark.parametrize("parts", ["all", "attention", "mlp"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_shared_layers_have_the_gradients_of_all_that_read_them(groups, parts):
+    """Of one model and of one whose layers are equal copies: parameters once, gradients added up."""
+    shared = {"model.layers": 4, "model.changes": [{"name": "shared-layers", "groups": groups, "parts": parts}], "precision.recipe": "fp32"}
+    config = SMALL.replace(shared)
+    training = Training.build(config, data=RandomTokens(config))
+    one, batch = training.model.double(), RandomTokens(config).batch(0)
+    there = {name: p for name, p in one.named_parameters() if name.startswith("blocks.")}
+    assert {name: tuple(p.shape) for name, p in there.items()} == {
+        name: shape for name, shape in shapes(config.model).items() if name.startswith("blocks.")}
+    assert parameter_count(config.model) == sum(p.numel() for p in one.parameters())
+    copies = Transformer(SMALL.replace({"model.layers": 4}).model, plain).double()
+    copies.load_state_dict(one.state_dict())
+    for made in (one, copies):
+        F.cross_entropy(made(batch.tokens).flatten(0, 1), batch.targets.flatten()).backward()
+    for name, p in there.items():
+        number, rest = name.removeprefix("blocks.").split(".", 1)
+        alike = range(int(number), 4, groups) if parts == "all" or rest.startswith(parts) else [int(number)]
+        assert torch.allclose(p.grad, sum(copies.blocks[i].get_parameter(rest).grad for i in alike), rtol=1e-9, atol=1e-12), name
+    with FlopCounterMode(display=False) as counted:
+        Training.build(config, data=RandomTokens(config)).update(0)
+    assert training_flops(config.model, batch=4) == counted.get_total_flops()
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8-tensorwise"])
+@pytest.mark.parametrize("parts", ["all", "attention", "mlp"])
+def test_memory_of_shared_layers(parts, recipe):
+    from lpkit.hardware import room
+
+    config = SMALL.replace({"model.layers": 6, "model.width": 64, "model.context": 64, "precision.recipe": recipe, "system.attention": "sdpa",
+                            "model.changes": [{"name": "shared-layers", "groups": 2, "parts": parts}]})
+    assert memory(config, room("cpu")).peak_bytes == pytest.approx(lpkit.predict_trace(config).peak_bytes, rel=0.02)
+
+
+def test_shared_layers_resume_and_sample(corpus, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    config = SMALL.replace({"model.changes": "shared-layers", "data.source": str(corpus / "*.py")})
+    whole = lpkit.train(config, out=tmp_path / "whole")
+    handle = lpkit.start(config, out=tmp_path / "stopped")
+    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
+    handle.result()
+    parts = lpkit.train(config, out=tmp_path / "stopped", resume=True)
+    assert [line["loss"] for line in whole.metrics] == [line["loss"] for line in parts.metrics]
+    assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
+
+
+def test_sharing_by_all_or_by_ranks_is_refused():
+    with pytest.raises(ConfigError, match=r"shared-layers has groups=3 of model\.layers=3, so that no layer shares; set groups to 2 or fewer"):
+        SMALL.replace({"model.changes": [{"name": "shared-layers", "groups": 3}]})
+    config = SMALL.replace({"model.changes": "shared-layers", "parallel.data": 2})
+    with pytest.raises(ConfigError, match="shared-layers has parameters that several layers read, and no ranks so far; train it on one device"):
+        Training.build(config, data=RandomTokens(config))
+
+
 # ---- what becomes of each
 
 @pytest.mark.parametrize("block", [name for name in OWN if name != "pre-norm"])

@@ -259,6 +259,7 @@ def _cpu():
 
 OWN = {"lora": {"model.changes": [{"name": "my-lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
        "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
+       "block": {"model.block": "deepnorm"},
        "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
        "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},
        "sparse": {"model.changes": "sparse"}}
@@ -269,9 +270,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "own_technique.md"
 def beside(tmp_path_factory):
     """The folder of a notebook, with the modules of the page; and a parent of ranks, which finds what this process finds."""
     folder, code = tmp_path_factory.mktemp("beside"), re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    for name, text in zip(("my_rows", "my_modules"), code):
+    [block] = [text for text in code if "class DeepNorm" in text]
+    for name, text in {"my_rows": code[0], "my_modules": code[1], "my_block": block}.items():
         (folder / f"{name}.py").write_text(text)
-    assert len(code[0].splitlines()) <= 40
+    assert len(code[0].splitlines()) <= 40 and len(block.splitlines()) < 40
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         with WarmParent() as parent:
@@ -284,13 +286,13 @@ def own(beside, corpus, monkeypatch):
     before = {field: dict(table) for field, table in outside.TABLES.items()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     yield Config().replace({
-        "imports": "my_rows,tests.own_rows", "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "imports": "my_rows,my_block,tests.own_rows", "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
         "data.source": str(corpus / "*.py"), "steps": 6, "global_batch": 4, "eval_every": 3, "eval_batches": 1,
         "checkpoint_every": 2, "schedule.warmup_steps": 1, "precision.recipe": "bf16", "system.device": "cpu"})
     for field, rows in before.items():
         outside.TABLES[field].clear()
         outside.TABLES[field].update(rows)
-    for name in ("my_rows", "my_modules", "tests.own_rows"):
+    for name in ("my_rows", "my_modules", "my_block", "tests.own_rows"):
         sys.modules.pop(name, None)
 
 
@@ -306,7 +308,7 @@ def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
     if not config.governors:
         assert traced.rows == measured.rows
         assert formula.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in formula.doubt else 0.02)
-    assert formula.doubt or name == "bare"
+    assert formula.doubt or name in ("bare", "block")       # whose operations say all
     run = lpkit.train(config, out=tmp_path / "whole")
     handle = lpkit.start(config, out=tmp_path / "parts")
     handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)

@@ -16,6 +16,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.nn.layers import add_norm, linear
 from lpkit.nn.transformer import Attention, Block
+from lpkit.techniques.adapters import SharedSettings
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
 from lpkit.techniques.inits import INITS, Init
 from lpkit.techniques.row import Settings
@@ -184,3 +185,12 @@ class SasParallel(nn.Module):
         h = self.norm1(x)
         return (self.gain1(self.attention(h, rotation, cache, layer, documents))
                 + self.gain2(self.mlp(h)))
+
+
+def share_layers(model: nn.Module, settings: SharedSettings) -> None:
+    for i in range(settings.groups, len(model.blocks)):
+        first = model.blocks[i % settings.groups]
+        if settings.parts == "all":
+            model.blocks[i] = first
+        else:
+            setattr(model.blocks[i], settings.parts, getattr(first, settings.parts))

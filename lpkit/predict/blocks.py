@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lpkit.predict import attention as attending
+from lpkit.techniques.adapters import SharedSettings
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.blocks import BLOCKS, NORMS, pre_norm, residual_add
+from lpkit.techniques.blocks import BLOCKS, NORMS, Operations, pre_norm, residual_add
 from lpkit.techniques.operation import Hold, MicroBatch, Op, linear
 
 MLP_READS = ("mlp.up", "mlp.gate_up")
@@ -120,3 +121,11 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
             yield op
         elif not bare:
             yield linear("attention.out", s, *op.matmul, cut="row", bias=m.bias)
+
+
+def shared(ops: Operations, s: MicroBatch, settings: SharedSettings) -> Operations:
+    """Of `groups` layers there are parameters and gradients, and of all of them the work."""
+    part = {"all": "", "attention": "attention", "mlp": "mlp"}[settings.parts]
+    own = settings.groups / s.model.L
+    return replace(ops, block=tuple(replace(op, own=own) if op.name.startswith(part) else op
+                                    for op in ops.block))

@@ -6,7 +6,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.predict.updates import Work, elementwise, work
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.memory import RECOMPUTE, Recompute
-from lpkit.techniques.operation import MicroBatch, fused
+from lpkit.techniques.operation import MicroBatch, Op, fused
 from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
 from lpkit.techniques.row import Settings, chosen
 
@@ -29,15 +29,19 @@ def _parts(model: ModelConfig) -> dict[str, int]:
     for times, group in ((1, ops.outside), (model.L, ops.block)):
         for op in group:
             if op.params:
-                counts[op.part] = counts.get(op.part, 0) + times * op.params
+                counts[op.part] = counts.get(op.part, 0) + _held(times, op)
     return counts
+
+
+def _held(times: int, op: Op) -> int:
+    return op.params * (times if op.own == 1 else round(times * op.own))
 
 
 @functools.lru_cache(maxsize=256)
 def trained_count(model: ModelConfig) -> int:
     """Numbers that have gradients and optimizer states."""
     ops = of(model)
-    return sum(times * op.params for times, group in ((1, ops.outside), (model.L, ops.block))
+    return sum(_held(times, op) for times, group in ((1, ops.outside), (model.L, ops.block))
                for op in group if op.trained)
 
 
@@ -45,7 +49,8 @@ def trained_count(model: ModelConfig) -> int:
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the trained parameters, by the names that they have in lpkit.nn."""
     ops, found = of(model), {}
-    blocks = [(f"blocks.{i}.", ops.block) for i in range(model.L)]
+    blocks = [(f"blocks.{i}.", [op for op in ops.block if i < round(model.L * op.own)])
+              for i in range(model.L)]
     for where, group in (("", ops.outside), *blocks):
         for op in group:
             suffixes = ("sinks",) if op.name == "attention" else ("weight", "bias")
@@ -81,7 +86,8 @@ def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
 
 def nonzero_count(model: ModelConfig) -> int:
     """Counts parameters without the zeros of pruned matrices, which are stored all the same."""
-    zeros = model.L * sum(round(op.weights * (1 - op.density)) for op in of(model).linears)
+    zeros = sum(round(model.L * op.own) * round(op.weights * (1 - op.density))
+                for op in of(model).linears)
     return parameter_count(model) - zeros
 
 

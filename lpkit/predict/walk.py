@@ -375,7 +375,7 @@ class Walk(Device):
         TEMPORARIES."""
         s, (x, y, weight) = self.s, self.numbers(op)
         dx, dw, dy = x * s.compute_bytes, weight * s.compute_bytes * op.trained, y * s.compute_bytes
-        final, wide = weight * self.gradient_bytes * op.trained, dx
+        final, wide = weight * self.gradient_bytes * op.trained, dx     # and shared ones add up
         if s.mixed and op.reads_residual:
             wide = x * s.residual_bytes
         if op.shares == "output" or (op.writes_residual and not s.mixed):
@@ -396,7 +396,8 @@ class Walk(Device):
             work = self.widened * (x + y + weight) - dy if self.widened else whole + dx + dw
             if op.stored_bytes:
                 work = whole + max(op.made_bytes / self.tensor, weight * s.compute_bytes + dx)
-            copied, copies = COPIES, self.copies(weight) if s.mixed and not op.stored_bytes else 0.0
+            copied = COPIES
+            copies = self.copies(weight * op.own) if s.mixed and not op.stored_bytes else 0.0
             if s.mixed:
                 after = dw + max(final, wide if op.reads_residual else 0) + wide - dx
         # a head that waits for its embedding is updated with it
@@ -407,7 +408,7 @@ class Walk(Device):
         if op.shares == "input":
             steps.append((NO_MOMENT, TEMPORARIES, -wide))
         if not gathers and not (self.leave and op is self.ops.head):
-            steps.append((NO_MOMENT, GRADIENTS, final))
+            steps.append((NO_MOMENT, GRADIENTS, final * op.own))
         return steps
 
     def low_linear(self, op: Op, low: Low, whole: float, wide: float, dy: float) -> float:

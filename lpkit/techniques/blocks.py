@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from lpkit.techniques.adapters import ADAPTERS, QUANTISED
+from lpkit.techniques.adapters import ADAPTERS, QUANTISED, SHARED
 from lpkit.techniques.attention import OPERATIONS, Rule
 from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import (
@@ -200,7 +200,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **MASKED}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **SHARED, **MASKED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,21 +231,21 @@ class Operations:
         return tuple(op for op in self.block if op.matmul)
 
     @functools.cached_property
-    def linear_weights(self) -> int:
-        """Numbers of one block's matrices, but for those that codes stand for."""
-        return sum(op.weights for op in self.linears if not op.stored_bytes)
+    def linear_weights(self) -> float:
+        """Numbers of a block's own matrices on average, but for those that codes stand for."""
+        return sum(op.weights * op.own for op in self.linears if not op.stored_bytes)
 
     @functools.cached_property
-    def trained_weights(self) -> int:
+    def trained_weights(self) -> float:
         """Numbers of those matrices that have gradients."""
-        return sum(op.weights for op in self.linears if op.trained)
+        return sum(op.weights * op.own for op in self.linears if op.trained)
 
     @functools.cached_property
-    def small(self) -> tuple[int, int]:
+    def small(self) -> tuple[float, float]:
         """Trained gains and biases of one block: those cut with a matrix's columns, and others."""
         trained = [op for op in self.block if op.trained]
-        cut = sum([op.params - op.weights for op in trained if op.cut == "column"])
-        return cut, sum([op.params - op.weights for op in trained]) - cut
+        cut = sum([(op.params - op.weights) * op.own for op in trained if op.cut == "column"])
+        return cut, sum([(op.params - op.weights) * op.own for op in trained]) - cut
 
     @functools.cached_property
     def result_bytes(self) -> int:

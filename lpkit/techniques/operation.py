@@ -71,6 +71,7 @@ class Op:
     trained: bool = True                    # its parameters have gradients and optimizer states
     tokens_share: float = 1.0               # of the tokens, what it sees, on average
     density: float = 1.0                    # of its matrix, what is not zero
+    own: float = 1.0                        # of the blocks, those that share nobody's parameters
     if_frozen: "Op | None" = None           # what else it is without gradients of its parameters
     shares: Literal["", "input", "output"] = ""     # the side whose gradient another Linear has, too
     stored_bytes: float = 0.0               # of a matrix that codes stand for; 0: it is there

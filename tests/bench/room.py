@@ -75,9 +75,12 @@ def measured(folder: Path, url: str) -> list[Result]:
         working = statistics.median(memory_bytes(folder, one.name) for one in others)
         together = [seconds for own in pool.map(at_work, [first, *others]) for seconds in own]
         kills, sent = killing.result(), sum(one.result() for one in sending)
-    teacher, deadline = rooms.Person(url, "teacher", codes["teacher"]), time.monotonic() + 120
-    while len(mine := rooms.ask(f"{url}/services/progress/now", token=teacher.token)["events"]) < sent and time.monotonic() < deadline:
-        time.sleep(1)
+    teacher, deadline = rooms.Person(url, "teacher", codes["teacher"]), time.monotonic() + 180
+    mine, address = [], f"{url}/services/progress/now"
+    while len(mine) < sent and time.monotonic() < deadline:
+        time.sleep(1)       # the service was killed just now
+        if rooms.status(address, teacher.token) == 200:
+            mine = rooms.ask(address, token=teacher.token)["events"]
     kept = len({one["id"] for one in mine})
     theirs = [(str(folder / "learners" / one.name), pids(folder, one.name)[0]) for one in others[:11]]
     read, asked = map(int, first.run(f"THEIRS = {theirs!r}\n{READER}").split())
