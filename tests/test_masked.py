@@ -81,6 +81,8 @@ def test_the_loss_and_its_gradients_are_those_written_out(says, position, small)
     for p, copy in zip(training.model.parameters(), state.values(), strict=True):     # far from the start, where attention is nearly a mean
         with torch.no_grad():
             copy.copy_(p.copy_(p + 0.1 * torch.sin(torch.arange(p.numel()).float()).view_as(p)))
+    for block in training.model.blocks:     # as kernels, which take the same angles for all sequences
+        block.attention.rotate = lambda x, cos, sin, rotate=block.attention.rotate: rotate(x, *(t.view(x.shape[-2:]) for t in (cos, sin)))
     said = training.forward_backward(batch)
     (loss := by_hand(config, state, batch)).backward()
     assert said.item() == pytest.approx(loss.item(), rel=1e-5)
@@ -210,6 +212,16 @@ def test_a_run_goes_on_to_the_bit_and_learns(small, tmp_path):
     # what it learnt goes on without masks: a model that sees all
     after = small.replace(BERT | {"start.run": str(tmp_path / "run")})
     assert Training.build(after).evaluate() < Training.build(small.replace(BERT)).evaluate() - 0.5
+
+
+@pytest.mark.parametrize("says", [{"memory.recompute": "block"}, {"memory.cross_entropy": "chunked"}, {"grad_accum_steps": 2}, {"system.attention": "tiled"}])
+def test_other_ways_of_computing_it_have_its_numbers(says, small):
+    found = []
+    for config in (small.replace(MAE), small.replace(MAE | says)):
+        training = Training.build(config)
+        found.append([training.update(step).loss.item() for step in range(3)] + [training.evaluate()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5 if "grad_accum_steps" not in says else 1e-2)
+    assert found[1][:3] == pytest.approx(found[0][:3], rel=1e-5)
 
 
 @pytest.mark.dist
