@@ -14,6 +14,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "adapter-step": ("adapters:run", "a step with adapters beside one of the whole model"),
     "attention-cpu": ("kernels:attention", "attention on a CPU beside PyTorch's flash kernel"),
     "batch-steps": ("batch_steps:run", "updates to a loss by batch size, beside their prediction"),
+    "blocks": ("blocks:run", "a step of each block beside pre-norm's"),
     "claim-overhead": ("overhead:run", "a claim of 10 runs beside the seconds of their steps"),
     "claims": ("claims:run", "how often the referee of `lpkit claim` errs, on real runs"),
     "course": ("course:run", "every notebook at tier cpu, alone and beside four busy processes"),
