@@ -258,7 +258,7 @@ def _cpu():
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
 
 OWN = {"lora": {"model.changes": [{"name": "my-lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
-       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
+       "layer drop": {"governors": "drop-a-layer"}, "bare": {"model.block": "bare"},
        "block": {"model.block": "deepnorm"},
        "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
        "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},

@@ -65,7 +65,7 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
     """Lists all products of a forward pass over `batch` sequences of model.context tokens."""
     ops, found = of(model), []
     for op in (*ops.block, ops.head):
-        calls = 1 if op is ops.head else model.L
+        calls = 1 if op is ops.head else model.L * model.running
         part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T

@@ -280,4 +280,9 @@ def operations(s: MicroBatch) -> Operations:
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
+    if m.shares:
+        # tokens are picked and put back, beside those that pass the block by
+        around = Op(name="around", part="", in_stream=True,
+                    moved_bytes=4 * s.stream_bytes * (1 - sum(m.shares) / len(m.shares)))
+        ops = replace(ops, block=(around, *(op.seeing(*m.shares) for op in ops.block)))
     return ops
