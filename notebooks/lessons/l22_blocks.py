@@ -241,17 +241,17 @@ def _gram(r: Random) -> tuple[Tensor, float]:
     return x @ x.mT / 4, r.uniform(0.1, 2)
 
 
-def _past(T: int) -> Tensor:
-    return torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]
+def _past(G: Tensor) -> Tensor:
+    return torch.ones_like(G).tril() / torch.arange(1, len(G) + 1)[:, None]
 
 
 @exercise("22.gram", (torch.eye(2), 1.0), (torch.tensor([[4.0, 0.0], [0.0, 1.0]]), 0.5), draw=_gram,
           tolerance=1e-5, minutes=10, stars=3,
-          mistakes={"the norm makes every diagonal 1": lambda G, a: G + a * _past(len(G)) @ G @ _past(len(G)).mT,
-                    "both sides are averaged": lambda G, a: G + a * _past(len(G)) @ (
+          mistakes={"the norm makes every diagonal 1": lambda G, a: G + a * _past(G) @ G @ _past(G).mT,
+                    "both sides are averaged": lambda G, a: G + a * _past(G) @ (
                         G / (G.diag()[:, None] * G.diag()).sqrt()),
-                    "the skip stays": lambda G, a: a * _past(len(G)) @ (
-                        G / (G.diag()[:, None] * G.diag()).sqrt()) @ _past(len(G)).mT})
+                    "the skip stays": lambda G, a: a * _past(G) @ (
+                        G / (G.diag()[:, None] * G.diag()).sqrt()) @ _past(G).mT})
 def attended(G: Tensor, a: float) -> Tensor:
-    K, A = G / (G.diag()[:, None] * G.diag()).sqrt(), _past(len(G))
+    K, A = G / (G.diag()[:, None] * G.diag()).sqrt(), _past(G)
     return G + a * A @ K @ A.mT
