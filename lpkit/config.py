@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques import FAMILIES, blocks, layouts, memory, outside
+from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
@@ -81,6 +81,9 @@ class ModelConfig(Group):
     init: Settings = one_of(INITS, "gpt2")
     attention: Settings = one_of(KINDS, "full")     # which keys a query sees
     changes: tuple[Settings, ...] = many_of(blocks.MODEL_CHANGES)   # adapters, and other folds
+
+    # what of it the updates of a run see, where governors say so: lpkit.predict.governed
+    shares, running = (), 1
 
     # functions, which torch.compile looks into
     L = property(lambda self: self.layers)
@@ -263,7 +266,7 @@ class Config(Group):
             raise ConfigError(f"global_batch={self.global_batch} does not split into "
                               f"grad_accum_steps={self.grad_accum_steps} equal micro-batches; "
                               f"grad_accum_steps may be {_divisors(self.global_batch)}")
-        if why := cannot_train(self.model, self.data.policy):
+        if why := cannot_train(self.model, self.data.policy) or changes.why_not(self):
             raise ConfigError(why)
         if self.parallel.devices > 1:
             layouts.check(self, self.parallel)

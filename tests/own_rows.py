@@ -165,4 +165,4 @@ blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations, implem
 blocks.MODEL_CHANGES["sparse"] = Kind(operations=sparse_operations, implementation=f"{__name__}:mask_weights", settings=Sparse())
 blocks.BLOCKS["bare"] = Kind(operations=bare, implementation=f"{__name__}:Bare")
 changes.GOVERNORS["prune-half"] = Row(implementation=f"{__name__}:Prune", settings=Share())
-changes.GOVERNORS["layer-drop"] = Row(implementation=f"{__name__}:LayerDrop")
+changes.GOVERNORS["drop-a-layer"] = Row(implementation=f"{__name__}:LayerDrop")

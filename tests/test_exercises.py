@@ -507,6 +507,11 @@ OTHERS = {
     "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
     "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5, *(beta * k + 1 - k for beta in (beta1, beta2)))],
     "21.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
+    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])], dim=-2)],
+    "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
+    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]), 0.0).view_as(w)],
+    "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril() / torch.ones_like(G).tril().sum(1, keepdim=True))
+                @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
     "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None], alpha=alpha / B.shape[1])[0], by_the_kits_lora],
     "24.trained": [lambda weights, rank: sum(t.numel() for w in weights for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
     "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank, alpha=alpha).scale, alpha * math.sqrt(rank))],

@@ -258,7 +258,7 @@ def _cpu():
 # ---- what a module of one's own adds: docs/own_technique.md and tests/own_rows.py
 
 OWN = {"lora": {"model.changes": [{"name": "my-lora", "rank": 2}]}, "prune": {"governors": "prune-half"},
-       "layer drop": {"governors": "layer-drop"}, "bare": {"model.block": "bare"},
+       "layer drop": {"governors": "drop-a-layer"}, "bare": {"model.block": "bare"},
        "block": {"model.block": "deepnorm"},
        "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
        "drop turned": {"model.changes": "drop-tokens", "model.layers": 3, "model.position": "rope", "memory.recompute": "block"},
@@ -380,7 +380,8 @@ def test_dropped_tokens_are_in_no_formula(own):
 
 def test_the_page_drops_tokens_and_combines_parts(own):
     """What docs/own_technique.md shows beside LoRA runs, and the fold is that of tests/own_rows.py."""
-    drops, combines = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[3:]
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [drops], [combines] = ([text for text in code if words in text] for words in ("settings.share] *", "partial_of"))
     here = {}
     exec(drops, here)
     exec(combines, {})

@@ -13,6 +13,7 @@ from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named, pick, shown
 from lpkit.plain_yaml import read_yaml
 from lpkit.predict.flops import training_flops
+from lpkit.predict.governed import governed
 from lpkit.predict.params import optimizer_work, parameter_count
 from lpkit.presets import resolve
 from lpkit.techniques import outside
@@ -165,7 +166,7 @@ def step_flops(config: Config) -> float:
     """Returns the FLOPs of products in an update: the model's, and those of an optimizer that
     multiplies matrices (`techniques.optimizers`)."""
     work = optimizer_work(config)
-    return (training_flops(config.model, batch=config.global_batch)
+    return (training_flops(governed(config).model, batch=config.global_batch)
             + (work.flops * parameter_count(config.model) if work else 0))
 
 

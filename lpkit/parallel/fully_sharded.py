@@ -129,24 +129,26 @@ class FullySharded(OfRows):
         self.shapes = {name: p.shape for name, p in model.named_parameters()}   # also frozen ones
         self.owned = {name: nn.Parameter(shard.detach().to_local())
                       for name, shard in self.shards.items()}
+        self.modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
         if self.row.cast:
             owned_of = {shard: self.owned[name] for name, shard in self.shards.items()}
             self.gathers = cast_gathers(model, owned_of, self.size)
             self.spread()
-        self._listen(model)
+        self._listen()
         return self.owned
 
-    def _listen(self, model: nn.Module) -> None:
+    def _listen(self) -> None:
         """FSDP2 waits by itself."""
         waits, replicas = self.ranks.waits, self.layout.data > 1
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(Gather(waits))
-                module.set_custom_reduce_scatter(Scatter(waits, replicas))
-                if replicas:
-                    module.set_all_reduce_hook(waits.__exit__)
+        for module in self.modules:
+            module.set_custom_all_gather(Gather(waits))
+            module.set_custom_reduce_scatter(Scatter(waits, replicas))
+            if replicas:
+                module.set_all_reduce_hook(waits.__exit__)
 
     def spread(self) -> None:
+        for module in self.modules:     # what an evaluation gathered may be old
+            module.reshard()
         agree(self.gathers, partial(self.ranks.largest, group=self.group))
 
     def reduce(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.predict.governed import governed
 from lpkit.predict.ledger import MOMENTS, UPDATE, Memory, memory
 from lpkit.predict.params import optimizer_work, parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
@@ -131,7 +132,7 @@ def fit(config: Config, on: Machine, *, compiled: bool = False) -> Fit:
     might run.
     """
     config = config.replace({"system.stack": "auto"})       # it is lpkit that runs
-    if config.transforms or config.governors:
+    if config.transforms or governed(config).governors:
         rows = {"weights": _states(config, on)["weights"]}
         return Fit(config=config, on=on, rows=rows, moment="the model alone",
                    without="what its transforms and governors make of it")

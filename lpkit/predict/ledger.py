@@ -20,6 +20,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import walk
 from lpkit.predict.device import Step
+from lpkit.predict.governed import governed
 from lpkit.predict.messages import buckets
 from lpkit.predict.params import (
     optimizer_settings,
@@ -172,7 +173,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
         layout = config.parallel
         if devices is not None:
             layout = Layout(shard=devices, zero=zero) if zero else Layout(data=devices)
-    on = machines.find(machine)
+    on, config = machines.find(machine), governed(config, most=True)
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
                 attention=attention)
     schedule = SCHEDULES[layout.schedule]
@@ -217,6 +218,8 @@ def _doubt(step: Step) -> str:
         return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
                 f"bytes, FLOPs and seconds are those of the model without; "
                 f"lpkit.measure.memory(config) counts an update here")
+    if config.model.shares:
+        return str(Doubt("each layer is taken to see the average of the tokens", -18, 3))
     if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
         return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
     if OBJECTIVES[config.objective.name].implementation:

@@ -28,6 +28,7 @@ from lpkit.predict.casts import as_run
 from lpkit.predict.device import by_cost
 from lpkit.predict.fit import UNPRICED
 from lpkit.predict.flops import training_flops
+from lpkit.predict.governed import governed
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
@@ -212,7 +213,7 @@ class Plan:
         self.precision, p = precision, PRECISIONS[precision]
         dtype = as_run(self.config, precision, self.machine)[0].dtype if p.low else p.dtype
         rate = self.machine.peak_flops(dtype) * self.efficiency.products[dtype]
-        m = self.config.model
+        m = governed(self.config).model
         flops = training_flops(m, batch=1, attention="causal") / m.T * self.tokens
         seconds = flops / (count * rate) * self.efficiency.factor
         seconds *= 1 if self.calibration is None else self.calibration

@@ -8,6 +8,7 @@ from typing import Any
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
+from lpkit.predict.governed import governed
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
@@ -129,8 +130,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     return Prediction(
         parameters=parameter_count(config.model), nonzero_parameters=nonzero_count(config.model),
         parameters_by_part=parameters(config.model),
-        flops_per_token=training_flops_per_token(config.model),
-        flops_per_token_causal=training_flops_per_token(config.model, attention="causal"),
+        flops_per_token=training_flops_per_token(seen := governed(config).model),
+        flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
         memory=held, step=step, layout=layout, machine=on,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,

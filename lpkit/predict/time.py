@@ -36,6 +36,7 @@ from lpkit.predict import evidence, flops
 from lpkit.predict.casts import Recipe, as_run, linear_seconds
 from lpkit.predict.device import on_device
 from lpkit.predict.evidence import Spread
+from lpkit.predict.governed import governed
 from lpkit.predict.ledger import AMP, CHECKPOINTS, ZERO
 from lpkit.predict.links import RINGS, Link, link
 from lpkit.predict.messages import gathered_itemsizes
@@ -198,7 +199,7 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
     recipe       casts that replace those of the precision; None: as a run on this machine has them,
                  emulated where it does not multiply them itself
     """
-    on, layout = machines.find(machine), layout or config.parallel
+    on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
     check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
@@ -329,8 +330,9 @@ class _Rank:
         with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
         v, stages = layout.interleave, layout.pipeline
-        layer = (self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
-                 + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
+        layer = self.m.running * (
+            self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
+            + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
         seconds = [count * layer for count in own]
         seconds[-1] += sum(self.head) + pointwise_head + 2 * self.tensor_once
@@ -339,8 +341,8 @@ class _Rank:
         others = sum(seconds) - max(seconds)
         message = self.group_bytes / layout.tensor * self.p.residual_bytes / self.p.compute_bytes
         send = self.exposed * self.link("pipeline").send_seconds(message)
-        times, heads = pieces * layers, pieces * has_head
-        count = f"{pieces} micro-batches x {layers} layers"
+        times, heads = pieces * layers * self.m.running, pieces * has_head
+        count = f"{pieces} micro-batches x {layers * self.m.running:g} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
         if rate.shapes:
             share = f"{self.p.dtype}, each at what the nearest shape reached"
@@ -422,7 +424,7 @@ class _Rank:
         updates, and all those of a layer, of which the share `trained` is."""
         layout, p, ring = self.layout, self.p, self.link("states")
         of_block, _, of_any = self.gathered
-        left = layers * self.backward       # what nothing hides behind yet
+        left = layers * self.m.running * self.backward      # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lpkit.techniques.adapters import ADAPTERS, QUANTISED, SHARED
 from lpkit.techniques.attention import OPERATIONS, Rule
+from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import (
     FP32,
     POSITIONS,
@@ -199,7 +200,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **SHARED}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **SHARED, **MASKED}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,4 +280,9 @@ def operations(s: MicroBatch) -> Operations:
                 moved_bytes=N * m.V * logits))
     for change in m.changes:
         ops = MODEL_CHANGES[change.name].formula(ops, s, change)
+    if m.shares:
+        # tokens are picked and put back, beside those that pass the block by
+        around = Op(name="around", part="", in_stream=True,
+                    moved_bytes=4 * s.stream_bytes * (1 - sum(m.shares) / len(m.shares)))
+        ops = replace(ops, block=(around, *(op.seeing(*m.shares) for op in ops.block)))
     return ops

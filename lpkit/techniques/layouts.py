@@ -26,6 +26,7 @@ from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
+from lpkit.techniques.changes import running
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
@@ -255,6 +256,7 @@ class Unsharded:
     key: str
     only: Any
     why: str
+    less: Callable[[Any], bool] = lambda config: False      # where it may be all the same
 
 
 UNSHARDED = (
@@ -270,7 +272,8 @@ UNSHARDED = (
               why="looks at whole weights, and a rank has rows"),
     Unsharded(stage=2, key="memory.param_dtype", only="fp32",
               why="leaves no float32 weights to gather from"),
-    Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows"),
+    Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows",
+              less=lambda config: len(running(config)) == len(config.governors)),
     Unsharded(axis="tensor", key="memory.moment_format", only="float32",
               why="has scales of blocks that cross the parts of two ranks"),
     Unsharded(axis="tensor", key="precision.telemetry_every", only=0,
@@ -354,7 +357,7 @@ def refuse_untrainable(config: "Config") -> None:
         value = functools.reduce(getattr, row.key.split("."), config)
         value = getattr(value, "name", value)
         asked = getattr(layout, row.axis) > 1 if row.axis else layout.stage >= row.stage
-        if asked and value != row.only:
+        if asked and value != row.only and not row.less(config):
             said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
             why = why or f"{row.key}={said} {row.why}"
             changes[row.key] = row.only

@@ -37,21 +37,20 @@ from lpkit.techniques import layouts
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
-from lpkit.techniques.changes import MODEL_TRANSFORMS
+from lpkit.techniques.changes import MODEL_TRANSFORMS, running
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import MicroBatch
-from lpkit.techniques.recipes import RECIPES, Recipe, resolve
+from lpkit.techniques.recipes import RECIPES, Recipe, resolve, untiled
 from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
-from lpkit.training import start as starting
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.start import Start
+from lpkit.training.start import Start, refuse_growth
 
 if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
     from lpkit.training.kernels import Kernels
@@ -119,7 +118,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
-    starting.refuse(config)
+    refuse_growth(config)
     refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.agreed(None)}, ranks)
@@ -177,6 +176,17 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
             raise ConfigError(f"system.compile={compiled.asked} compiles whole blocks, and {why}; "
                               f"set system.compile=false")
         compiled = Choice(asked="auto", used=OFF, why=why)
+    for said in running(config):
+        from lpkit.predict.governed import shares
+
+        if compiled.used == compiling.MODEL:
+            raise ConfigError(f"system.compile=model compiles all layers into one graph, and "
+                              f"governors={said.name} changes what they run; set system.compile="
+                              f"blocks")
+        sizes = {config.micro_batch * round(share * m.T) for one in shares(config) for share in one}
+        why = next(filter(None, (untiled(recipe, {"M": size}) for size in sorted(sizes))), "")
+        if why and not recipe.pad:
+            raise ConfigError(f"governors={said.name}: {why}; set precision.recipe.pad=true")
     backend = backends.choose(config.precision.backend, name, recipe, device)
     chosen = {"device": on, "threads": threads, "precision": precision, "compile": compiled,
               "backend": backend}

@@ -22,6 +22,7 @@ from lpkit.parallel.sharding import local
 from lpkit.precision.compute import CACHED
 from lpkit.predict.fit import Fit, fit, largest
 from lpkit.predict.flops import training_flops_per_token
+from lpkit.predict.governed import governed
 from lpkit.predict.units import quantity
 from lpkit.training.build import Decisions, choose_device
 from lpkit.training.compiled import OFF
@@ -89,7 +90,7 @@ class Account(RunAccount):
         training = self.training
         dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
         peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
-        flops = tokens_per_second * training_flops_per_token(training.config.model)
+        flops = tokens_per_second * training_flops_per_token(governed(training.config).model)
         return flops / (peak * training.ranks.world)
 
     def report(self, error: BaseException, last_checkpoint: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ PAGES = {
     "kernels": "tests.pages.kernels:made",
     "parallel": "tests.pages.parallel:page",
     "recipes": "tests.pages.recipes:files",
-    "room": "tests.pages.room:page",
+    "room": "tests.pages.room:files",
     "reliability": "tests.attack._page:page",
     "teach": "tests.pages.teach:files",
 }

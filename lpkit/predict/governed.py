@@ -1,0 +1,53 @@
+"""What the updates of a run see of its model, where a governor says so (`lpkit.techniques.depth`).
+
+A governed config has no such governor, and a model of which all folds of `lpkit.predict` are of
+what it sees on average over steps and layers. Bytes are of the update that sees the most.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, fields, replace
+
+from lpkit.config import Config, ModelConfig
+from lpkit.techniques.changes import GOVERNORS, running
+
+MOST_STEPS = 1024       # of a run that are asked, evenly spaced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(ModelConfig):
+    """`shares`: as `Op.seeing` takes them, of layers that run; `running`: the share that does."""
+
+    shares: tuple[float, ...] = ()
+    running: float = 1.0
+
+
+def governed(config: Config, most: bool = False) -> Config:
+    """`most`: in the update that sees the most."""
+    return _governed(config, most) if running(config) else config
+
+
+def shares(config: Config) -> list[tuple[float, ...]]:
+    """Returns those of the updates that are asked; empty: no governor says any."""
+    m, steps = config.model, config.steps
+    return [GOVERNORS[said.name].shares(said, m.L, steps, config.seed, step)
+            for said in running(config)
+            for step in range(0, steps, math.ceil(steps / MOST_STEPS))]
+
+
+@functools.lru_cache(maxsize=256)
+def _governed(config: Config, most: bool) -> Config:
+    model, every, said = config.model, shares(config), running(config)
+    parts, run = max(every, key=sum), 1.0
+    if not most:
+        seen = [share for one in every for share in one if share]
+        run, count = len(seen) / (len(every) * model.L), max(1, len(seen))
+        mean, squares = (sum(share**power for share in seen) / count for power in (1, 2))
+        # two shares of this mean and of these squares stand for all
+        apart = math.sqrt(max(0.0, squares - mean**2))
+        parts = mean - apart, mean + apart
+    same = {f.name: getattr(model, f.name) for f in fields(model)}
+    parts = () if set(parts) == {1.0} else parts
+    model = Seen(**same, shares=parts, running=run) if parts or run < 1 else model
+    return replace(config, model=model,
+                   governors=tuple(one for one in config.governors if one not in said))

@@ -1,0 +1,176 @@
+"""Governors by which an update runs less of the model: some layers, or some tokens of a layer.
+
+A row's `shares(settings, layers, steps, seed, step)` says of each layer the share of the tokens that
+it sees in the update after `step` others; 0: it is left out, and the stream passes it. The run and
+the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
+https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
+is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
+the whole model.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Annotated, Any
+
+from lpkit.techniques.blocks import BLOCKS
+from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.row import Row, Settings
+from lpkit.values import Count, CountOrZero, InnerShare, Positive, Rate, check
+
+_MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
+Shares = tuple[float, ...]      # a number for each layer
+
+
+def hashed(*numbers: int) -> int:
+    z = 0
+    for number in numbers:
+        z = ((z ^ number) + _GAMMA) & _MASK
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = ((z ^ (z >> shift)) * factor) & _MASK
+        z ^= z >> 31
+    return z
+
+
+@dataclass(frozen=True, kw_only=True)
+class Governor(Row):
+    """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
+    the same tokens. `problem(settings, config)`: why it cannot be, and the way out."""
+
+    shares: Callable[[Any, int, int, int, int], Shares]
+    keeps: Callable[[Any, int, int, int], Shares] | None = None
+    alike: bool = False
+    problem: Callable[[Any, Any], str] = lambda settings, config: ""
+    implementation: str = "lpkit.training.depth:Depth"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop(Settings):
+    where = "governors."
+
+    rate: Rate = 0.2        # the probability that a layer is left out; of the last, where it rises
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progressive(Settings):
+    where = "governors."
+
+    theta: InnerShare = 0.5             # the probability that the last layer is kept, in the end
+    gamma: Positive | None = None       # how fast it gets there, a step; None: 100 / steps
+
+
+_rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "ascending, from 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack(Settings):
+    where = "governors."
+
+    start: CountOrZero = 0              # layers that run at first; 0: the most below all
+    at: Annotated[tuple[int, ...], _rising] = ()    # updates before a growth; (): to half the run
+    preserve: bool = False              # new layers add nothing at first
+
+    def begin(self, layers: int) -> int:
+        return self.start or max((n for n in range(1, layers) if layers % n == 0), default=1)
+
+    def growths(self, layers: int, steps: int) -> tuple[int, ...]:
+        times = math.ceil(math.log2(layers / self.begin(layers)))
+        return tuple(max(i, steps * i // (2 * times)) for i in range(1, times + 1))
+
+    def problem(self, config: Any) -> str:
+        m, steps, at = config.model, config.steps, self.at
+        if m.L % self.begin(m.L):
+            near = min((n for n in range(1, m.L + 1) if m.L % n == 0),
+                       key=lambda n: abs(n - self.start))
+            return (f":start={self.start} does not divide model.layers={m.L}, and growths are "
+                    f"copies; set start={near}")
+        due = self.growths(m.L, steps)
+        if at and (len(at) != len(due) or at[-1] >= steps):
+            return (f":at={list(at)} are not the {len(due)} growths to model.layers={m.L} within "
+                    f"steps={steps}; set at={list(due)}")
+        adds = [op for op in BLOCKS[m.block].formula(MicroBatch(model=m)) if op.name[:3] == "add"]
+        other = ("start.run" if config.start.run else "model.changes" if m.changes
+                 else f"model.block={m.block}" if len(adds) < 2 else "")
+        return other and (f" has layers that add nothing at first, and {other} others; leave one of "
+                          f"them out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Settings):
+    where = "governors."
+
+    share: InnerShare = 0.5             # of the tokens, what a middle layer sees at first
+    grow_steps: CountOrZero | None = 0  # updates until it sees all; 0: never; None: 2/3 of the run
+    rises: Count = 16                   # by so many equal rises
+
+    def problem(self, config: Any) -> str:
+        layers, context = config.model.layers, config.parallel.context
+        if layers < 3:
+            return f" is of layers between the first and the last; set model.layers=3, not {layers}"
+        if (self.grow_steps or 0) > config.steps:
+            return f":grow_steps={self.grow_steps} is after the run's end; set it to {config.steps}"
+        return (f" picks among all tokens, and parallel.context={context} ranks have some each; set "
+                f"parallel.context=1" if context > 1 else "")
+
+
+def evenly(settings: Drop, layers: int, steps: int, step: int) -> Shares:
+    return (1 - settings.rate,) * layers
+
+
+def falling(settings: Drop, layers: int, steps: int, step: int) -> Shares:
+    return tuple(1 - settings.rate * (layer + 1) / layers for layer in range(layers))
+
+
+def progressive(settings: Progressive, layers: int, steps: int, step: int) -> Shares:
+    fallen = math.exp(-step * (100 / steps if settings.gamma is None else settings.gamma))
+    return falling(Drop(rate=(1 - settings.theta) * (1 - fallen)), layers, steps, step)
+
+
+def drawn(keeps: Callable[..., Shares], settings: Any, layers: int, steps: int, seed: int,
+          step: int) -> Shares:
+    return tuple(float(hashed(seed, step, layer) < p * 2**64)
+                 for layer, p in enumerate(keeps(settings, layers, steps, step)))
+
+
+def stacked(settings: Stack, layers: int, steps: int, seed: int, step: int) -> Shares:
+    grown = sum(at <= step for at in settings.at or settings.growths(layers, steps))
+    running = min(layers, settings.begin(layers) << grown)
+    return (1.0,) * running + (0.0,) * (layers - running)
+
+
+def middle(settings: Tokens, layers: int, steps: int, seed: int, step: int) -> Shares:
+    over = max(1, 2 * steps // 3) if settings.grow_steps is None else settings.grow_steps
+    rise = min(1.0, step * settings.rises // over / settings.rises) if over else 0.0
+    return 1.0, *(settings.share + (1 - settings.share) * rise,) * (layers - 2), 1.0
+
+
+DEPTH: dict[str, Governor] = {
+    "stochastic-depth": Governor(
+        why="leaves out layers at random, with a probability that rises to `rate` in the last. What "
+            "a kept one adds is divided by its own (the paper multiplies in evaluation instead)",
+        settings=Drop(rate=0.5), shares=partial(drawn, falling), keeps=falling,
+        source="Huang et al. 2016, arXiv:1603.09382"),
+    "layer-drop": Governor(
+        why="leaves out layers at random, all with one probability; nothing is scaled",
+        settings=Drop(), shares=partial(drawn, evenly), source="Fan et al. 2019, arXiv:1909.11556"),
+    "progressive-layer-drop": Governor(
+        why="as stochastic-depth, and the probabilities rise from 0 as the run goes on",
+        settings=Progressive(), shares=partial(drawn, progressive), keeps=progressive,
+        source="Zhang and He 2020, arXiv:2010.13369"),
+    "stack": Governor(
+        why="begins with some layers, which are copied on top until all run; others add nothing "
+            "before. Moments begin anew", settings=Stack(), shares=stacked, problem=Stack.problem,
+        implementation="lpkit.training.depth:Stacking",
+        source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
+    "random-ltd": Governor(
+        why="layers between the first and the last see a random part of the tokens, each another "
+            "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,
+        problem=Tokens.problem, source="Yao et al. 2022, arXiv:2211.11586"),
+    "token-drop": Governor(
+        why="the same, but one part for all these layers. It is drawn in each update: the paper "
+            "keeps entries of the vocabulary with a high running loss", settings=Tokens(),
+        shares=middle, alike=True, problem=Tokens.problem,
+        source="Hou et al. 2022, arXiv:2203.13240"),
+}

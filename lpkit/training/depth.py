@@ -1,0 +1,101 @@
+"""Layers that an update leaves out, or that see some of its tokens: rows of `techniques.depth`.
+
+For the time of an update `Partly` stands in a layer's place, around whatever it does (recomputation,
+shards, a compiled function): these meet the tokens that were kept, also the second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.changes import GOVERNORS
+from lpkit.techniques.depth import hashed
+from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.row import Settings
+
+
+class Partly(nn.Module):
+    """The others pass it by; what turns q and k, and a token's document, go with a token. `draw`: a
+    seed of the tokens, on any device."""
+
+    def __init__(self, block: nn.Module | None, share: float, keep: float, draw: int):
+        super().__init__()
+        self.block, self.share, self.keep, self.draw = block, share, keep, draw
+
+    def kept(self, tokens: int) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(self.draw)
+        order = torch.randperm(tokens, generator=generator, device="cpu")
+        return order[:max(1, round(self.share * tokens))].sort().values
+
+    def forward(self, x: Tensor, rotation: Any = None, cache: Any = None, layer: int = 0,
+                documents: Tensor | None = None) -> Tensor:
+        if self.block is None:
+            return x
+        if self.share == 1:
+            return torch.lerp(x, self.block(x, rotation, cache, layer, documents), 1 / self.keep)
+        kept = self.kept(x.shape[1]).to(x.device)
+        rotation = None if rotation is None else tuple(t[kept] for t in rotation)
+        documents = None if documents is None else documents[:, kept]
+        return x.index_copy(1, kept, self.block(x[:, kept], rotation, cache, layer, documents))
+
+
+class Depth:
+    """A contracts.Governor without a state."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.row = settings, GOVERNORS[settings.name]
+        self.whole: list[nn.Module] = []
+
+    def shares(self, training: Any, step: int) -> tuple[float, ...]:
+        config = training.config
+        return self.row.shares(self.settings, config.model.L, config.steps, config.seed, step)
+
+    def begin(self, training: Any, step: int) -> None:
+        self.end(training, step)        # of an update that was given up
+        config, blocks = training.config, training.model.blocks
+        self.whole, keeps = list(blocks), (1.0,) * len(blocks)
+        if self.row.keeps:
+            keeps = self.row.keeps(self.settings, len(blocks), config.steps, step)
+        for layer, share in enumerate(self.shares(training, step)):
+            if share < 1 or keeps[layer] < 1:
+                draw = hashed(config.seed, step, 0 if self.row.alike else layer, 1)
+                blocks[layer] = Partly(blocks[layer] if share else None, share, keeps[layer], draw)
+
+    def end(self, training: Any, step: int) -> None:
+        for layer, block in enumerate(self.whole):
+            training.model.blocks[layer] = block
+        self.whole = []
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+
+class Stacking(Depth):
+    """Layers that do not run yet have outputs of 0, so that they add nothing in evaluation neither.
+    Each rank copies what it owns."""
+
+    @torch.no_grad()
+    def begin(self, training: Any, step: int) -> None:
+        running = int(sum(self.shares(training, step)))
+        below = int(sum(self.shares(training, step - 1))) if step else running
+        owned = training.sharding.owned
+        outputs = [op.name for op in operations(MicroBatch(model=training.config.model)).block
+                   if op.cut == "row"]
+        for layer in range(below, running if step else training.config.model.L):
+            here, there = f"blocks.{layer}.", f"blocks.{layer - below}."
+            for name in [name.removeprefix(here) for name in owned if name.startswith(here)]:
+                if step:
+                    owned[here + name].copy_(owned[there + name])
+                if name.rpartition(".")[0] in outputs and (not step or self.settings.preserve):
+                    owned[here + name].zero_()
+        if running > below or not step:
+            training.sharding.spread()
+        super().begin(training, step)
