@@ -550,6 +550,11 @@ OTHERS = {
     "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
     "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5, *(beta * k + 1 - k for beta in (beta1, beta2)))],
     "21.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
+    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])], dim=-2)],
+    "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
+    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]), 0.0).view_as(w)],
+    "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril() / torch.ones_like(G).tril().sum(1, keepdim=True))
+                @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
     "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1, dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
     "23.area": [by_geometric_sum, by_the_kits_progressive],
     "23.some_tokens": [by_the_kits_partly, by_mean_of_each],

@@ -380,7 +380,8 @@ def test_dropped_tokens_are_in_no_formula(own):
 
 def test_the_page_drops_tokens_and_combines_parts(own):
     """What docs/own_technique.md shows beside LoRA runs, and the fold is that of tests/own_rows.py."""
-    drops, combines = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[3:]
+    code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    [drops], [combines] = ([text for text in code if words in text] for words in ("settings.share] *", "partial_of"))
     here = {}
     exec(drops, here)
     exec(combines, {})

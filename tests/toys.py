@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
-from lpkit.datasets import RandomWindows, prepare
+from lpkit.datasets import prepare
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques import attention, data, objectives, optimizers
-from lpkit.techniques.attention import AttentionKind, Rule, Softmax
+from lpkit.techniques import data, objectives, optimizers
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.data import Policy, Sizes
+from lpkit.techniques.data import Sizes
 from lpkit.techniques.objectives import Objective
 from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings, Slot
@@ -150,39 +149,10 @@ OBJECTIVES = {
 SAYS |= {"weighted": {"objective": "weighted"}, "z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
 
 
-# ---- a masked model: every query sees every key, and the tokens that are asked for are hidden
+# ---- the kit's own masked models, which no toy's next tokens are
 
-@dataclass(frozen=True, kw_only=True)
-class Bidirectional(Softmax):
-    def rule(self, T: int) -> Rule:
-        return Rule(causal=False, soft_cap=self.soft_cap, sinks=self.sinks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hiding(Settings):
-    where = "data.policy."
-
-    share: float = 0.15     # of the tokens (Devlin et al. 2019, arXiv:1810.04805)
-    mask: int = 256         # the token in their place
-
-
-class Masked(RandomWindows):
-    """Targets are the tokens themselves, and of these the hidden ones have a weight."""
-
-    def __init__(self, *, share: float, mask: int, **settings):
-        super().__init__(**settings)
-        self.share, self.mask = share, mask
-
-    def batch(self, step: int) -> Batch:
-        tokens = super().batch(step).tokens
-        hidden = torch.from_numpy(np.random.default_rng((self.seed, step)).random(tokens.shape) < self.share)
-        hidden[:, 0] |= ~hidden.any(1)
-        return Batch(tokens.masked_fill(hidden, self.mask), tokens, weights=hidden.float())
-
-
-KINDS = {"bidirectional": AttentionKind(why="every token", settings=Bidirectional())}
-POLICIES = {"masked": Policy(why="hidden tokens are asked for", settings=Hiding(), hides=True, implementation=HERE + "Masked", evaluation="masked")}
-SAYS |= {"masked": {"model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}}
+HIDDEN = {"model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}
+SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 0.75, "model.changes": "masked-autoencoder:encoder_layers=1"}}
 
 
 # ---- sizes of updates
@@ -205,8 +175,7 @@ SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
 SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "global_batch": 8, "grad_accum_steps": 4}}
 
 
-ROWS = ((optimizers.OPTIMIZERS, OPTIMIZERS), (objectives.OBJECTIVES, OBJECTIVES), (data.SIZES, SIZES), (data.POLICIES, POLICIES),
-        (attention.KINDS, KINDS))
+ROWS = ((optimizers.OPTIMIZERS, OPTIMIZERS), (objectives.OBJECTIVES, OBJECTIVES), (data.SIZES, SIZES))
 
 
 def add() -> None:

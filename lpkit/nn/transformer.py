@@ -69,7 +69,8 @@ class Attention(nn.Module):
             q, k = self.q_norm(q).type_as(v), self.k_norm(k).type_as(v)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rotation is not None:
-            q, k = self.rotate(q, *rotation), self.rotate(k, *rotation)
+            rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
         own = self.kind(x)
         if cache is None:
             out = self.attend(q, k, v, documents, own)
@@ -132,6 +133,7 @@ class Transformer(nn.Module):
         self.norm = NORMS[config.norm].load()(config)
         self.head = nn.Linear(config.D, config.V, bias=False)
         self.prompt = None      # learned embeddings before those of the text
+        self.encoder = None     # runs the first layers, where these see some of the tokens
         if config.tied:
             self.head.weight = self.embed.weight
 
@@ -160,6 +162,8 @@ class Transformer(nn.Module):
             documents = torch.zeros_like(tokens)        # one, as a prompt is
         x = self.positions.add(x, start) if first else x
         rotation = self.positions.rotation(P + T, start, x)
+        if self.encoder is not None:
+            x = self.encoder(x, tokens, self.positions, blocks)
         for layer, block in blocks:
             x = block(x, rotation, cache, layer, documents)
         if layers is not None and layers.stop < self.config.L:

@@ -38,13 +38,15 @@ class Product:
 
     @functools.cached_property
     def words(self) -> str:
-        return f"({self.M:,}, {self.K:,}) x ({self.K:,}, {self.N:,})"
+        M = round(self.M) if isinstance(self.M, float) else self.M
+        return f"({M:,}, {self.K:,}) x ({self.K:,}, {self.N:,})"
 
     @property
     def flops(self) -> int:
         """The FLOPs without those of zeros."""
         flops = 2 * self.M * self.N * self.K * self.group * self.calls
-        return flops if self.density == 1 else round(flops * self.density)
+        whole = self.density == 1 and not isinstance(self.M, float)     # of layers on average
+        return flops if whole else round(flops * self.density)
 
     def on_rank(self, tensor: int, context: int) -> "Product":
         """Cuts it for one of `tensor` ranks, each with part of weights and heads, and of `context`
@@ -67,12 +69,11 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
         part = op.tokens_share != 1     # else numbers stay whole, and letters are letters
         if op.matmul:
             (K, N), M = op.matmul, batch * model.T
-            found.append(Product(name=op.name, M=round(M * op.tokens_share) if part else M, N=N,
-                                 K=K, calls=calls, cut=op.cut, trained=op.trained,
+            found.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
+                                 N=N, K=K, calls=calls, cut=op.cut, trained=op.trained,
                                  density=op.density))
         for one in op.pairs:
-            found.append(Product(**vars(one) | {"M": round(one.M) if part else one.M,
-                                                "group": batch * one.group},
+            found.append(Product(**vars(one) | {"group": batch * one.group},
                                  calls=calls, pairs=True))
     return tuple(found)
 

@@ -34,8 +34,8 @@ class Growth(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class WidthSettings(Settings):
-    """`uneven`: shares are drawn from 1 - uneven to 1 + uneven, over their sum. `aki`: copied rows
-    come from the layer above. `depth`: the row by which layers grow."""
+    """Shares are drawn from 1 - uneven to 1 + uneven, over their sum; with `aki`, copied rows come
+    from the layer above; `depth` is the row by which layers grow."""
 
     where = "start.grow."
 
@@ -54,20 +54,17 @@ GROWTH: dict[str, Row] = {
                     source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
     "interpolate": Growth(why="each layer is repeated in place; not preserving", multiples=("layers",),
                           source_of=lambda layer, l, L: layer * l // L, implementation=DEEPER,
-                          source="Chang et al. 2018, https://arxiv.org/abs/1710.10348; Dong et al. "
-                                 "2020, https://proceedings.mlr.press/v119/dong20c.html"),
+                          source="Chang et al. 2018, https://arxiv.org/abs/1710.10348"),
     "identity-depth": Growth(why="as stack, but new layers have output projections of 0; preserving",
                              silent=True, knows=KNOWN, implementation=DEEPER,
                              source="Chen et al. 2016, https://arxiv.org/abs/1511.05641"),
-    "bert2bert": Growth(why="neurons and heads are copied, and their outgoing weights shared among "
-                        "the copies; preserving, but for aki and other depths", knows=KNOWN,
+    "bert2bert": Growth(why="copies of neurons and heads share outgoing weights; preserving, but "
+                        "for aki and other depths", settings=WidthSettings(), knows=KNOWN,
                         grows=("layers", "width", "heads", "kv_heads", "mlp_width"),
-                        multiples=("width",), settings=WidthSettings(),
-                        source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3",
-                        implementation="lpkit.training.growth:wider"),
+                        multiples=("width",), implementation="lpkit.training.growth:wider",
+                        source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3"),
 }
-# settings that follow from others where they are not given
-READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}
+READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}     # may be None
 
 
 def refusal(settings: Settings, small: Any, large: Any) -> str:
@@ -80,9 +77,9 @@ def refusal(settings: Settings, small: Any, large: Any) -> str:
         was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
         if key in row.knows and was not in row.knows[key]:
             return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
-        grows = key in row.grows
-        if was != now and not (grows and now > was):
-            return f"model.{key}={now}, not {was}; set model.{key}={was}{' or more' * grows}"
+        if was != now and not (key in row.grows and now > was):
+            more = " or more" * (key in row.grows)
+            return f"model.{key}={now}, not {was}; set model.{key}={was}{more}"
         if key in row.multiples + depth.multiples and now % was:
             low = now - now % was
             return f"model.{key}={now} is no multiple of {was}; nearest: {low} or {low + was}"

@@ -49,9 +49,8 @@ from lpkit.techniques.row import Settings
 from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
-from lpkit.training import start as starting
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.start import Start
+from lpkit.training.start import Start, refuse_growth
 
 if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
     from lpkit.training.kernels import Kernels
@@ -119,7 +118,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
-    starting.refuse(config)
+    refuse_growth(config)
     refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.agreed(None)}, ranks)

@@ -43,8 +43,8 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
     def made(name: str) -> Tensor:
         t, (module, kind) = tensors[name], name.split(".")[-2:]
-        axis = AXES.get(module.rstrip("12"), ("", ""))      # norm1, gain2
-        writes, reads = axis if kind in ("weight", "bias") else ("", "")
+        of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
+        writes, reads = AXES.get(of, ("", ""))
         if small.tied and name.startswith("norm."):
             writes, reads = "", "width"
         rows = axes.get(writes)

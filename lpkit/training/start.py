@@ -83,7 +83,7 @@ class Start:
                               f"another --out")
 
 
-def refuse(config: Config) -> None:
+def refuse_growth(config: Config) -> None:
     """Raises ConfigError where no run's model can grow into this one."""
     asked = config.start
     if isinstance(torch.empty(0), FakeTensor) or not GROWTH[asked.grow.name].implementation:

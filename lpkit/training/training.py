@@ -254,8 +254,8 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
-        """Mean nats per next token, whatever the objective, over the first `eval_batches` batches
-        of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
+        """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
+        batches of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
         self.model.eval()
         losses, weights = [], []
         try:

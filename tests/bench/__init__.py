@@ -32,6 +32,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "linear-cross-entropy": ("losses:run", "the chunked loss beside the plain one"),
     "loader": ("loader:run", "random batches from token files beside DataLoader"),
     "low-precision-cpu": ("steps:low_precision_cpu", "a step of each recipe beside bf16's"),
+    "masked": ("masked:run", "masked pre-training: an encoder of visible tokens beside one of all"),
     "muon-overhead": ("muon:run", "seconds of Newton-Schulz beside its predicted FLOPs"),
     "mx-qdq": ("kernels:mx_qdq", "MXFP8 and back beside torchao"),
     "planner": ("planner:run", "the planner's page in a browser, against its budgets"),

@@ -104,6 +104,7 @@ NEEDS = {
     "19": {"00": "how a notebook works"},
     "20": {"01": "the rows of a step"},
     "21": {"00": "how a notebook works"},
+    "22": {"00": "how a notebook works"},
     "23": {"00": "how a notebook works"},
     "24": {"01": "the rows of a step"},
     "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",

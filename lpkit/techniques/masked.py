@@ -1,0 +1,94 @@
+"""Masked pre-training: a bidirectional model is asked for tokens that it cannot see. No torch.
+
+BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805) hides 15% of the tokens behind a mask,
+and every layer sees all. In a masked autoencoder (He et al. 2021, https://arxiv.org/abs/2111.06377)
+75% are hidden; the first layers, its encoder, see the others alone, and the last ones all, with the
+mask's embedding where a token is hidden. The loss of both is the mean cross-entropy of the hidden
+ones, which is next-token's by a batch's targets and weights: what differs is a change of the model.
+Here a hidden token is always the mask, and the decoder as wide as the encoder.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lpkit.techniques.operation import POSITIONS, TOKEN_ID, Hold, Kind, MicroBatch, Op
+from lpkit.techniques.row import Settings
+from lpkit.values import Count, CountOrZero, InnerShare
+
+
+def hidden_tokens(share: float, T: int) -> int:
+    """Of T tokens; in each sequence as many, so that what is left is a tensor."""
+    return round(share * T)
+
+
+def _one_way(m: Any) -> str:
+    rule = m.attention.rule(m.T)
+    return "" if rule and not rule.causal else (
+        f"needs attention to tokens to come, and model.attention={m.attention.name} has none; set "
+        f"model.attention=bidirectional and data.policy=masked")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hiding(Settings):
+    where = "data.policy."
+
+    share: InnerShare = 0.15    # of the tokens
+    mask: CountOrZero = 256     # the token in their place, the last of the vocabulary
+
+    def problem(self, m: Any) -> str:
+        """Why the model `m` cannot be trained by it, and the way out; empty: it can."""
+        asked, hidden = f"data.policy.share={self.share:g}", hidden_tokens(self.share, m.T)
+        if why := _one_way(m):
+            return f"data.policy={self.name} {why}"
+        if not 0 < hidden < m.T:
+            return f"{asked} hides {hidden} of model.context={m.T} tokens; hide some, and leave some"
+        if self.mask != m.V - 1:
+            return (f"data.policy.mask={self.mask} must be the last token of model.vocab={m.V}; "
+                    f"set model.vocab={self.mask + 1}")
+        for one in m.changes:
+            if isinstance(one, Autoencoder) and hidden_tokens(one.hidden, m.T) != hidden:
+                return f"{asked} is not what the encoder leaves out; set it to {one.hidden:g}"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Autoencoder(Settings):
+    where = "model.changes."
+
+    encoder_layers: Count = 3
+    hidden: InnerShare = 0.75       # of the tokens, what these do not see
+
+    def problem(self, m: Any) -> str:
+        """Why the model `m` cannot have it, and the way out; empty: it can."""
+        why = _one_way(m)
+        if not why and self.encoder_layers >= m.L:
+            why = f"has encoder_layers={self.encoder_layers}; set fewer than model.layers={m.L}"
+        if not why and m.changes[-1] != self:
+            why = "leaves tokens out of what other changes add; name it last"
+        return why and f"model.changes={self.name} {why}"
+
+
+def fewer_tokens(ops: Any, s: MicroBatch, settings: Autoencoder) -> Any:
+    """Layers of the encoder see a share of the tokens, which are taken out before and put back."""
+    m, N, part = s.model, settings.encoder_layers, s.stream_bytes / s.model.L   # as all of a block
+    share = 1 - hidden_tokens(settings.hidden, m.T) / m.T
+    saved = TOKEN_ID + POSITIONS[m.position].turns * 2 * m.E * s.residual_bytes     # a token
+    moved = Op(name="encoder", part="", saved_bytes=saved * share * s.tokens / m.L,
+               moved_bytes=(2 + 4 * share) * part, backward=(Hold(nbytes=(1 + share) * part),))
+    seen = (op.seeing(*[share] * N, *[1.0] * (m.L - N)) for op in ops.block)
+    return replace(ops, block=(moved, *seen))
+
+
+def _problem(config: Any, recipe: Any) -> str:
+    for key, asked, can in (("data.policy", config.data.policy.name, "masked"),
+                            ("sizes", config.sizes.name, "constant"),
+                            ("parallel.context", config.parallel.context, 1)):
+        if asked != can:
+            return f"sees as many tokens of each sequence, and {key}={asked} others; set {key}={can}"
+    return ""
+
+
+MASKED = {"masked-autoencoder": Kind(
+    operations=fewer_tokens, why="its first layers see the visible tokens alone, its last ones all",
+    source="He et al. 2021, https://arxiv.org/abs/2111.06377", settings=Autoencoder(),
+    problem=_problem, implementation="lpkit.nn.masked:encode_visible")}

@@ -1,0 +1,257 @@
+"""Lesson 22, blocks: its study, its figures and its exercises.
+
+    by_depth(layers, seeds)             # predicted and measured curves of five blocks, by name
+    trained("sas-p", steps)             # losses of a short run
+    matrices("sas-p"), step("sas-p")    # what two matrices are of a block, and of an update
+
+The closed forms are `lessons.signals`; the blocks are `lpkit.nn.blocks`. `unshaped`, a block that
+nothing repairs, is a row of this module's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lessons import signals
+from lessons.colours import ANSWER_COLOURS
+from lessons.drawing import POWERS, axis, figure, note, scatter
+from lessons.draws import normal
+from lessons.judge import Exercise, adding_to
+from lessons.signals import Curves
+from lessons.style import COLOURS as HOUSE
+from lpkit.config import Config, ModelConfig
+from lpkit.nn.transformer import Attention
+from lpkit.predict.flops import training_flops
+from lpkit.predict.params import of
+from lpkit.presets import preset
+from lpkit.techniques import blocks
+from lpkit.techniques.blocks import MLPS, NORMS
+from lpkit.techniques.operation import Kind
+from lpkit.training.training import Training
+
+# ---- A block that nothing repairs
+
+
+class Unshaped(nn.Module):
+    """Pre-norm without the skip around attention."""
+
+    def __init__(self, config: ModelConfig, attend: Any):
+        super().__init__()
+        norm, mlp = NORMS[config.norm].load(), MLPS[config.mlp].load()
+        self.norm1, self.attention = norm(config), Attention(config, attend)
+        self.norm2, self.mlp = norm(config), mlp(config)
+
+    def forward(self, x, rotation=None, cache=None, layer=0, documents=None):
+        x = self.attention(self.norm1(x), rotation, cache, layer, documents)
+        return x + self.mlp(self.norm2(x))
+
+
+blocks.BLOCKS["unshaped"] = Kind(
+    operations=lambda s: [op for op in blocks.pre_norm(s) if op.name != "add1"],
+    implementation=f"{__name__}:Unshaped", why="pre-norm without the skip around attention")
+
+# ---- Depth
+
+COLOURS = [HOUSE[i] for i in (0, 1, 2, 4, 5)]
+STUDIED = {     # by what figures call it: the block, the form of it, norms
+    "pre-norm": ("pre-norm", "pre-norm", "layernorm"),
+    "no norm": ("pre-norm", "without norm", "none"),
+    "no skip": ("unshaped", "without skip", "layernorm"),
+    "no skip, shaped": ("sas-p", "sas-p", "layernorm"),
+    "gain of 0": ("skipinit", "skipinit", "layernorm"),
+}
+TOKENS = 64
+
+
+def small(block: str, layers: int, **settings: Any) -> ModelConfig:
+    return ModelConfig(**{"layers": layers, "width": 128, "heads": 4, "vocab": 256,
+                          "context": TOKENS, "block": block, "init": "llama"} | settings)
+
+
+def tokens() -> Tensor:
+    """Of a text without repetition."""
+    return torch.randperm(256, generator=torch.Generator().manual_seed(0))[:TOKENS]
+
+
+def by_depth(layers: int, seeds: int) -> dict[str, tuple[Curves, Curves]]:
+    """Predicted and measured."""
+    found = {}
+    for name, (block, form, norm) in STUDIED.items():
+        m = small(block, layers, norm=norm)
+        found[name] = signals.predicted(m, tokens(), form), signals.measured(m, tokens(), seeds)
+    return found
+
+
+def off(found: tuple[Curves, Curves]) -> tuple[float, float]:
+    """How far the formula is off at the worst depth: variance, of the measured; cosine."""
+    here, there = found
+    return (max(abs(a / b - 1) for a, b in zip(here.variance, there.variance)),
+            max(abs(a - b) for a, b in zip(here.cosine, there.cosine)))
+
+
+def depth_figure(found: Mapping[str, tuple[Curves, Curves]], what: str) -> dict:
+    """`what`: variance, cosine or gradient. Lines are predicted, dots measured."""
+    data = []
+    for (name, curves), colour in zip(found.items(), COLOURS):
+        here, there = (getattr(one, what) for one in curves)
+        every = max(1, len(there) // 12)
+        at = [*range(0, len(there), every)]
+        data.append(scatter(at, [there[i] for i in at], f"{name}, measured", colour, mode="markers",
+                            showlegend=not here))
+        if here:
+            data.append(scatter(range(len(here)), here, name, colour))
+    titles = {"variance": "Variance of the stream by depth", "cosine": "How alike tokens are",
+              "gradient": "Variance of the stream's gradient, over that behind the last layer"}
+    scale = {} if what == "cosine" else POWERS
+    return figure(data, f"{titles[what]}: lines by formula, dots measured", height=430,
+                  xaxis=axis("layers behind"), yaxis=axis(
+                      "mean cosine of two tokens" if what == "cosine" else "variance", **scale))
+
+
+def collapse_depth(layers: int, at: float = 0.9) -> int:
+    """The layers without a skip after which tokens are that alike, by formula."""
+    m = small("unshaped", layers)
+    curve = signals.predicted(m, tokens(), "without skip").cosine
+    return next((i for i, one in enumerate(curve) if one > at), layers)
+
+
+# ---- Two matrices
+
+def matrices(block: str) -> int:
+    """Numbers of a block's matrices, in squares of the width."""
+    m = ModelConfig(width=384, heads=6, block=block)
+    return round(of(m).linear_weights / m.D**2)
+
+
+def step(block: str, size: Mapping[str, Any] | None = None) -> Config:
+    """For a clock: six layers of 256."""
+    return Config().replace({
+        "model.layers": 6, "model.width": 256, "model.heads": 4, "model.context": 128,
+        "global_batch": 4, "precision.recipe": "fp32", "steps": 100, "model.block": block}
+        | dict(size or {}))
+
+
+def faster_by_flops(block: str, than: str = "pre-norm") -> float:
+    return training_flops(step(than).model) / training_flops(step(block).model)
+
+
+# ---- Short runs
+
+RUNS = {"pre-norm": 1e-3, "unshaped": 1e-3, "sas-p": 1e-3}       # learning rates
+
+
+def run_of(block: str, steps: int, lr: float, layers: int = 12) -> Config:
+    return preset("cpu-3m").replace({
+        "model.layers": layers, "model.width": 64, "model.heads": 4, "model.context": 64,
+        "global_batch": 8, "steps": steps, "optimizer.lr": lr, "schedule.warmup_steps": 5,
+        "eval_batches": 8, "model.block": block, "precision.recipe": "fp32"})
+
+
+def trained(block: str, steps: int) -> tuple[list[float], float]:
+    """The loss of each update, and the validation loss at the end."""
+    training = Training.build(run_of(block, steps, RUNS[block]))
+    losses = [training.update(i).loss.item() for i in range(steps)]
+    return losses, training.evaluate()
+
+
+def losses_figure(found: Mapping[str, tuple[list[float], float]]) -> dict:
+    data = [scatter(range(1, len(losses) + 1), losses, name, colour)
+            for (name, (losses, _)), colour in zip(found.items(), COLOURS)]
+    return figure(data, "Twelve layers of width 64 at the same rate", height=380,
+                  xaxis=axis("updates"), yaxis=axis("loss, nats a token"))
+
+
+def speed_figure(names: list[str], seconds: list[float], said: list[float], others: float) -> dict:
+    ratio = [seconds[0] / one for one in seconds]
+    return figure([
+        scatter(names, said, "by FLOPs", ANSWER_COLOURS["formula"], mode="markers",
+                marker={"size": 12, "symbol": "line-ew-open"}),
+        scatter(names, ratio, "measured", ANSWER_COLOURS["measured"], mode="markers",
+                marker={"size": 10}, meta="seconds")],
+        "Updates a second, over pre-norm's", others=others, height=340,
+        yaxis=axis("times as fast"), annotations=[note("", 0, 0)])
+
+
+# ---- Exercises
+
+EXERCISES: dict[str, Exercise] = {}
+exercise = adding_to(EXERCISES)
+
+
+def _one_to_ten(r: Random) -> tuple[Tensor]:
+    return (normal(r, r.randint(1, 4), r.randint(1, 9), r.randint(1, 3)),)
+
+
+@exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),), (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
+          draw=_one_to_ten, tolerance=1e-5, minutes=5,
+          mistakes={"each sum is divided by how many tokens it has": lambda v: v.cumsum(-2),
+                    "a token sees itself and the past, and no token to come":
+                        lambda v: v.mean(-2, keepdim=True).expand_as(v),
+                    "divide by the count at each place, and not by all":
+                        lambda v: v.cumsum(-2) / v.shape[-2]})
+def running_mean(v: Tensor) -> Tensor:
+    counts = torch.arange(1, v.shape[-2] + 1)[:, None]
+    return v.cumsum(-2) / counts
+
+
+def _branches(r: Random) -> tuple[int, int, float]:
+    return r.randint(1, 72), r.randint(1, 4), r.uniform(0.5, 2)
+
+
+@exercise("22.scale", (1, 2, 1.0), (8, 2, 1.0), (72, 1, 0.5), draw=_branches, minutes=6, stars=2,
+          mistakes={"variances add up, and not deviations": lambda L, n, v: 1 / (L * n * v),
+                    "each layer has so many branches": lambda L, n, v: 1 / math.sqrt(L * v),
+                    "a branch has a variance of its own": lambda L, n, v: 1 / math.sqrt(L * n)})
+def branch_scale(layers: int, branches: int, variance: float) -> float:
+    return 1 / math.sqrt(layers * branches * variance)
+
+
+def _qk(r: Random) -> tuple[Tensor, int]:
+    heads, size = r.randint(1, 3), r.randint(1, 3)
+    return normal(r, heads * 2 * size, r.randint(1, 4)), heads
+
+
+def _zero_q(w: Tensor, heads: int, part: int) -> Tensor:
+    w = w.clone().unflatten(0, (heads, 2, -1))
+    w[:, part] = 0
+    return w.flatten(0, 2)
+
+
+@exercise("22.identity", (torch.arange(1.0, 5.0)[:, None], 1), (torch.arange(1.0, 9.0)[:, None], 2),
+          draw=_qk, tolerance=0, minutes=6, stars=2,
+          mistakes={"heads take turns: q and k of the first, then of the second": lambda w, heads: torch.cat(
+                        (torch.zeros_like(w[:len(w) // 2]), w[len(w) // 2:])),
+                    "queries, and not keys, so that keys still learn":
+                        lambda w, heads: _zero_q(w, heads, 1),
+                    "keys stay as they are": lambda w, heads: torch.zeros_like(w)})
+def zero_queries(w: Tensor, heads: int) -> Tensor:
+    w = w.clone().unflatten(0, (heads, 2, -1))
+    w[:, 0] = 0
+    return w.flatten(0, 2)
+
+
+def _gram(r: Random) -> tuple[Tensor, float]:
+    x = normal(r, r.randint(2, 6), 4)
+    return x @ x.mT / 4, r.uniform(0.1, 2)
+
+
+def _past(G: Tensor) -> Tensor:
+    return torch.ones_like(G).tril() / torch.arange(1, len(G) + 1)[:, None]
+
+
+@exercise("22.gram", (torch.eye(2), 1.0), (torch.tensor([[4.0, 0.0], [0.0, 1.0]]), 0.5), draw=_gram,
+          tolerance=1e-5, minutes=10, stars=3,
+          mistakes={"the norm makes every diagonal 1": lambda G, a: G + a * _past(G) @ G @ _past(G).mT,
+                    "both sides are averaged": lambda G, a: G + a * _past(G) @ (
+                        G / (G.diag()[:, None] * G.diag()).sqrt()),
+                    "the skip stays": lambda G, a: a * _past(G) @ (
+                        G / (G.diag()[:, None] * G.diag()).sqrt()) @ _past(G).mT})
+def attended(G: Tensor, a: float) -> Tensor:
+    K, A = G / (G.diag()[:, None] * G.diag()).sqrt(), _past(G)
+    return G + a * A @ K @ A.mT

@@ -1,0 +1,266 @@
+"""How a signal, its tokens and its gradients go through the depth of a model that has just been initialised: closed forms in the limit of width.
+
+Of T tokens at one depth there is one matrix, the Gram matrix G = x x^T / D, (T, T): its diagonal is the variance of each token's channels, and off it
+is how alike two tokens are. A random matrix of standard deviation s keeps it but for a factor: (W x)(W x)^T = s^2 D G on average, and the wider, the closer
+to that (Lee et al. 2018, https://arxiv.org/abs/1711.00165). So a model of any width and any number of layers is a recursion of a T x T matrix:
+
+    norm         G -> K, K_ij = G_ij / sqrt(G_ii G_jj)
+    attention    K -> a A K A^T     a = s_v^2 s_o^2 D^2; scores begin near 0, so that A is the mean over the past (Noci et al. 2022, arXiv:2206.03126)
+    MLP          K -> b Phi(K)      b = s_2^2 F; Phi_ij = E[phi(z_i) phi(z_j)], of Gaussians with the covariance s_1^2 D K
+    skip         G -> G + branch
+
+Phi is a sum over powers of the correlation, by phi's Hermite coefficients (Daniely et al. 2016, https://arxiv.org/abs/1602.05897). Gradients go back
+through the same matrices, transposed: skip and branch add up, a norm divides by the token's deviation, attention averages by A^T, the MLP multiplies by
+E[phi'(z_i) phi'(z_j)]. Queries and keys are left out, whose part goes with the variance of the scores.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.config import ModelConfig
+from lpkit.nn.attention import sdpa
+from lpkit.nn.init import initialise
+from lpkit.nn.transformer import Transformer
+
+Matrix = np.ndarray
+ORDER = 60      # of Hermite polynomials
+NODES = 200     # of the quadrature
+
+
+def _gelu(z: Matrix) -> Matrix:
+    """GPT-2's."""
+    return 0.5 * z * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+def hermite(phi: Callable[[Matrix], Matrix], variance: Matrix | float, order: int = ORDER) -> Matrix:
+    """(..., order): coefficients of phi(sqrt(variance) z) in normalised Hermite polynomials of a standard Gaussian z."""
+    z, w = np.polynomial.hermite_e.hermegauss(NODES)
+    w = w / w.sum()
+    basis = [np.ones_like(z), z]
+    for n in range(2, order):
+        basis.append((z * basis[-1] - math.sqrt(n - 1) * basis[-2]) / math.sqrt(n))
+    values = phi(np.sqrt(np.asarray(variance))[..., None] * z)
+    return (values * w) @ np.stack(basis[:order]).T
+
+
+def powers(coefficients: Matrix, correlation: Matrix) -> Matrix:
+    """E[phi(z_i) phi(z_j)], (T, T), of unit Gaussians with this correlation. `coefficients`: (T, order), those of each token."""
+    rho, total, power = np.clip(correlation, -1, 1), 0.0, np.ones_like(correlation)
+    for n in range(coefficients.shape[-1]):
+        total = total + coefficients[:, None, n] * coefficients[None, :, n] * power
+        power = power * rho
+    return total
+
+
+def correlation(G: Matrix) -> Matrix:
+    size = np.sqrt(np.diag(G))
+    return G / (size[:, None] * size)
+
+
+def past(T: int) -> Matrix:
+    """The mean over a token and those before it."""
+    return np.tril(np.ones((T, T))) / np.arange(1, T + 1)[:, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Standard deviations of matrices at the start: values, projection, up and down."""
+
+    values: float
+    out: float
+    up: float
+    down: float
+
+
+STARTS: dict[str, Callable[[ModelConfig], Start]] = {      # of lpkit.nn.init, written once more
+    "gpt2": lambda m: Start(values=0.02, up=0.02, out=0.02 / math.sqrt(2 * m.L), down=0.02 / math.sqrt(2 * m.L)),
+    "llama": lambda m: Start(values=0.02, out=0.02, up=0.02, down=0.02),
+    "fan-in": lambda m: Start(values=m.D**-0.5, out=m.D**-0.5, up=m.D**-0.5, down=m.F**-0.5),
+}
+
+
+@dataclass
+class Depth:
+    """What is known at a depth, and how to go a layer on. `G`: of the stream; `trail`: what backward needs of each layer, the last one first."""
+
+    model: ModelConfig
+    G: Matrix
+    trail: list[tuple[Matrix, Matrix]] = field(default_factory=list)
+
+    def __post_init__(self):
+        m = self.model
+        self.start, self.A = STARTS[m.init.name](m), past(len(self.G))
+
+    def normed(self, norm: bool = True) -> Matrix:
+        return correlation(self.G) if norm else self.G
+
+    def attention(self, K: Matrix) -> Matrix:
+        return (self.start.values * self.start.out * self.model.D) ** 2 * self.A @ K @ self.A.T
+
+    def mlp(self, K: Matrix) -> Matrix:
+        inside = self.start.up**2 * self.model.D * np.diag(K)
+        return self.start.down**2 * self.model.F * powers(hermite(_gelu, inside), correlation(K))
+
+
+def pre_norm(d: Depth, norm: bool = True) -> None:
+    d.G = d.G + d.attention(d.normed(norm))
+    d.G = d.G + d.mlp(d.normed(norm))
+
+
+def parallel(d: Depth) -> None:
+    K = d.normed()
+    d.G = d.G + d.attention(K) + d.mlp(K)
+
+
+def sandwich(d: Depth) -> None:
+    """Each branch has a variance of 1."""
+    d.G = d.G + correlation(d.attention(d.normed()))
+    d.G = d.G + correlation(d.mlp(d.normed()))
+
+
+def gained(gain: float, norm: bool) -> Callable[[Depth], None]:
+    def layer(d: Depth) -> None:
+        d.G = d.G + gain**2 * d.attention(d.normed(norm))
+        d.G = d.G + gain**2 * d.mlp(d.normed(norm))
+    return layer
+
+
+def unshaped(d: Depth) -> None:
+    """Attention alone in place of the skip (by hand: no row of the kit): G becomes the same everywhere, doubly exponentially without the MLP."""
+    d.G = d.attention(d.normed())
+    d.G = d.G + d.mlp(d.normed())
+
+
+def sas(d: Depth) -> None:
+    """Shaped attention is the identity of the norm's result; the MLP's gain is 0.1."""
+    d.G = d.normed()
+    d.G = d.G + 0.01 * d.mlp(d.normed())
+
+
+def sas_parallel(d: Depth) -> None:
+    K = d.normed()
+    d.G = K + 0.01 * d.mlp(K)
+
+
+LAYERS: dict[str, Callable[[Depth], None]] = {
+    "pre-norm": pre_norm, "parallel": parallel, "sandwich": sandwich, "rezero": gained(0.0, norm=False),
+    "skipinit": gained(0.0, norm=False), "layerscale": gained(1e-4, norm=True), "sas": sas, "sas-p": sas_parallel,
+    "without skip": unshaped, "without norm": lambda d: pre_norm(d, norm=False),
+}
+
+
+def gram(m: ModelConfig, tokens: Tensor) -> Matrix:
+    """Of embeddings and learned positions, (T, T), as the initialisation draws them: the same token is alike but for its place."""
+    same = (tokens[:, None] == tokens).double().numpy()
+    std = m.D**-0.5 if m.init.name == "fan-in" else 0.02
+    places = std**2 * np.eye(len(tokens)) if m.position == "learned" else 0.0
+    return std**2 * same + places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """By depth, 0 to the number of layers: the mean variance of a token's channels, the mean cosine of two tokens, and the mean variance of
+    gradients of the stream, over that behind the last layer."""
+
+    variance: list[float]
+    cosine: list[float]
+    gradient: list[float]
+
+
+def cosine(G: Matrix) -> float:
+    """The mean over pairs of two."""
+    T, K = len(G), correlation(G)
+    return float((K.sum() - T) / (T * (T - 1)))
+
+
+def predicted(m: ModelConfig, tokens: Tensor, block: str = "") -> Curves:
+    """`tokens`: (T,). `block`: a row of LAYERS; else the model's."""
+    depth = Depth(model=m, G=gram(m, tokens))
+    layer, stages = LAYERS[block or m.block], [depth.G]
+    for _ in range(m.L):
+        layer(depth)
+        stages.append(depth.G)
+    variances, cosines = [float(np.diag(G).mean()) for G in stages], [cosine(G) for G in stages]
+    back = BACK.get(block or m.block)
+    return Curves(variance=variances, cosine=cosines, gradient=back(m, stages) if back else [])
+
+
+# ---- backward
+
+def _slope(z: Matrix) -> Matrix:
+    """gelu's."""
+    inner = math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)
+    tanh = np.tanh(inner)
+    return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh**2) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * z**2)
+
+
+def _through(d: Depth, gradient: Matrix, G: Matrix, branch: Literal["attention", "mlp"], norm: bool) -> Matrix:
+    """The gradients' Gram matrix behind a branch that read the stream of G: in front of it."""
+    m, s = d.model, d.start
+    K, size = (correlation(G), np.sqrt(np.diag(G))) if norm else (G, np.ones(len(G)))
+    if branch == "attention":
+        inner = (s.values * s.out * m.D) ** 2 * d.A.T @ gradient @ d.A
+    else:
+        slopes = powers(hermite(_slope, s.up**2 * m.D * np.diag(K)), correlation(K))
+        inner = s.up**2 * m.F * s.down**2 * m.D * gradient * slopes
+    return inner / (size[:, None] * size)
+
+
+def back_pre_norm(m: ModelConfig, stages: list[Matrix], norm: bool = True) -> list[float]:
+    d, gradient, found = Depth(model=m, G=stages[0]), np.eye(len(stages[0])), [1.0]
+    for before in reversed(stages[:-1]):
+        d.G = before
+        middle = before + d.attention(d.normed(norm))
+        gradient = gradient + _through(d, gradient, middle, "mlp", norm)
+        gradient = gradient + _through(d, gradient, before, "attention", norm)
+        found.append(float(np.diag(gradient).mean()))
+    return found[::-1]
+
+
+BACK: dict[str, Callable[[ModelConfig, list[Matrix]], list[float]]] = {
+    "pre-norm": back_pre_norm, "without norm": lambda m, stages: back_pre_norm(m, stages, norm=False)}
+
+
+# ---- measured
+
+def measured(m: ModelConfig, tokens: Tensor, seeds: int = 3, make: Callable[[ModelConfig, Any], nn.Module] | None = None) -> Curves:
+    """The same of models that were initialised, means over seeds. `make(config, attend)`: a block by hand in place of the model's."""
+    found = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = Transformer(m, sdpa)
+        if make is not None:
+            model.blocks = nn.ModuleList(make(m, sdpa) for _ in range(m.L))
+        initialise(model, m.init)
+        found.append(_of_one(model, tokens))
+    return Curves(**{name: [float(np.mean(values)) for values in zip(*(getattr(one, name) for one in found))]
+                     for name in ("variance", "cosine", "gradient")})
+
+
+def _of_one(model: nn.Module, tokens: Tensor) -> Curves:
+    streams: list[Tensor] = []
+
+    def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        given[0].retain_grad()
+        streams.append(given[0])
+
+    hooks = [block.register_forward_pre_hook(keep) for block in model.blocks]
+    hooks.append(model.norm.register_forward_pre_hook(keep))
+    model.hidden(tokens[None])
+    for hook in hooks:
+        hook.remove()
+    last = streams[-1]
+    last.backward(torch.randn_like(last))
+    units = [F.normalize(x[0].double(), dim=-1) for x in streams]
+    T = len(tokens)
+    return Curves(
+        variance=[x.double().square().mean().item() for x in streams],
+        cosine=[((u @ u.mT).sum().item() - T) / (T * (T - 1)) for u in units],
+        gradient=[x.grad.double().square().mean().item() for x in streams])
