@@ -263,6 +263,7 @@ SAME = (
     ("19.sign_flip", ("product((1, -1)",), "in another order"),
     ("20.orthogonalised", ("gram @ (2.0315 * gram)",), "a number goes through a product"),
     ("21.mup_rate", ("('head', 'hidden')",), "in another order"),
+    ("23.area", ("range(0, layers + 1)",), "the layer before the first would never be left out"),
     ("24.pissa", ("linalg.svd(w)$",), "of vectors that are orthogonal to W the product takes none"),
     ("24.c_attn", ("transpose(1, 0)",), "two axes change places either way"),
     ("06.fp8_forward", FP8_CLAMPS, "between 432 and 464 all is rounded to 448"),

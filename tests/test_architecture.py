@@ -43,7 +43,7 @@ WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "pla
 LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "datasets", "parallel", "training", "measure", "claims",
           "course", "commands", "cli", "__main__"]
-PATH_LINES = 11_000
+PATH_LINES = 11_200
 UPDATE_FUNCTIONS, UPDATE_FILES = 109, 25        # 90 and 18
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
 

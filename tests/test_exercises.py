@@ -25,9 +25,12 @@ from lpkit.optim.adafactor import adafactor
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.adapters import LoraSettings, StableLoraSettings
 from lpkit.techniques.attention import Rule
+from lpkit.techniques.depth import Drop, Progressive, falling, progressive
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
 from lpkit.training import families
+from lpkit.training.depth import Partly
+from lpkit.training.growth import shares
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}
@@ -274,6 +277,46 @@ def by_the_kits_lora(w, A, B, alpha):
     return layer(torch.eye(w.shape[1], dtype=w.dtype)).mT
 
 
+def by_the_kits_stochastic_depth(layers, rate):
+    return falling(Drop(rate=rate), layers, 1, 0)
+
+
+def by_the_kits_progressive(layers, steps, theta, gamma):
+    asked = Progressive(theta=theta, gamma=gamma)
+    return sum(sum(progressive(asked, layers, steps, step)) for step in range(steps)) / steps / layers
+
+
+def by_geometric_sum(layers, steps, theta, gamma):
+    return 1 - (1 - theta) * (layers + 1) / (2 * layers) * (1 - math.expm1(-gamma * steps) / math.expm1(-gamma) / steps)
+
+
+def by_the_kits_partly(x, w, kept):
+    """With these tokens instead of the kit's own draw."""
+    partly = Partly(torch.nn.Identity(), 0.5, 1.0, 0)
+    partly.block.forward = lambda some, *_: some + (some.cumsum(1) / torch.arange(1, some.shape[1] + 1)[:, None]) @ w
+    partly.kept = lambda tokens: kept
+    return partly(x[None])[0]
+
+
+def by_mean_of_each(x, w, kept):
+    y = x.clone()
+    for i, token in enumerate(kept):
+        y[token] += x[kept[:i + 1]].mean(0) @ w
+    return y
+
+
+def by_index(up, bias, down, i):
+    pick = [*range(len(bias)), i]
+    shared = torch.tensor([0.5 if j == i else 1.0 for j in pick])
+    return up[pick], bias[pick], down[:, pick] * shared
+
+
+def by_the_kits_wider(up, bias, down, i):
+    """Its copies' even shares of a number."""
+    pick = torch.tensor([*range(len(bias)), i])
+    return up[pick], bias[pick], down[:, pick] * shares(down, pick, 0.0, torch.Generator())
+
+
 def by_eigenvectors(w, rank):
     """What the largest eigenvectors of W W^T leave of W."""
     vectors = torch.linalg.eigh(w.double() @ w.double().mT)[1][:, -rank:]
@@ -512,6 +555,10 @@ OTHERS = {
     "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]), 0.0).view_as(w)],
     "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril() / torch.ones_like(G).tril().sum(1, keepdim=True))
                 @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
+    "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1, dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
+    "23.area": [by_geometric_sum, by_the_kits_progressive],
+    "23.some_tokens": [by_the_kits_partly, by_mean_of_each],
+    "23.split": [by_index, by_the_kits_wider],
     "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None], alpha=alpha / B.shape[1])[0], by_the_kits_lora],
     "24.trained": [lambda weights, rank: sum(t.numel() for w in weights for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
     "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank, alpha=alpha).scale, alpha * math.sqrt(rank))],

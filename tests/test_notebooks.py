@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import nbformat
@@ -24,6 +25,7 @@ from lessons import l17_pipelines as pipelines
 from lessons import l19_is_it_progress as chance
 from lessons import l20_optimizers as optimizers
 from lessons import l21_batch_schedule_search as batches
+from lessons import l23_less_of_the_model as less
 from lessons import l24_start_from_a_run as begun_from
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
@@ -32,6 +34,7 @@ from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
+from lpkit.techniques.depth import Progressive, progressive
 from tests.course import EXERCISES, PUZZLES
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
@@ -341,6 +344,34 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
     assert f"from {min(times):.1f} to {max(times):.1f} in this table" in said
 
 
+def test_what_is_said_of_schedules_is_their_picture():
+    said = " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("23")), 4)).split())
+    config = lpkit.preset("cpu-3m").replace(less.SMALL | {"steps": 8})
+    left_out = fmean(1 - p for t in (10**6,) for p in progressive(Progressive(gamma=1.0), less.BERT, 2, t))
+    assert left_out == pytest.approx(1 - less.progressive(0.5, 1.0, less.BERT, 10**6)) and f"{left_out:.1%} for BERT's 12 layers" in said
+    assert sum(less.TOKENS) / less.BERT == 0.75 and "25% is the area of token dropping to the digit" in said
+    updates = {steps: less.arms(steps)[less.STACKED].steps for steps in (100, 8)}
+    assert f"{100 * fmean(itertools.chain(*less.picture(less.arms(8)[less.STACKED].replace({'steps': 8})))):.0f}%" == "69%" and "x 4) / 4`, 69%" in said
+    dropping = less.scheduled(config, "progressive-layer-drop")
+    drawn = [1 - less.flops(dropping.replace({"seed": seed})) / less.flops(config) for seed in range(300)]
+    assert fmean(drawn) == pytest.approx(less.expected(config), abs=0.01), "the mean over draws, by Monte Carlo"
+    assert f"{less.expected(config):.1%} is the mean, and 64 draws scatter by {100 * stdev(drawn):.0f} points" in said
+    assert f"{1 / 0.76:.2f} of it is" in said and updates == {100: 137, 8: 11} and f"{100 * drawn[0]:.0f}" == f"{RIGHT['23.area']}"
+
+
+def test_flops_of_a_schedule_are_those_that_are_counted():
+    for name in ("progressive-layer-drop", "stack", "token-drop"):
+        config = less.scheduled(less.study_config(4, 4).replace({"global_batch": 2}), name)
+        assert less.counted(config) == less.flops(config) < less.flops(config.replace({"governors": []})), name
+
+
+def test_a_model_alone_has_the_flops_of_the_whole():
+    found = less.arms(150)
+    budget = less.flops(found[less.WHOLE])
+    for name, config in found.items():
+        assert less.flops(config) == pytest.approx(budget, rel=0.005), name
+
+
 def test_what_is_said_of_pipelines_is_the_clock():
     said = " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("17")), 4)).split())
     answers = answers_of("17_pipelines")
@@ -415,7 +446,7 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
          "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67, "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
-         "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "22.depth": 4, "22.speed": 1.18, "24.peak": 67, "24.time": 75}
+         "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "22.depth": 4, "22.speed": 1.18, "23.area": 18, "23.updates": 138, "24.peak": 67, "24.time": 75}
 
 
 def test_no_guess_is_right_where_it_starts():

@@ -35,7 +35,7 @@ def in_turns(configs: Iterable[Config], *, device: str | None = None, rounds: in
                  where=f"{benches[-1].where}, the best of {rounds} turns")
 
 
-def by_phase(bench: Bench) -> tuple[float, float, float]:
+def by_phase(bench: Bench, step: int = 0) -> tuple[float, float, float]:
     """Seconds of one update by PHASES; the clock waits for the device before and after each."""
     spent = dict.fromkeys(PHASES, 0.0)
     wait = synchronised(lambda: None, bench.device)
@@ -48,5 +48,5 @@ def by_phase(bench: Bench) -> tuple[float, float, float]:
         wait()
         spent[phase] += time.perf_counter() - start
 
-    bench.training.update(0, phases=timed)
+    bench.training.update(step, phases=timed)
     return tuple(spent.values())

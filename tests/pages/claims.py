@@ -30,6 +30,7 @@ from lpkit.files import resource
 from lpkit.predict.activations import OUTSIDE
 from lpkit.predict.evidence import MEASURED
 from lpkit.predict.flops import forward_flops, products, recomputed_flops, training_flops
+from lpkit.predict.governed import governed
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.time import step_time
@@ -365,7 +366,10 @@ def simplified_blocks_speed() -> Numbers:
         whole = forward_flops(m, attention="causal")
         return whole / (whole - 2 * m.T * _values_and_outputs(m))
 
-    return Numbers(elsewhere=_simplified(quicker))
+    cases = [case for path in sorted(resource("data/measured").glob("blocks-*.json"))
+             for case in json.loads(path.read_text())["cases"] if case["case"].startswith("sas-p,")]
+    return Numbers(kit=_simplified(quicker),
+                   measured={case["case"].removeprefix("sas-p, "): case["ratio"] for case in cases})
 
 
 def _of_optimizer(lean: Callable[[Config], float]) -> dict[str, float]:
@@ -393,6 +397,15 @@ def lion_faster() -> Numbers:
 def _blocks_flops(layers: int, width: int, tokens: int) -> int:
     model = ModelConfig(layers=layers, width=width, heads=width // 64, context=tokens)
     return sum(one.flops for one in products(model, batch=1) if one.name != "head")
+
+
+def layer_dropping() -> Numbers:
+    """Where the whole model has the same loss in as many seconds, nothing is gained."""
+    config = preset("gpt2-124m").replace({"governors": "progressive-layer-drop", "steps": 1000})
+    less = training_flops(config.model) / training_flops(governed(config).model)
+    [found] = protocol.recorded()[1]["progressive-layer-drop"]["verdicts"]
+    same = {"six layers of 128, by protocol": 1.0} if not found["equal_seconds"]["survives"] else {}
+    return Numbers(kit={"FLOPs of a sample, gpt2-124m": less}, measured=same)
 
 
 def masked_tokens() -> Numbers:
@@ -750,6 +763,7 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {
     "simplified-blocks-parameters": simplified_blocks_parameters,
     "simplified-blocks-speed": simplified_blocks_speed,
     "lion-lighter": lion_lighter, "lion-faster": lion_faster, "masked-tokens-3x": masked_tokens,
+    "layer-dropping-2-5x": layer_dropping,
     "combined-5x": combined, "impossible-triangle": impossible_triangle,
     "zero-1": lambda: zero(1, dict), "zero-2": lambda: zero(2, dict),
     "zero-3": lambda: zero(3, _step_on_64), "zero-3-communication": zero_3_communication,

@@ -105,6 +105,7 @@ NEEDS = {
     "20": {"01": "the rows of a step"},
     "21": {"00": "how a notebook works"},
     "22": {"00": "how a notebook works"},
+    "23": {"00": "how a notebook works"},
     "24": {"01": "the rows of a step"},
     "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
            "06": "the noise of a product", "08": "recomputation", "09": "the seconds",

@@ -1,0 +1,500 @@
+"""Lesson 23, Less of the model: its study, its figures and its exercises.
+
+A schedule says which share of the tokens each layer sees in each update. An update's FLOPs are then
+
+    head + sum over layers of (s * weights + s^2 * pairs)
+
+with s the layer's share, `weights` the products of a layer with its weights and `pairs` those of
+attention, which has a pair of tokens for each score. Six published schedules are rows of
+`lpkit.techniques.depth`; their FLOPs are counted and their seconds measured here. Then runs at
+equal FLOPs: a whole model, one that is stacked from few layers, a small one. FLOPs are those of
+updates, losses in nats per token.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from lessons.drawing import axis, figure, heat, note, scatter
+from lessons.draws import normal
+from lessons.judge import adding_to
+from lessons.style import COLOURS
+from lessons.timing import PHASES, by_phase
+from lpkit import hardware
+from lpkit.claims import referee
+from lpkit.config import Config, ModelConfig
+from lpkit.measure.updates import Bench
+from lpkit.predict.compare import disturbance
+from lpkit.predict.flops import training_flops
+from lpkit.presets import preset
+from lpkit.tables import html_table
+from lpkit.techniques.changes import GOVERNORS
+from lpkit.timing import Watch
+from lpkit.training.runs import Run
+from lpkit.training.training import RandomTokens, Training
+
+# ---- Schedules
+
+WHOLE = "whole"
+SCHEDULES = ("stochastic-depth", "layer-drop", "progressive-layer-drop", "stack", "random-ltd",
+             "token-drop")
+SMALL = {"model.layers": 8, "model.width": 64, "model.heads": 2, "model.context": 64,
+         "global_batch": 4, "grad_accum_steps": 1, "eval_every": 0, "precision.recipe": "fp32",
+         "system.device": "cpu", "system.threads": 1, "system.compile": False}
+
+
+def scheduled(config: Config, name: str, **settings: Any) -> Config:
+    """`name`: of a row of `lpkit.techniques.depth`, or WHOLE."""
+    return config if name == WHOLE else config.replace({"governors": [{"name": name, **settings}]})
+
+
+def shares(config: Config, step: int) -> tuple[float, ...]:
+    """Returns of each layer the share of the tokens that it sees in the update after `step`."""
+    if not config.governors:
+        return (1.0,) * config.model.layers
+    said = config.governors[0]
+    return GOVERNORS[said.name].shares(said, config.model.layers, config.steps, config.seed, step)
+
+
+def picture(config: Config) -> list[tuple[float, ...]]:
+    """Returns the shares of every update."""
+    return [shares(config, step) for step in range(config.steps)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """FLOPs of an update for a sequence of T tokens: of a layer's products with its weights, of its
+    pairs of tokens, and of the head."""
+
+    weights: float
+    pairs: float
+    head: float
+    T: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Price:
+        """Each product is done three times: forward, and for both gradients. Attention's scores and
+        what is made of them take 2 T^2 D each."""
+        pairs, head = 12.0 * model.T**2 * model.D, 6.0 * model.T * model.D * model.V
+        layer = (training_flops(model) - head) / model.L
+        return cls(weights=layer - pairs, pairs=pairs, head=head, T=model.T)
+
+    def layer(self, share: float) -> float:
+        """Tokens are whole."""
+        seen = max(1, round(share * self.T)) / self.T if share else 0.0
+        return seen * self.weights + seen**2 * self.pairs
+
+    def update(self, shares: Sequence[float]) -> float:
+        return self.head + sum(map(self.layer, shares))
+
+    def run(self, config: Config) -> float:
+        """FLOPs of all updates of a run, for a sequence of each."""
+        return sum(map(self.update, picture(config)))
+
+
+def expected(config: Config) -> float:
+    """Returns the share of the FLOPs that progressive layer dropping does without on average over
+    its draws, with `theta` 0.5 and `gamma` 100 / updates as its row has them."""
+    price, layers = Price.of(config.model), config.model.layers
+    kept = fmean(progressive(0.5, 100 / config.steps, layers, t) for t in range(config.steps))
+    whole = price.update((1.0,) * layers)
+    return (1 - kept) * (whole - price.head) / whole
+
+
+def saved(config: Config) -> float:
+    """Returns the share of a whole run's FLOPs that the schedule of `config` does without."""
+    price = Price.of(config.model)
+    return 1 - price.run(config) / price.run(config.replace({"governors": []}))
+
+
+def flops(config: Config) -> float:
+    """Of all updates of a run, with all sequences."""
+    return config.global_batch * Price.of(config.model).run(config)
+
+
+# By the probabilities themselves, as papers say what they save
+
+def progressive(theta: float, gamma: float, layers: int, step: int) -> float:
+    """The mean probability with which progressive layer dropping keeps a layer: the last one's
+    falls to `theta`, the others' lie on the line from 1 above it (Zhang and He 2020)."""
+    last = (1 - theta) * math.exp(-gamma * step) + theta
+    return 1 - (1 - last) * (layers + 1) / (2 * layers)
+
+
+# What two papers say that they save, and what the picture says of their BERT of 12 layers
+BERT = 12
+# github.com/tensorflow/models, official/projects/token_dropping/encoder.py at 00b830c: with 256 of
+# 512 tokens (the .yaml beside it). The sixth layer's queries meet all keys
+TOKENS = (1.0,) * 5 + (0.5,) * 6 + (1.0,)
+
+
+def published_table() -> str:
+    """HTML: the area that two papers leave out, and what they say that this saves."""
+    pld, tokens = 1 - progressive(0.5, 1.0, BERT, 10_000), 1 - sum(TOKENS) / BERT
+    return html_table(("", "left out of the layers", "they say", "so"), [
+        ("progressive layer dropping, theta = 0.5 (Zhang and He 2020)", f"{pld:.1%}",
+         "24% less time a sample, 2.5 times faster to an accuracy",
+         f"{1 / 0.76:.2f} times by the time, {2.5 * 0.76:.1f} times by fewer samples"),
+        ("token dropping, half of the tokens in 6 layers (Hou et al. 2022)", f"{tokens:.1%}",
+         "25% less pretraining cost", f"{1 / (1 - tokens):.2f} times, with as many updates")],
+        caption="BERT of 12 layers")
+
+
+# ---- Real updates
+
+def counted(config: Config) -> float:
+    """Returns the FLOPs of all updates of a run, as PyTorch counts those of its operations.
+    Attention is `plain`: the counter does not know the fused one of a CPU."""
+    config = config.replace({"system.attention": "plain"})
+    training = Training.build(config, data=RandomTokens(config))
+    with FlopCounterMode(display=False) as counter:
+        for step in range(config.steps):
+            training.update(step)
+    return counter.get_total_flops()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Seconds of a run's updates by config and phase, each update the best of rounds in which the
+    configs took turns. `others`: the share of the cores that other processes took."""
+
+    phases: dict[str, tuple[float, ...]]
+    others: float
+    where: str
+
+    def over_whole(self, name: str) -> float:
+        """Returns the seconds of all phases over those of the whole model."""
+        return sum(self.phases[name]) / sum(self.phases[WHOLE])
+
+
+def timed(configs: Mapping[str, Config], *, rounds: int, watch: Watch = iter) -> Timed:
+    best: dict[tuple[str, int], tuple[float, ...]] = {}
+    steps, share = next(iter(configs.values())).steps, hardware.others()
+    for _ in watch(range(rounds)):
+        benches = {name: Bench(one) for name, one in configs.items()}
+        for step, (name, bench) in itertools.product(range(steps), benches.items()):
+            found = by_phase(bench, step)
+            best[name, step] = min(found, best.get((name, step), found), key=sum)
+    # the first update makes the optimizer's state
+    phases = {name: tuple(map(sum, zip(*(best[name, step] for step in range(1, steps)))))
+              for name in configs}
+    return Timed(phases=phases, others=share(),
+                 where=f"{benches[WHOLE].where}, the best of {rounds} rounds")
+
+
+# ---- A drawn schedule
+
+def resumed(config: Config, cut: int) -> tuple[list[float], list[float]]:
+    """Returns the losses of a run, and those of one that is stopped after `cut` updates and goes on
+    in an object that has nothing but its state."""
+    whole, begun, other = (Training.build(config) for _ in range(3))
+    losses = [whole.update(step).loss.item() for step in range(config.steps)]
+    again = [begun.update(step).loss.item() for step in range(cut)]
+    other.load_state_dict({name: t.clone() if torch.is_tensor(t) else t
+                           for name, t in begun.state_dict().items()})
+    again += [other.update(step).loss.item() for step in range(cut, config.steps)]
+    return losses, again
+
+
+# ---- Growth
+
+GROWN = {"stack": {"model.layers": 4}, "interpolate": {"model.layers": 4},
+         "identity-depth": {"model.layers": 4}, "bert2bert": {"model.width": 64, "model.heads": 4}}
+PRESERVING = ("identity-depth", "bert2bert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """`moved`: the norm by which the logits of a batch differ from the small model's, over that of
+    those; `losses`: of that batch before it grows, after it, and when training has gone on."""
+
+    moved: float
+    losses: tuple[float, float, float]
+
+
+def grow(run: Run, row: str, updates: int) -> Growth:
+    """A larger model begins from the small one's weights by a row of `start.grow`."""
+    small = Training.build(run.config.replace({"start.run": str(run.path)}))
+    large = Training.build(run.config.replace({
+        **GROWN[row], "start.run": str(run.path), "start.grow": row, "steps": updates}))
+    batch = small.val.batch(0)
+
+    @torch.no_grad()
+    def found(one: Training) -> tuple[Tensor, float]:
+        return one.model(batch.tokens), one.loss(one.model, batch).item()
+
+    (was, before), (now, after) = found(small), found(large)
+    for step in range(updates):
+        large.update(step)
+    return Growth(moved=((now - was).norm() / was.norm()).item(),
+                  losses=(before, after, found(large)[1]))
+
+
+# ---- At equal FLOPs
+
+STUDY = {"model.width": 32, "model.heads": 2, "model.context": 32, "model.init": "fan-in",
+         "global_batch": 8, "grad_accum_steps": 1, "eval_every": 0, "eval_batches": 16,
+         "schedule.warmup_steps": 10, "optimizer.lr": 0.01, "precision.recipe": "fp32",
+         "system.device": "cpu", "system.threads": 1, "system.compile": False}
+LAYERS = 4
+STACKED, ALONE, DROPPED = "stacked from 1 layer", "1 layer alone", "progressive layer dropping"
+
+
+def study_config(layers: int, updates: int, seed: int = 0) -> Config:
+    return preset("cpu-3m").replace(STUDY | {"model.layers": layers, "steps": updates,
+                                             "seed": seed})
+
+
+def arms(updates: int) -> dict[str, Config]:
+    """Configs whose runs take the FLOPs of `updates` of the whole model. What is stacked begins as
+    a small model inside the run, whose FLOPs are the run's."""
+    whole, small = study_config(LAYERS, updates), study_config(1, updates)
+    asked = {WHOLE: whole, STACKED: scheduled(whole, "stack", start=1),
+             DROPPED: scheduled(whole, "progressive-layer-drop"), ALONE: small}
+    return {name: one.replace({"steps": equal(one, whole)}) for name, one in asked.items()}
+
+
+def equal(config: Config, whole: Config) -> int:
+    """Returns the updates of `config` that take the FLOPs of all of `whole`'s; a schedule that says
+    when in shares of a run is stretched with it."""
+    budget = Price.of(whole.model).run(whole)
+    steps = whole.steps
+    for _ in range(4):
+        longer = config.replace({"steps": steps})
+        steps = round(steps * budget / Price.of(config.model).run(longer))
+    return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way of spending the FLOPs. `curves`: the training loss of each seed by update."""
+
+    config: Config
+    losses: tuple[float, ...]
+    curves: tuple[tuple[float, ...], ...]
+
+
+def spend(updates: int, seeds: int, watch: Watch = iter) -> dict[str, Arm]:
+    """Runs every arm with every seed; the arms of a seed read the same text in the same order."""
+    found: dict[str, list[tuple]] = {}
+    configs = arms(updates)
+    for seed, (name, config) in watch(list(itertools.product(range(seeds), configs.items()))):
+        training = Training.build(config.replace({"seed": seed}))
+        curve = tuple(training.update(step).loss.item() for step in range(config.steps))
+        found.setdefault(name, []).append((training.evaluate(), curve))
+    return {name: Arm(config=configs[name], losses=tuple(loss for loss, _ in runs),
+                      curves=tuple(curve for _, curve in runs)) for name, runs in found.items()}
+
+
+def verdicts(found: Mapping[str, Arm], against: str = WHOLE) -> dict[str, referee.Verdict]:
+    """Beside one arm, each other one. All comparisons share the error of 5%."""
+    others = [name for name in found if name != against]
+    [level] = referee.levels(1, len(others))
+    return {name: referee.look(found[against].losses, found[name].losses, level)
+            for name in others}
+
+
+# ---- Figures and tables
+
+def schedule_figure(configs: Mapping[str, Config]) -> dict:
+    """Layers by updates, the share of the tokens in colour: a picture for each schedule."""
+    data, notes, layout, wide = [], [], {}, 3
+    for i, (name, config) in enumerate(configs.items()):
+        rows, at = picture(config), "" if not i else str(i + 1)
+        column, line = i % wide, i // wide
+        layers = [*range(1, config.model.layers + 1)]
+        data.append(heat([*range(config.steps)], layers, [list(one) for one in zip(*rows)],
+                         ends=(0, 1), xaxis=f"x{at}", yaxis=f"y{at}", showscale=not i,
+                         bar={"title": {"text": "share"}, "tickformat": ".0%"},
+                         hovertemplate="update %{x}, layer %{y}: %{z:.0%}<extra></extra>")
+                    | {"xgap": 0})
+        area = fmean(itertools.chain(*rows))
+        notes.append(note(f"{name}: {area:.0%}", 0, 1.02, xref=f"x{at} domain",
+                          yref=f"y{at} domain"))
+        low = 0.57 * (1 - line)
+        layout[f"xaxis{at}"] = axis("update" if line else "", anchor=f"y{at}", showgrid=False,
+                                    domain=[0.345 * column, 0.345 * column + 0.29])
+        layout[f"yaxis{at}"] = axis("" if column else "layer", anchor=f"x{at}", showgrid=False,
+                                    dtick=len(layers) // 4, domain=[low, low + 0.41])
+    return figure(data, "What each layer sees, and the area that is left", height=480,
+                  annotations=notes, **layout)
+
+
+def schedules_view(config: Config) -> Callable[..., dict]:
+    """For an Explorer. `kept`: of the last layer, the probability; of tokens, the share."""
+
+    def show(layers: int, updates: int, kept: float) -> dict:
+        own = config.replace({"model.layers": layers, "steps": updates})
+        dials = {"stochastic-depth": {"rate": 1 - kept}, "layer-drop": {"rate": 1 - kept},
+                 "progressive-layer-drop": {"theta": kept}, "stack": {},
+                 "random-ltd": {"share": kept}, "token-drop": {"share": kept}}
+        return schedule_figure({name: scheduled(own, name, **dial)
+                                for name, dial in dials.items()})
+
+    return show
+
+
+def cost_table(configs: Mapping[str, Config], counts: Mapping[str, float] | None = None) -> str:
+    """HTML: the area, the FLOPs by formula and as counted, over those of the whole."""
+    lines = []
+    for name, config in configs.items():
+        own, told = flops(config), () if counts is None else (f"{counts[name]:,.0f}",)
+        lines.append((name, f"{fmean(itertools.chain(*picture(config))):.1%}",
+                      f"{own / flops(configs[WHOLE]):.1%}", f"{own:,.0f}", *told))
+    return html_table(("", "area", "FLOPs, of the whole's", "FLOPs, formula",
+                       *(() if counts is None else ("counted",))), lines)
+
+
+def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
+    """HTML: seconds by phase, over those of the whole, beside the FLOPs."""
+    lines = []
+    for name, config in configs.items():
+        phases = (f"{own / all_:.0%}" for own, all_ in zip(found.phases[name], found.phases[WHOLE]))
+        lines.append((name, f"{1 - saved(config):.0%}", f"{found.over_whole(name):.0%}", *phases))
+    said = ", ".join(f"{phase} {1e3 * spent / (configs[WHOLE].steps - 1):.1f} ms"
+                     for phase, spent in zip(PHASES, found.phases[WHOLE]))
+    notes = f"an update of the whole: {said}", found.where, disturbance(found.others)
+    return html_table(("of the whole model's", "FLOPs", "seconds", *PHASES), lines,
+                      caption="; ".join(filter(None, notes)))
+
+
+def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
+    """The mean training loss by the share of the FLOPs that is spent."""
+    lines = []
+    for (name, arm), colour in zip(found.items(), COLOURS):
+        price = Price.of(arm.config.model)
+        spent = [*itertools.accumulate(map(price.update, picture(arm.config)))]
+        parts = min(most, len(spent))
+        ends = [len(spent) * (k + 1) // parts for k in range(parts)]
+        losses = [fmean(fmean(curve[a:b]) for curve in arm.curves)
+                  for a, b in itertools.pairwise([0, *ends])]
+        share = [100 * spent[end - 1] / spent[-1] for end in ends]
+        lines.append(scatter(share, losses, name, colour, hover="%{x:.0f}%: %{y:.3f} nats"))
+    return figure(lines, "The same FLOPs, spent in four ways", height=420,
+                  xaxis=axis("FLOPs spent, %"), yaxis=axis("training loss, nats per byte"))
+
+
+def spent_table(found: Mapping[str, Arm], against: str = WHOLE) -> str:
+    """HTML: each arm's updates and loss, and the verdict beside one of them."""
+    judged, lines = verdicts(found, against), []
+    for name, arm in found.items():
+        said = ("", "", "")
+        if name in judged:
+            one = judged[name]
+            low, high = one.interval
+            said = (f"{one.gain:+.1%} ({low:+.1%} to {high:+.1%})", one.word,
+                    f"{one.could_see:.1%}")
+        lines.append((name, f"{arm.config.steps:,}", f"{fmean(arm.losses):.3f}", *said))
+    seeds = len(next(iter(found.values())).losses)
+    return html_table(("", "updates", "loss", f"lower than {against}'s by", "verdict", "could see"),
+                      lines, caption=f"{seeds} seeds, the same FLOPs for all")
+
+
+def growth_table(grown: Mapping[str, Growth]) -> str:
+    """HTML: what each row of `start.grow` makes of a small model."""
+    lines = []
+    for row, one in grown.items():
+        sizes = ", ".join(f"{size} {key.partition('.')[2]}" for key, size in GROWN[row].items())
+        lines.append((row, sizes, f"{one.moved:.1e}", *(f"{loss:.3f}" for loss in one.losses)))
+    return html_table(("start.grow", "becomes", "logits move by", "loss before", "grown",
+                       "after more updates"), lines)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+@exercise("23.probabilities", (1, 0.5), (4, 0.5), (3, 0.2), minutes=4,
+          draw=lambda r: (r.randint(1, 24), r.uniform(0.0, 0.9)),
+          mistakes={"the first layer is the first of them, and not the 0th": lambda layers, rate: [
+                        1 - rate * layer / layers for layer in range(layers)],
+                    "asked is the probability to be kept": lambda layers, rate: [
+                        rate * (layer + 1) / layers for layer in range(layers)],
+                    "it falls with depth, linearly": lambda layers, rate: [1 - rate] * layers})
+def probabilities(layers: int, rate: float) -> list[float]:
+    return [1 - rate * layer / layers for layer in range(1, layers + 1)]
+
+
+@exercise("23.area", (1, 1, 0.5, 1.0), (12, 1, 0.5, 0.1), (12, 100, 0.5, 0.1), minutes=7, stars=2,
+          draw=lambda r: (r.randint(1, 24), r.randint(1, 60), r.uniform(0.1, 0.9),
+                          r.uniform(0.01, 2.0)),
+          mistakes={"updates are counted, so it is a sum and no integral":
+                        lambda layers, steps, theta, gamma: 1 - (1 - theta) * (layers + 1) / (
+                            2 * layers) * (1 - (1 - math.exp(-gamma * steps)) / gamma / steps),
+                    "only the last layer falls to theta":
+                        lambda layers, steps, theta, gamma: 1 - fmean(
+                            (1 - theta) * (1 - math.exp(-gamma * t)) for t in range(steps)),
+                    "the first update has all layers":
+                        lambda layers, steps, theta, gamma: 1 - fmean(
+                            (1 - theta) * (1 - math.exp(-gamma * (t + 1))) for t in range(steps)
+                            ) * (layers + 1) / (2 * layers)})
+def area(layers: int, steps: int, theta: float, gamma: float) -> float:
+    left_out = [(1 - theta) * (1 - math.exp(-gamma * step)) * layer / layers
+                for step in range(steps) for layer in range(1, layers + 1)]
+    return 1 - sum(left_out) / (steps * layers)
+
+
+def _tokens(r: Random) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, width = r.randint(1, 7), r.randint(1, 4)
+    kept = sorted(r.sample(range(tokens), r.randint(1, tokens)))
+    return normal(r, tokens, width), normal(r, width, width), torch.tensor(kept)
+
+
+@exercise("23.some_tokens", (torch.ones(1, 1), torch.zeros(1, 1), torch.tensor([0])),
+          (torch.arange(6.0).reshape(3, 2) / 6, torch.ones(2, 2), torch.tensor([0, 2])),
+          minutes=6, stars=2, drawn=60, draw=_tokens,
+          mistakes={"the others pass unchanged": lambda x, w, kept: torch.zeros_like(x).index_copy(
+                        0, kept, _mixed(x[kept], w)),
+                    "the mean is of those that the layer sees": lambda x, w, kept: x.index_copy(
+                        0, kept, _mixed(x, w)[kept]),
+                    "they go back to where they were": lambda x, w, kept: torch.cat((
+                        _mixed(x[kept], w), x[len(kept):]))})
+def some_tokens(x: Tensor, w: Tensor, kept: Tensor) -> Tensor:
+    some = x.index_select(0, kept)
+    seen = some.cumsum(0) / torch.arange(1, len(some) + 1)[:, None]
+    return x.index_copy(0, kept, some + seen @ w)
+
+
+def _mixed(x: Tensor, w: Tensor) -> Tensor:
+    return x + x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None] @ w
+
+
+def _neuron(r: Random) -> tuple[Tensor, Tensor, Tensor, int]:
+    wide, width = r.randint(1, 6), r.randint(1, 4)
+    return (normal(r, wide, width), normal(r, 1, wide)[0], normal(r, width, wide),
+            r.randrange(wide))
+
+
+@exercise("23.split", (torch.ones(1, 1), torch.ones(1), torch.ones(1, 1), 0),
+          (torch.arange(6.0).reshape(3, 2), torch.tensor([0.0, 1.0, -1.0]),
+           torch.arange(6.0).reshape(2, 3), 1), minutes=6, stars=2, drawn=60, draw=_neuron,
+          mistakes={"both halves together say what the one said": lambda up, bias, down, i: (
+                        torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])),
+                        torch.cat((down, down[:, i:i + 1]), 1)),
+                    "GELU is not linear: what comes in stays": lambda up, bias, down, i: (
+                        torch.cat((_halved(up, i), up[i:i + 1] / 2)),
+                        torch.cat((_halved(bias, i), bias[i:i + 1] / 2)),
+                        torch.cat((down, down[:, i:i + 1]), 1)),
+                    "the first of the two is halved, too": lambda up, bias, down, i: (
+                        torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])),
+                        torch.cat((down, down[:, i:i + 1] / 2), 1))})
+def split(up: Tensor, bias: Tensor, down: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+    down = torch.cat((down, down[:, i:i + 1]), 1)
+    down[:, [i, -1]] /= 2
+    return torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])), down
+
+
+def _halved(x: Tensor, i: int) -> Tensor:
+    return torch.cat((x[:i], x[i:i + 1] / 2, x[i + 1:]))
