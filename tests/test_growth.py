@@ -14,10 +14,11 @@ from lpkit.nn.transformer import Transformer
 from lpkit.predict.params import parameter_count
 from lpkit.predict.prediction import predict
 from lpkit.techniques import growth as rows
-from lpkit.techniques.growth import GROWTH, refusal
+from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.row import chosen
 from lpkit.training import growth
 from lpkit.training.checkpoint import load_latest
+from lpkit.training.growth import refusal
 from lpkit.training.sampling import sample, trained
 from lpkit.training.training import Training
 
@@ -133,7 +134,7 @@ def test_what_is_made_is_let_go():
 WIDE = replace(SMALL, width=64, heads=8, kv_heads=4)
 REFUSED = [
     ("stack", {}, {"layers": 5}, "model.layers=5 is no multiple of 2; nearest: 4 or 6"),
-    ("interpolate", {"layers": 4}, {"layers": 2}, "model.layers=2, not 4; set model.layers=4 or more"),
+    ("interpolate", {"layers": 4}, {"layers": 2}, "model.layers=2, not 4; set model.layers=4"),
     ("stack", {}, {"layers": 4, "width": 64, "head_dim": 8}, "model.width=64, not 32; set model.width=32"),
     ("identity-depth", {}, {"layers": 3, "vocab": 41}, "model.vocab=41, not 40; set model.vocab=40"),
     ("identity-depth", {"block": "sandwich"}, {"layers": 3}, "model.block=sandwich is none that it knows (pre-norm, "),
@@ -143,10 +144,10 @@ REFUSED = [
     ("bert2bert", {}, {"width": 64, "heads": 8, "norm": "rmsnorm"}, "model.norm=rmsnorm, not layernorm; set model.norm=layernorm"),
     ("bert2bert", {}, {"width": 64, "heads": 8, "mlp": "swiglu"}, "model.mlp=swiglu, not gelu"),
     ("bert2bert", {}, {"width": 64, "heads": 8, "context": 32}, "model.context=32, not 16"),
-    ("bert2bert", {}, {"width": 64, "heads": 8, "mlp_width": 20}, "model.mlp_width=20, not 24; set model.mlp_width=24 or more"),
+    ("bert2bert", {}, {"width": 64, "heads": 8, "mlp_width": 20}, "model.mlp_width=20, not 24; set model.mlp_width=24"),
     ("bert2bert", {}, {"width": 64, "heads": 8, "tied": False}, "model.tied=False, not True"),
     ("bert2bert", {"norm": "none"}, {"width": 64, "heads": 8}, "model.width=64 with a tied head and no norm has other logits; set model.width=32"),
-    ("bert2bert", {"changes": ["lora"]}, {"changes": []}, "that run has model.changes=lora; grow one without"),
+    ("bert2bert", {"changes": ["lora"]}, {"changes": []}, "that run has model.changes=lora; grow a run without"),
 ]
 
 
@@ -259,7 +260,7 @@ def test_the_command_line(base, tmp_path, capsys):
     for asked, sentence in {
         ("start.grow=stack", "model.layers=5"): "model.layers=5 is no multiple of 2; nearest: 4 or 6",
         ("start.grow=stak", "model.layers=4"): "there is no start.grow 'stak'; did you mean 'stack'?",
-        ("start.grow=stack", "start.run=", "model.layers=4"): "set start.run to its folder",
+        ("start.grow=stack", "start.run=", "model.layers=4"): "set start.run to a run's folder",
         ("start.grow=stack", "start.map=blocks.2:blocks.0", "model.layers=4"): "leave start.map out",
         ("start.grow=bert2bert", "start.grow.uneven=1"): "start.grow.uneven must be 0 or more and below 1",
         ("start.grow=stack", "start.grow.uneven=0.1"): "bert2bert has it",

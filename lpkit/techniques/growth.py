@@ -9,8 +9,8 @@ to 1; `identity-depth` is its beginning, with zeros that are trained. LiGO
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from lpkit.techniques.blocks import MLPS, NORMS
 from lpkit.techniques.row import Row, Settings
@@ -52,10 +52,10 @@ GROWTH: dict[str, Row] = {
     "stack": Growth(why="layer i begins as layer i mod l of the small model's l; not preserving",
                     multiples=("layers",), implementation=DEEPER,
                     source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
-    "interpolate": Growth(why="each layer is repeated in place; not preserving", multiples=("layers",),
-                          source_of=lambda layer, l, L: layer * l // L, implementation=DEEPER,
+    "interpolate": Growth(why="layers are repeated in place; not preserving", implementation=DEEPER,
+                          source_of=lambda layer, l, L: layer * l // L, multiples=("layers",),
                           source="Chang et al. 2018, https://arxiv.org/abs/1710.10348"),
-    "identity-depth": Growth(why="as stack, but new layers have output projections of 0; preserving",
+    "identity-depth": Growth(why="as stack, with 0 as output projections of new layers; preserving",
                              silent=True, knows=KNOWN, implementation=DEEPER,
                              source="Chen et al. 2016, https://arxiv.org/abs/1511.05641"),
     "bert2bert": Growth(why="copies of neurons and heads share outgoing weights; preserving, but "
@@ -64,30 +64,3 @@ GROWTH: dict[str, Row] = {
                         multiples=("width",), implementation="lpkit.training.growth:wider",
                         source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3"),
 }
-READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}     # may be None
-
-
-def refusal(settings: Settings, small: Any, large: Any) -> str:
-    """Why `small` cannot become `large`, and the nearest that works; empty: it can."""
-    row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
-    if small.changes:
-        return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow one without "
-                f"(`lpkit export` merges adapters, and `lpkit import` makes a run of that)")
-    for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
-        was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
-        if key in row.knows and was not in row.knows[key]:
-            return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
-        if was != now and not (key in row.grows and now > was):
-            more = " or more" * (key in row.grows)
-            return f"model.{key}={now}, not {was}; set model.{key}={was}{more}"
-        if key in row.multiples + depth.multiples and now % was:
-            low = now - now % was
-            return f"model.{key}={now} is no multiple of {was}; nearest: {low} or {low + was}"
-    queries = small.H // small.G
-    if large.H // large.G < queries:
-        return (f"model.heads={large.H} are fewer than {queries} for each of model.kv_heads="
-                f"{large.G}, as in that run; set model.heads={queries * large.G}")
-    if small.tied and small.norm == "none" and large.D != small.D:
-        return (f"model.width={large.D} with a tied head and no norm has other logits; set "
-                f"model.width={small.D}, or grow a run with model.tied=false")
-    return ""

@@ -147,7 +147,7 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
     ours = {name: keys for name, keys in of.items()
             if any(f"{key}.lora_A.weight" in theirs for key in keys)}
     scale = said["lora_alpha"] / (r**0.5 if said.get("use_rslora") else r)
-    config = base.config.replace({"start.run": str(base.path), "model.changes": [{
+    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [{
         "name": "dora" if said.get("use_dora") else "lora", "rank": r, "alpha": scale * r, "shared": transposed,
         "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
     began = start.read(config)
@@ -181,7 +181,7 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
 def _bring_virtual(folder: Path, said: Mapping[str, Any], base: Run, out: Path) -> Run:
     """A prefix that an MLP made is in the file as it made it."""
     learned, name = load_file(folder / WEIGHTS)[LEARNED], VIRTUAL[said["peft_type"]]
-    config = base.config.replace({"start.run": str(base.path), "model.changes": [
+    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
         {"name": name, "length": len(learned)}]})
     began = start.read(config)
     model = build.made(config, "plain", began)

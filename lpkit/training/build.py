@@ -40,6 +40,7 @@ from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS, running
 from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import SIZES
+from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
@@ -50,7 +51,7 @@ from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.start import Start, refuse_growth
+from lpkit.training.start import Start
 
 if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
     from lpkit.training.kernels import Kernels
@@ -118,7 +119,10 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
-    refuse_growth(config)
+    if GROWTH[config.start.grow.name].implementation:
+        from lpkit.training import growth
+
+        growth.refuse(config)
     refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.agreed(None)}, ranks)

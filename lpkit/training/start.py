@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit import records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.techniques.growth import GROWTH, refusal
+from lpkit.techniques.growth import GROWTH
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 
@@ -45,15 +45,14 @@ class Start:
                 ((name, self.tensors.get(self._there(name))) for name in due))
         with torch.no_grad():
             for name, found in made:    # one by one: of a grown one no other is there
-                if (p := due.get(name)) is None:
-                    continue            # a buffer
+                if (p := due.get(name)) is None:        # a buffer
+                    continue
                 if found is None or found.shape != p.shape:
-                    there = self._there(name)
                     has = "is not there" if found is None else f"is {tuple(found.shape)} there"
-                    raise ConfigError(
-                        f"start.run: {name} is {tuple(p.shape)} here, and {there} {has} "
-                        f"({self.where}); give start.map=NEW:OLD the name of what it begins from, "
-                        f"or the model the sizes of that run, or let start.grow make it larger")
+                    raise ConfigError(f"start.run: {name} is {tuple(p.shape)} here, and "
+                                      f"{self._there(name)} {has} ({self.where}); give start.map="
+                                      f"NEW:OLD the name of what it begins from, or the model the "
+                                      f"sizes of that run, or grow that by start.grow")
                 p.copy_(found)
                 filled.append(p)
         return filled
@@ -81,18 +80,6 @@ class Start:
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "
                               f"(start.run names it where it has moved), or start anew with "
                               f"another --out")
-
-
-def refuse_growth(config: Config) -> None:
-    """Raises ConfigError where no run's model can grow into this one."""
-    asked = config.start
-    if isinstance(torch.empty(0), FakeTensor) or not GROWTH[asked.grow.name].implementation:
-        return
-    if asked.map or not asked.run:
-        raise ConfigError(f"start.grow={asked.grow} makes all of the model of another run's; set "
-                          f"start.run to its folder, and leave start.map out")
-    if why := refusal(asked.grow, Run.open(Path(asked.run)).config.model, config.model):
-        raise ConfigError(f"start.grow={asked.grow} from {asked.run}: {why}")
 
 
 def read(config: Config, tokenizer: str = "") -> Start:
