@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l13_efficient_attention import Layer, crossing, learn, mask_view, reach
+from lessons.l13_efficient_attention import KINDS, Layer, crossing, learn, mask_view, reach
 from lessons.tasks import Recall
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import plain, sees
 from lpkit.nn.transformer import Transformer
-from lpkit.techniques.attention import KINDS, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.row import chosen
 
 SOFTMAX = [name for name, row in KINDS.items() if row.settings.rule(8) is not None]

@@ -36,7 +36,7 @@ from lpkit.contracts import DataPolicy
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores
 from lpkit.tables import FAINT
-from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention import KINDS as ALL
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.data import POLICIES
@@ -48,6 +48,8 @@ from lpkit.training.training import RandomTokens, Training
 # ---- The study
 
 T = TypeVar("T")
+KINDS = {name: row for name, row in ALL.items()       # those that generate, token after token
+         if (sees := row.settings.rule(8)) is None or sees.causal}
 FLASH_PRODUCTS = 3.5        # forward 2 products over pairs, backward 5: the scores once more
 LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_width": 64,
             "model.position": "rope", "model.norm": "rmsnorm", "model.bias": False,
