@@ -231,9 +231,8 @@ def _zero_q(w: Tensor, heads: int, part: int) -> Tensor:
                         lambda w, heads: _zero_q(w, heads, 1),
                     "keys stay as they are": lambda w, heads: torch.zeros_like(w)})
 def zero_queries(w: Tensor, heads: int) -> Tensor:
-    w = w.clone().unflatten(0, (heads, 2, -1))
-    w[:, 0] = 0
-    return w.flatten(0, 2)
+    q, k = w.unflatten(0, (heads, 2, -1)).unbind(1)
+    return torch.stack((torch.zeros_like(q), k), 1).flatten(0, 2)
 
 
 def _gram(r: Random) -> tuple[Tensor, float]:
