@@ -48,7 +48,7 @@ def test_rows_are_those_of_one_process(name, ranks):
             assert ours == theirs and p.shape == whole.shape and torch.equal(drawn.rows[p], rows(ranks, rank)(whole))
 
 
-@pytest.mark.parametrize("init", INITS)
+@pytest.mark.parametrize("init", [name for name, row in INITS.items() if not row.again])
 def test_every_init_fills_rows(init):
     config = SMALL.replace({"model.init": init, "model.layers": 1})
     with drawing(rows(2, 1), CPU) as drawn:

@@ -53,6 +53,7 @@ class Seen(Transform):
 
 TOY = Row(implementation=f"{__name__}:Seen")
 FITS = {    # what else a row wants
+    "masked": {"model.attention": "bidirectional", "model.vocab": 257},
     "in-backward": {"optimizer.clip": 0},
     "fp8-blockwise": {"model.width": 128, "model.context": 128},
     "fp8-blockwise-pow2": {"model.width": 128, "model.context": 128},

@@ -28,6 +28,7 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.changes import running
 from lpkit.techniques.contexts import CONTEXT
+from lpkit.techniques.inits import INITS
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
 from lpkit.techniques.row import Row
@@ -272,6 +273,9 @@ UNSHARDED = (
               why="looks at whole weights, and a rank has rows"),
     Unsharded(stage=2, key="memory.param_dtype", only="fp32",
               why="leaves no float32 weights to gather from"),
+    Unsharded(stage=2, key="model.init", only="gpt2", why="changes what it has filled, and ranks make "
+              "one whole parameter at a time",
+              less=lambda config: not getattr(INITS[config.model.init.name], "again", False)),
     Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows",
               less=lambda config: len(running(config)) == len(config.governors)),
     Unsharded(axis="tensor", key="memory.moment_format", only="float32",
