@@ -24,6 +24,7 @@ from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
+from tests.resuming import in_parts
 from tests.test_promise import _cpu
 
 SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.kv_heads": 2, "model.mlp": "swiglu",
@@ -107,10 +108,7 @@ def whole_and_parts(config, folder):
     base = lpkit.train(SMALL, out=folder / "base")
     config = config.replace({"start.run": str(base.path), "steps": 6, "checkpoint_every": 3})
     whole = lpkit.train(config, out=folder / "whole")
-    handle = lpkit.start(config, out=folder / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=folder / "parts", resume=True)
+    parts = in_parts(config, folder / "parts", 3)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
     return whole, parts
 

@@ -25,6 +25,7 @@ from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.inits import INITS
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
+from tests.resuming import in_parts
 
 OWN = tuple(name for name, row in BLOCKS.items() if row.implementation.startswith("lpkit."))
 SMALL = Config().replace({
@@ -292,10 +293,7 @@ def test_shared_layers_resume_and_sample(corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     config = SMALL.replace({"model.changes": "shared-layers", "data.source": str(corpus / "*.py")})
     whole = lpkit.train(config, out=tmp_path / "whole")
-    handle = lpkit.start(config, out=tmp_path / "stopped")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "stopped", resume=True)
+    parts = in_parts(config, tmp_path / "stopped", 3)
     assert [line["loss"] for line in whole.metrics] == [line["loss"] for line in parts.metrics]
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
 
@@ -315,10 +313,7 @@ def test_it_trains_resumes_and_samples(block, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     config = SMALL.replace({"model.block": block, "data.source": str(corpus / "*.py"), "system.attention": "auto", "optimizer.lr": 3e-3})
     whole = lpkit.train(config, out=tmp_path / "whole")
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 3)
     losses = [line["loss"] for line in whole.metrics]
     assert losses == [line["loss"] for line in parts.metrics] and losses[-1] < losses[0]
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")

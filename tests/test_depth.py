@@ -24,6 +24,7 @@ from lpkit.techniques.row import Row
 from lpkit.training.build import decide
 from lpkit.training.depth import Partly
 from lpkit.training.training import RandomTokens, Training
+from tests.resuming import in_parts
 
 STEPS = 8
 SMALL = Config().replace({
@@ -320,10 +321,7 @@ def test_a_resumed_run_is_the_same_run(name, cut):
 def test_a_run_is_stopped_and_resumed(name, corpus, tmp_path):
     config = of(name, SMALL.replace({"data.source": str(corpus / "*.py")}))
     whole = lpkit.train(config, out=tmp_path / "whole")
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 3)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
     assert parts.summary["val_loss"] == whole.summary["val_loss"] and whole.summary["val_loss"] < 5.5
     assert lpkit.sample(whole, tokens=3, seed=1)

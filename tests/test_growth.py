@@ -21,6 +21,7 @@ from lpkit.training.checkpoint import load_latest
 from lpkit.training.growth import refusal
 from lpkit.training.sampling import sample, trained
 from lpkit.training.training import Training
+from tests.resuming import in_parts
 
 SMALL = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=24, vocab=40, context=16)
 LAYOUTS = [{"norm": norm, "mlp": mlp, "position": position, "heads": heads, "kv_heads": groups, "width": 8 * heads, "tied": tied, "bias": bias}
@@ -201,10 +202,7 @@ def test_a_grown_run_goes_on_where_the_small_one_ended(base, name, tmp_path):
     assert lpkit.predict_trace(config).peak_bytes > 0
     assert len(sample(run, prompt="def ", tokens=4, temperature=0)) > 4
     # bit for bit
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 4)
     assert parts.summary["from_step"] in (4, 5) and [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
     ours, theirs = (load_latest(one.checkpoints)[0].tensors for one in (run, parts))
     assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[key]) for key, t in ours.items())

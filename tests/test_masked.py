@@ -18,6 +18,7 @@ from lpkit.hardware import room
 from lpkit.predict import memory, predict
 from lpkit.predict.flops import products, training_flops
 from lpkit.training.training import Training
+from tests.resuming import in_parts
 
 BERT = {"model.attention": "bidirectional", "model.vocab": 257, "data.policy": "masked"}
 MAE = BERT | {"data.policy.share": 0.75, "model.changes": "masked-autoencoder:encoder_layers=2"}
@@ -201,10 +202,7 @@ def test_a_run_goes_on_to_the_bit_and_learns(small, tmp_path):
     assert Config.from_yaml(config.to_yaml()) == config
     run = lpkit.train(config, out=tmp_path / "run")
     assert run.metrics[-1]["loss"] < run.metrics[0]["loss"] - 1
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 7 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 7)
     lines = [[(line["loss"], line["grad_norm"], line.get("val_loss")) for line in one.metrics] for one in (parts, run)]
     assert lines[0] == lines[1] and run.summary["val_loss"] == parts.summary["val_loss"]
     with pytest.raises(ConfigError, match=r"model\.attention=bidirectional sees tokens to come, so that .* nothing can be generated or cached; ask"):

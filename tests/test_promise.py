@@ -65,6 +65,7 @@ from lpkit.training.runs import SEAL, Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import Training
 from tests import toys
+from tests.resuming import in_parts
 
 HERE = f"{__name__}:"
 
@@ -239,10 +240,7 @@ def test_one_row_and_one_function_do_everything(toy, tmp_path):
                                   if toy.family != "recipe" else {}), _cpu())
     assert there.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.05)
     # resume: the same bits
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 2)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
     # sample, and the doctor
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
@@ -310,10 +308,7 @@ def test_a_module_of_ones_own_does_everything(own, name, tmp_path):
         assert formula.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.05 if "predict_trace" in formula.doubt else 0.02)
     assert formula.doubt or name in ("bare", "block")       # whose operations say all
     run = lpkit.train(config, out=tmp_path / "whole")
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 3 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 3)
     numbers = [[(line["loss"], line.get("val_loss")) for line in one.metrics] for one in (run, parts)]
     assert numbers[0] == numbers[1] and numbers[0][-1][0] < numbers[0][0][0]
     assert lpkit.sample(Run(tmp_path / "whole"), tokens=5, seed=1).startswith("\n")
@@ -596,19 +591,13 @@ def test_a_student_is_evaluated_by_what_it_says_next(with_toys, tmp_path):
     assert taught.memory.peak_bytes > plain.memory.peak_bytes and "predict_trace" in taught.memory.doubt
     assert lpkit.sample(Run(tmp_path / "run"), tokens=3)
     assert lpkit.predict_trace(config).peak_bytes > lpkit.predict_trace(with_toys).peak_bytes
-    handle = lpkit.start(config, out=tmp_path / "parts")
-    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
-    handle.result()
-    parts = lpkit.train(config, out=tmp_path / "parts", resume=True)
+    parts = in_parts(config, tmp_path / "parts", 2)
     assert [line["loss"] for line in parts.metrics] == [line["loss"] for line in run.metrics]
 
 
 def goes_on_to_the_bit(config, run, folder):
     """A run that was stopped after two updates, and resumed, has the lines of `run`."""
-    handle = lpkit.start(config, out=folder)
-    handle.subscribe(lambda record: handle.stop() if record.step >= 2 else None)
-    handle.result()
-    parts = lpkit.train(config, out=folder, resume=True)
+    parts = in_parts(config, folder, 2)
     lines = [[(line["loss"], line.get("val_loss")) for line in one.metrics] for one in (parts, run)]
     assert lines[0] == lines[1]
 

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from lessons import signals
+from lessons.l22_blocks import Unshaped
 from lpkit.config import ModelConfig
-from lpkit.nn.layers import layernorm
-from lpkit.nn.mlps import GeluMLP
-from lpkit.nn.transformer import Attention
 
 TOKENS = torch.randperm(256, generator=torch.Generator().manual_seed(0))[:64]
 
@@ -68,16 +65,6 @@ def test_gradients_by_depth(settings, within, layers):
     m = model(layers=layers, **settings)
     block = "without norm" if settings else ""
     assert signals.predicted(m, TOKENS, block).gradient == pytest.approx(signals.measured(m, TOKENS, seeds=8).gradient, rel=within)
-
-
-class Unshaped(nn.Module):
-    def __init__(self, config, attend):
-        super().__init__()
-        self.norm1, self.attention, self.norm2, self.mlp = layernorm(config), Attention(config, attend), layernorm(config), GeluMLP(config)
-
-    def forward(self, x, rotation=None, cache=None, layer=0, documents=None):
-        x = self.attention(self.norm1(x), rotation, cache, layer, documents)
-        return x + self.mlp(self.norm2(x))
 
 
 def test_without_a_skip_tokens_become_one():

@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"there is no file {named(path)}")
     digits = len(str(args.learners))
     names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
-    room = rooms.opened(args.folder, names, teacher=args.teacher, port=args.port, address=args.address,
+    room = rooms.opened(args.folder, names, teacher=args.teacher, port=args.port,
+                        address=args.address,
                         tls=[str(Path(path).resolve()) for path in args.tls],
                         proxy=args.proxy, authenticator=args.authenticator,
                         config=args.config and str(Path(args.config).resolve()),

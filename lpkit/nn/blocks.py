@@ -63,7 +63,7 @@ class Gain(nn.Module):
         nn.init.constant_(self.weight, self.start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the weight's dtype, which is the stream's, where x has the products'."""
+        """Gives the weight's dtype, which is the stream's, where x has the products'."""
         return x * self.weight
 
 
@@ -147,17 +147,16 @@ class BareAttention(ShapedAttention):
 class Skipless(nn.Module):
     """gain1 attention(norm(x)), and an MLP with its skip (He et al. 2023,
     https://arxiv.org/abs/2302.10322; He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure
-    9)."""
-
-    attention_class = ShapedAttention
+    9). The row says whether attention has values and a projection."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        norm, gain = NORMS[config.norm].load(), BLOCKS[config.block].gain
-        self.norm1, self.attention = norm(config), self.attention_class(config, attend)
+        norm, row = NORMS[config.norm].load(), BLOCKS[config.block]
+        attention = BareAttention if row.bare else ShapedAttention
+        self.norm1, self.attention = norm(config), attention(config, attend)
         self.gain1 = Gain(1, 1.0)
         self.norm2, self.mlp = norm(config), MLPS[config.mlp].load()(config)
-        self.gain2 = Gain(1, gain)
+        self.gain2 = Gain(1, row.gain)
 
     def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
                 documents: Tensor | None = None) -> Tensor:
@@ -165,18 +164,13 @@ class Skipless(nn.Module):
         return x + self.gain2(self.mlp(self.norm2(x)))
 
 
-class Sas(Skipless):
-    """Skipless without values and projection."""
-
-    attention_class = BareAttention
-
-
 class SasParallel(nn.Module):
     """No skip at all: attention and MLP read one norm, and their sum is the result (figure 10)."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        self.norm1, self.attention = NORMS[config.norm].load()(config), BareAttention(config, attend)
+        self.norm1 = NORMS[config.norm].load()(config)
+        self.attention = BareAttention(config, attend)
         self.gain1, self.mlp = Gain(1, 1.0), MLPS[config.mlp].load()(config)
         self.gain2 = Gain(1, BLOCKS[config.block].gain)
 

@@ -16,7 +16,9 @@ MUP_WIDTH = 32      # at which muP's embeddings are N(0, 1 / width)
 def values(attention: nn.Module) -> torch.Tensor | None:
     """(G, E, D): the rows of values, a view; None where there are none."""
     qkv = getattr(attention, "qkv", None)
-    return None if qkv is None else qkv.weight.data.unflatten(0, (attention.G, -1, attention.E))[:, -1]
+    if qkv is None:
+        return None
+    return qkv.weight.data.unflatten(0, (attention.G, -1, attention.E))[:, -1]
 
 
 @torch.no_grad()

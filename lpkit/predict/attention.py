@@ -211,7 +211,8 @@ def quadratic(s: MicroBatch) -> Op:
     pairs = s.batch * m.H * m.T * m.T * FP32
     mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
     given = s.tokens * m.H * m.E * s.compute_bytes
-    return _attention(s, numbers=attended_numbers(s), views=attended_numbers(s), saved=pairs + mapped, out=3 * given,
+    views = attended_numbers(s)
+    return _attention(s, numbers=views, views=views, saved=pairs + mapped, out=3 * given,
                       work=2 * pairs + mapped, score_passes=(6, 8), features=features)
 
 
@@ -220,7 +221,8 @@ def delta_steps(s: MicroBatch) -> Op:
     m, grads = s.model, s.tokens * qkv_numbers(s.model) * s.compute_bytes
     states = s.tokens * m.G * m.E * m.E * FP32
     mapped = 2 * s.tokens * qkv_numbers(m) * FP32
-    return _attention(s, numbers=attended_numbers(s), views=attended_numbers(s), saved=states + mapped, gates=m.G,
+    views = attended_numbers(s)
+    return _attention(s, numbers=views, views=views, saved=states + mapped, gates=m.G,
                       work=grads, out=grads, score_passes=(5, 8), pairs=(
                           Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
                           Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),

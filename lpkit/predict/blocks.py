@@ -3,6 +3,7 @@ pre-norm are taken, and what is otherwise is changed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import dropwhile
 
 from lpkit.predict import attention as attending
 from lpkit.techniques.adapters import SharedSettings
@@ -48,13 +49,10 @@ def skipless(s: MicroBatch) -> Iterator[Op]:
     yield norm("norm1", s, residual=False)
     yield from map(_gained, _shaped(s))
     yield _gain("gain1", s, 1, last=True)
-    begun = False
-    for op in pre_norm(s):
+    for op in dropwhile(lambda op: op.name != "norm2", pre_norm(s)):
         if op.name == "add2":
             yield _gain("gain2", s, 1, last=False)
-        begun = begun or op.name == "norm2"
-        if begun:
-            yield _gained(op)
+        yield _gained(op)
 
 
 def sas_parallel(s: MicroBatch) -> Iterator[Op]:
@@ -69,14 +67,15 @@ def _gain(name: str, s: MicroBatch, numbers: int, *, last: bool) -> Op:
     """Saves what it is given, and widens that for a product with the stream's gradient. `last`:
     nothing else needs this gradient."""
     each, stream = s.tokens * s.model.D, s.stream_bytes
-    work = Hold(nbytes=(2 + s.mixed) * stream, frees=1.0, grows=each * s.compute_bytes - stream * last)
+    work = Hold(nbytes=(2 + s.mixed) * stream, frees=1.0,
+                grows=each * s.compute_bytes - stream * last)
     return Op(name=name, part="gains", params=numbers, saved_bytes=each * s.compute_bytes,
               saved_itemsize=s.compute_bytes, moved_bytes=each * s.compute_bytes + stream,
               in_stream=True, backward=(work,))
 
 
 def _gained(op: Op) -> Op:
-    """Between a branch and the stream there is a gain: no gradient is the stream's own."""
+    """A gain lies between a branch and the stream: no gradient is the stream's own."""
     if op.name.startswith("add"):
         return replace(op, backward=())
     return replace(op, writes_residual=False) if op.writes_residual else op
@@ -116,7 +115,8 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
                           saves_result=False)
             yield Op(name="attention.shape", part="gains", params=3 * m.H, shape=(3, m.H),
                      saved_bytes=each * (2 - op.saves_result) + besides, moved_bytes=8 * each,
-                     saved_itemsize=s.compute_bytes, backward=(Hold(nbytes=3 * each, frees=1.0, grows=each),))
+                     saved_itemsize=s.compute_bytes,
+                     backward=(Hold(nbytes=3 * each, frees=1.0, grows=each),))
         elif op.name != "attention.out":
             yield op
         elif not bare:
@@ -124,7 +124,7 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
 
 
 def shared(ops: Operations, s: MicroBatch, settings: SharedSettings) -> Operations:
-    """Of `groups` layers there are parameters and gradients, and of all of them the work."""
+    """Parameters and gradients are those of `groups` layers, and the work is that of all."""
     part = {"all": "", "attention": "attention", "mlp": "mlp"}[settings.parts]
     own = settings.groups / s.model.L
     return replace(ops, block=tuple(replace(op, own=own) if op.name.startswith(part) else op

@@ -187,8 +187,8 @@ def _alone(config: Any, recipe: Any) -> str:
 
 
 SHARED = {"shared-layers": Kind(
-    operations="lpkit.predict.blocks:shared", why="layers that have the same parameters", problem=_alone,
-    settings=SharedSettings(), implementation="lpkit.nn.blocks:share_layers",
+    operations="lpkit.predict.blocks:shared", why="layers that have the same parameters",
+    problem=_alone, settings=SharedSettings(), implementation="lpkit.nn.blocks:share_layers",
     source="Lan et al. 2019, https://arxiv.org/abs/1909.11942; Dehghani et al. 2018, "
            "https://arxiv.org/abs/1807.03819, without its halting")}
 CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")      # endings of its buffers

@@ -188,7 +188,7 @@ BLOCKS: dict[str, Kind] = {
                       source="He et al. 2023, https://arxiv.org/abs/2302.10322"),
     "sas": Block(operations=OF_BLOCK + "skipless", gain=0.1, bare=True, refuses=_whole_width,
                  why="skipless, and without matrices of values and projection", uncut=SHAPED,
-                 implementation=IN_BLOCK + "Sas",
+                 implementation=IN_BLOCK + "Skipless",
                  source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 9"),
     "sas-p": Block(operations=OF_BLOCK + "sas_parallel", gain=0.1, bare=True, refuses=_whole_width,
                    why="sas with attention and MLP side by side, and no skip at all", uncut=SHAPED,

@@ -17,7 +17,7 @@ from lpkit.values import Count, CountOrZero, InnerShare
 
 
 def hidden_tokens(share: float, T: int) -> int:
-    """Of T tokens; in each sequence as many, so that what is left is a tensor."""
+    """Returns how many of T; each sequence has as many, so that what is left is a tensor."""
     return round(share * T)
 
 

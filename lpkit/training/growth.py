@@ -105,7 +105,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
-    """By axis: of each place in the large model, the one in the small that it is a copy of."""
+    """Returns by axis, for each place in the large model, the one in the small that it copies."""
     queries, E = small.H // small.G, torch.arange(small.E)
     groups, query = torch.arange(large.G) % small.G, torch.arange(large.H // large.G) % queries
     slots = torch.cat((query, torch.tensor([queries, queries + 1])))     # its key, its value

@@ -40,6 +40,7 @@ from lpkit.claims import runs
 from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
+from lpkit.nn.starts import MUP_WIDTH
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
 from lpkit.processes import Children
@@ -313,8 +314,8 @@ HEAD_DIM = 16       # of every width, so that the scale of attention's scores st
 
 def mup(width: int) -> dict[str, Any]:
     """Settings of muP at a width: Adam's rate of what has a width of inputs goes with 1 / width, so
-    that it is the run's own at WIDTHS[0]; the rates of embeddings and vectors stay."""
-    scale = WIDTHS[0] / width
+    that it is the run's own at MUP_WIDTH; the rates of embeddings and vectors stay."""
+    scale = MUP_WIDTH / width
     return {"model.init": "mup", "optimizer.groups": (
         f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
         f"head.weight:lr_scale={scale}")}

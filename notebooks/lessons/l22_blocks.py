@@ -16,36 +16,29 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lessons import signals
 from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import POWERS, axis, figure, note, scatter
+from lessons.drawing import POWERS, axis, figure, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.signals import Curves
 from lessons.style import COLOURS as HOUSE
 from lpkit.config import Config, ModelConfig
-from lpkit.nn.transformer import Attention
+from lpkit.nn.transformer import Block
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import of
 from lpkit.presets import preset
 from lpkit.techniques import blocks
-from lpkit.techniques.blocks import MLPS, NORMS
 from lpkit.techniques.operation import Kind
 from lpkit.training.training import Training
 
 # ---- A block that nothing repairs
 
 
-class Unshaped(nn.Module):
+class Unshaped(Block):
     """Pre-norm without the skip around attention."""
-
-    def __init__(self, config: ModelConfig, attend: Any):
-        super().__init__()
-        norm, mlp = NORMS[config.norm].load(), MLPS[config.mlp].load()
-        self.norm1, self.attention = norm(config), Attention(config, attend)
-        self.norm2, self.mlp = norm(config), mlp(config)
 
     def forward(self, x, rotation=None, cache=None, layer=0, documents=None):
         x = self.attention(self.norm1(x), rotation, cache, layer, documents)
@@ -129,12 +122,11 @@ def matrices(block: str) -> int:
     return round(of(m).linear_weights / m.D**2)
 
 
-def step(block: str, size: Mapping[str, Any] | None = None) -> Config:
-    """For a clock: six layers of 256."""
+def step(block: str) -> Config:
+    """Six layers of 256, for a clock."""
     return Config().replace({
         "model.layers": 6, "model.width": 256, "model.heads": 4, "model.context": 128,
-        "global_batch": 4, "precision.recipe": "fp32", "steps": 100, "model.block": block}
-        | dict(size or {}))
+        "global_batch": 4, "precision.recipe": "fp32", "steps": 100, "model.block": block})
 
 
 def faster_by_flops(block: str, than: str = "pre-norm") -> float:
@@ -175,7 +167,7 @@ def speed_figure(names: list[str], seconds: list[float], said: list[float], othe
         scatter(names, ratio, "measured", ANSWER_COLOURS["measured"], mode="markers",
                 marker={"size": 10}, meta="seconds")],
         "Updates a second, over pre-norm's", others=others, height=340,
-        yaxis=axis("times as fast"), annotations=[note("", 0, 0)])
+        yaxis=axis("times as fast"))
 
 
 # ---- Exercises

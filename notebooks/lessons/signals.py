@@ -16,7 +16,7 @@ E[phi'(z_i) phi'(z_j)]. Queries and keys are left out, whose part goes with the 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -88,11 +88,10 @@ STARTS: dict[str, Callable[[ModelConfig], Start]] = {      # of lpkit.nn.init, w
 
 @dataclass
 class Depth:
-    """What is known at a depth, and how to go a layer on. `G`: of the stream; `trail`: what backward needs of each layer, the last one first."""
+    """A depth of the model, by the Gram matrix of its stream, and how to go a layer on."""
 
     model: ModelConfig
     G: Matrix
-    trail: list[tuple[Matrix, Matrix]] = field(default_factory=list)
 
     def __post_init__(self):
         m = self.model
