@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def ben(room):
 
 def _person(room, name, **options):
     one = served.Person(room["url"], name, served.codes(room["folder"])[name])
-    one.start(**options)
+    try:
+        one.start(**options)
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{error.read().decode()}\n{(room['folder'] / 'hub' / 'hub.log').read_text()[-6000:]}")
     return one
 
 
@@ -104,6 +108,23 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     assert b"<form" in served.ask(f"{room['url']}/services/progress/now")        # a stranger is asked who he is
     assert b"03.1" in served.ask(f"{room['url']}/services/progress/csv", token=teacher.token)
     assert b"03.1" not in served.ask(f"{room['url']}/services/progress/csv", token=ben.token)
+
+
+@SERVED
+@pytest.mark.prove
+def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room):
+    name = next(one for one in served.codes(room["folder"]) if one not in {"anna", "ben", "cleo", "teacher"})
+    uid = json.loads((room["folder"] / "room.json").read_text())["members"][name]["uid"]
+    home = room["folder"] / "learners" / name
+    (home / "tmp").mkdir(parents=True)
+    (home / ".room").touch()        # where a folder is needed
+    for place in (home, home / "tmp", home / ".room"):
+        os.chown(place, uid, uid)
+    with pytest.raises(urllib.error.HTTPError, match="500"):
+        served.Person(room["url"], name, served.codes(room["folder"])[name]).start(share=False)
+    log = (room["folder"] / "hub" / "hub.log").read_text()
+    assert log.count(f"{name}/.room' is a file where a folder is needed") == 2
+    assert log.count(f"{name}'s server ended while it started") == 1
 
 
 @SERVED

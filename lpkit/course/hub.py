@@ -7,6 +7,7 @@ what a process has allocated and not what CUDA reserves), and the log says so.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
+import asyncio
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ from typing import Any
 
 from jupyterhub.auth import Authenticator
 from jupyterhub.spawner import LocalProcessSpawner
+from jupyterhub.utils import can_connect
 from traitlets import Unicode
 
 from lpkit import files
@@ -72,8 +74,20 @@ class Desk(LocalProcessSpawner):
 
     async def start(self) -> tuple[str, int]:
         furnish(self.home, self.member.uid, Path(self.folder, "shared"))
+        address = await self._sit_down()
+        if self.proc.poll() is not None:
+            self.log.warning("%s's server ended while it started, and is started once more; what it "
+                             "said stands above", self.user.name)
+            address = await self._sit_down()
+        return address
+
+    async def _sit_down(self) -> tuple[str, int]:
+        """Returns when the server listens, or has ended."""
         self.port = rooms.free_port(rooms.ports(self.member.uid))
-        return await super().start()
+        address = await super().start()
+        while self.proc.poll() is None and not can_connect(*address):
+            await asyncio.sleep(0.2)
+        return address
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
         most = self.room.memory_bytes
@@ -174,7 +188,6 @@ def configure(c: Any, room: rooms.Room) -> None:
         c.JupyterHub.ssl_cert, c.JupyterHub.ssl_key = room.tls
     c.JupyterHub.db_url = f"sqlite:///{hub}/hub.sqlite"
     c.JupyterHub.cookie_secret_file = str(hub / "cookie_secret")
-    c.JupyterHub.extra_log_file = str(hub / "hub.log")
     c.JupyterHub.authenticator_class = room.authenticator or Codes
     c.JupyterHub.spawner_class = Desk
     c.Codes.folder = c.Desk.folder = room.folder

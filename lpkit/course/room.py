@@ -5,7 +5,7 @@ share of memory and threads (`lpkit.course.hub`). So a room is opened by root. W
 one folder:
 
     room.json       names, numbers and codes: root's alone. The same folder opens the same room
-    hub/            the hub's database, secrets and log: root's alone
+    hub/            the hub's database, secrets and log, with what servers said: root's alone
     shared/         what every new learner gets a copy of: tokens, verified and compiled kernels
     turns/          whose turn it is at each GPU (`lpkit.turns`)
     learners/NAME   a home; `course` in it is the learner's copies
@@ -233,7 +233,7 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
     folder = processes.new_folder()
     keeper = (children or processes.Children()).start(
         [sys.executable, "-P", "-m", "jupyterhub", "-f", Path(__file__).with_name("hub.py")],
-        folder, log="hub.log", cwd=Path(room.folder, "hub"),
+        folder, log=str(Path(room.folder, "hub", "hub.log")), cwd=Path(room.folder, "hub"),
         env=os.environ | {"LPKIT_ROOM": str(Path(room.folder, "room.json"))})
     with keeper:
         deadline = time.monotonic() + START_SECONDS
