@@ -223,3 +223,13 @@ def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
         assert 1 < tokens.shape[1] <= run.config.model.T
         ours = torch.log_softmax(logits(run, tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None]).sum().item()
         assert lm.loglikelihood_rolling([request]) == [pytest.approx(ours, rel=1e-5)]
+
+
+def test_an_adapter_of_a_base_that_was_mapped_from_another_is_not_mapped_again(tmp_path):
+    """Layers 0 and 1 are those of layers 1 and 0 of the run before; once more, and they would change places again."""
+    first = lpkit.train(SMALL.replace({"data.tokenizer": "bpe", "model.vocab": 257, "steps": 2}), out=tmp_path / "first")
+    base = lpkit.train(first.config.replace({"start.run": str(first.path), "start.map": "blocks.0:blocks.1,blocks.1:blocks.0"}), out=tmp_path / "base")
+    run = adapted(base, tmp_path, of_base({"name": "lora", "rank": 4}, base), **{"start.map": []})
+    export(run, tmp_path / "out", adapter=True)
+    tokens = batch(run)
+    torch.testing.assert_close(logits(bring_adapter(tmp_path / "out", base, tmp_path / "back"), tokens), logits(run, tokens), rtol=0, atol=1e-6)
