@@ -190,11 +190,8 @@ def test_an_update_sends_what_the_formula_says_message_by_message(parent, world,
 def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks, layout):
     config = SMALL.replace({"model.width": 64, "model.context": 128, "grad_accum_steps": 1} | layout)
     traced = predict_trace(config, config.parallel.devices, layout=config.parallel)
-    for _ in range(4):      # gloo's own thread lets a tensor go a moment after the wait for it, one time in ten too late for the count
-        found = [(peak, rows) for *_, peak, rows in on_ranks("counted", config, config.parallel.devices)]
-        if all(one == (traced.peak_bytes, traced.rows) for one in found):
-            return
-    assert found == [(traced.peak_bytes, traced.rows)] * len(found)
+    for *_, peak, rows in on_ranks("counted", config, config.parallel.devices):
+        assert (peak, rows) == (traced.peak_bytes, traced.rows)
 
 
 @pytest.mark.prove
