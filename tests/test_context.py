@@ -195,6 +195,7 @@ def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks, layout):
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(900)       # a minute and a half, and many times that beside other work
 def test_recipes_are_within_their_noise(parent, monkeypatch):
     """bf16 as parity.py has it. With a scale a tensor, that of a rank is of its part of a sequence: finer than that of the whole, and
     every rounding is another one from the first update on, which another order of micro-batches does not do. Of 5 seeds and 3 layouts
