@@ -18,6 +18,9 @@ from typing import IO
 
 from lpkit.errors import ConfigError, named
 
+with suppress(ImportError):
+    import fcntl  # Unix alone has it
+
 PACKAGE = Path(__file__).resolve().parent
 LONGEST_NAME = 200      # bytes; most filesystems allow 255, and temporary names are longer
 
@@ -86,23 +89,23 @@ def read_text(path: Path, most_bytes: int) -> str:
     more than `most_bytes`."""
     check_regular(path)
     try:
-        # a read with a bound takes the bound at once
-        too_large = path.stat().st_size > most_bytes
-        content = b"" if too_large else path.read_bytes()
+        with path.open("rb") as file:
+            return _text(file, path, most_bytes)
     except OSError as error:
         raise ConfigError(f"cannot read {named(path)}: {error.strerror}") from None
-    return _decoded(content, path, most_bytes, too_large)
 
 
 def read_private(path: Path, most_bytes: int) -> str:
     """The same of a file that this user alone can have written. Raises OSError, too."""
     with open_own(path, "rb") as file:
         refuse_others(os.fstat(file.fileno()), path)
-        return _decoded(file.read(most_bytes + 1), path, most_bytes)
+        return _text(file, path, most_bytes)
 
 
-def _decoded(content: bytes, path: Path, most_bytes: int, too_large: bool = False) -> str:
-    if too_large or len(content) > most_bytes:
+def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
+    # a read with a bound takes the bound at once
+    too_large = os.fstat(file.fileno()).st_size > most_bytes
+    if too_large or len(content := file.read()) > most_bytes:
         raise ConfigError(f"{named(path)} has more than {most_bytes:,} bytes, too many to be "
                           f"what it should; give another file")
     try:
@@ -385,8 +388,6 @@ POLL_SECONDS = 0.005
 
 def _flock(file: IO, how: int, folder: Path, way_out: str) -> None:
     """Raises BlockingIOError where another has it, ConfigError where there is no flock; OSError."""
-    import fcntl  # Unix alone has it
-
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except OSError as error:
@@ -399,8 +400,6 @@ def _flock(file: IO, how: int, folder: Path, way_out: str) -> None:
 def lockable(folder: Path, by: str) -> None:
     """Raises ConfigError where there is no flock. `by`: the variable that chose the folder. Raises
     OSError."""
-    import fcntl
-
     with tempfile.TemporaryFile(dir=folder) as file:
         _flock(file, fcntl.LOCK_EX, folder, f"set {by} to a folder on a local disk")
 
@@ -412,8 +411,6 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     Raises BlockingIOError, whose `strerror` says who, when another process holds it and this one
     does not `wait`; ConfigError as `open_own`, and where the filesystem has no flock; OSError.
     """
-    import fcntl
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_own(path, "ab") as file:
         begun = time.monotonic()
@@ -436,8 +433,6 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """True if somebody, this process included, holds the lock file `path` now. Needs no right to
     write. Raises ConfigError as `locked`, OSError when it cannot be read."""
-    import fcntl
-
     try:
         with open_own(path, "rb") as file:
             _flock(file, fcntl.LOCK_SH, path.parent, "choose a folder on a local disk")

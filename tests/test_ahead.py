@@ -37,14 +37,14 @@ def queue(monkeypatch) -> list:
     class Late(HostMoment):
         there = False
 
-        def reached(self) -> bool:
+        def query(self) -> bool:
             return self.there
 
-        def wait(self) -> None:
+        def synchronize(self) -> None:
             self.there = True
             waited.append(self)
 
-    monkeypatch.setitem(ahead.MOMENTS, "cpu", Late)
+    monkeypatch.setattr(ahead, "HostMoment", Late)
     return waited
 
 
@@ -62,7 +62,7 @@ def test_numbers_are_told_when_they_arrive_and_none_is_lost(tiny, tmp_path, queu
     behind = [step - 1 - done for step, done in handed]
     assert max(behind) == AHEAD and behind == [0, 1, 2, 2, 0, 1, 2, 2, 0], "evaluated at 4, 8 and 9"
     assert len(queue) == 9
-    monkeypatch.delitem(ahead.MOMENTS, "cpu")
+    monkeypatch.setattr(ahead, "HostMoment", HostMoment)
     assert lines(run) == lines(fit(Training.build(tiny), tmp_path / "at-once"))
     assert run.summary["status"] == "complete" and all(line["step_seconds"] > 0 for line in run.metrics)
 

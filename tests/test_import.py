@@ -196,7 +196,7 @@ def cut(folder):
     (lambda f: replaced(f, "model.norm.weight", None), "lacks 1 tensors of a LlamaForCausalLM of 2 layers, model.norm.weight first"),
     (lambda f: replaced(f, "model.norm.weight", torch.ones(48, dtype=torch.int8)), "model.norm.weight in model.safetensors is in I8; this kit"),
     (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is read; convert it first"),
-    (cut, "model.safetensors' is not a whole file of safetensors .* bytes where its header says"),
+    (cut, "model.safetensors' is not a whole file of safetensors .*file not fully covered.*get it again"),
     (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors; get the whole folder again"),
     (lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}})), "cannot be the name"),
     (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json of the `tokenizers` library; save it from a fast tokenizer, or name one"),

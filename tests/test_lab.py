@@ -143,7 +143,7 @@ def test_the_lab_itself_asks_a_stranger_to_log_in(server):
 
 
 def test_the_token_opens_it(server):
-    assert ask(server, server.url.removeprefix(server.base_url))[0] == 200
+    assert ask(server, server.url.removeprefix(f"http://127.0.0.1:{server.port}"))[0] == 200
     status, body = ask(server, "/api/contents", token=server.token)
     assert status == 200 and [entry["path"] for entry in json.loads(body)["content"]] == [lab.FIRST]
 

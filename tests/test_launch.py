@@ -19,7 +19,7 @@ import lpkit
 from lessons.live import LiveRun
 from lpkit import cli, preset
 from lpkit.errors import ConfigError
-from lpkit.parallel.processes import ASKS, Place, Processes
+from lpkit.parallel.processes import Processes
 from lpkit.training.runs import METRICS, RunFailedError
 from tests.attack import patience, until
 from tests.attack import processes as attack
@@ -199,13 +199,6 @@ def test_nothing_outlives_its_caller(tmp_path, sent, told):
         caller.send_signal(sent)
         begun = time.monotonic()
         assert attack.until_nothing(tmp_path, begun + 4 * patience()) == []
-
-
-def test_without_a_caller_a_place_is_silent():
-    place = Place(rank=1, world=2, local_rank=1, local_world=2)
-    place.at(3, "forward")
-    place.tell({"a": 1})
-    assert place.asked() == "" == ASKS[0] and place.store == "env://"
 
 
 # a run

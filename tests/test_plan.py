@@ -254,7 +254,7 @@ FIRST = ["plan", "--model", "llama-8b", "--tokens", "1e11", "--budget", "1M"]
     (["--budget", "nan"], "--budget 'nan' is not a number of dollars; write it as 250000, 250k"),
     (["--deadline", "30"], "--deadline '30' is not a time; write it as 90min, 12h, 30d or 2w"),
     (["--deadline=-3d"], "--deadline must be above 0 and at most 100 years"),
-    (["--deadline", "nand"], "--deadline must be above 0"),
+    (["--deadline", "nand"], "--deadline 'nand' is not a time"),
     (["--deadline", "9999w"], "at most 100 years"),
     (["--machine", "h20"], "did you mean 'h200'? There is a100-40,"),
     (["--machine", "nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; a machine of your own"),

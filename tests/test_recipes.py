@@ -11,6 +11,7 @@ from lpkit.config import Config, flat
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
 from lpkit.memory import loss
+from lpkit.parallel.ranks import Ranks
 from lpkit.precision.backends import BACKENDS, choose
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.precision.scaled import TRANSFORMS
@@ -257,11 +258,11 @@ def test_scaled_and_unscaled_gradients_are_the_same():
 def test_an_overflow_is_skipped_and_halves_the_scale_and_calm_doubles_it():
     model, scaler = Square(), LossScaler(initial=8.0, growth_steps=2)
     model.w.grad = torch.tensor([1.0, torch.inf, 0, 0])
-    scaler.unscale(model.parameters())
+    scaler.unscale(model.parameters(), Ranks())
     assert model.w.grad is None and scaler.scale == 4.0
     for _ in range(2):
         model.w.grad = torch.full((4,), 8.0)
-        scaler.unscale(model.parameters())
+        scaler.unscale(model.parameters(), Ranks())
         assert model.w.grad.tolist() == [2.0] * 4
         model.w.grad = None
     assert scaler.scale == 8.0 and scaler.good_steps == 0
@@ -270,7 +271,7 @@ def test_an_overflow_is_skipped_and_halves_the_scale_and_calm_doubles_it():
 def test_at_the_least_scale_divergence_is_no_longer_hidden():
     model, scaler = Square(), LossScaler(initial=1.0, growth_steps=2)
     model.w.grad = torch.full((4,), torch.nan)
-    scaler.unscale(model.parameters())
+    scaler.unscale(model.parameters(), Ranks())
     assert model.w.grad.isnan().all()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.parallel.async_tensor import Async
+from lpkit.parallel.async_tensor import instead
 from lpkit.parallel.cut import Cut, Split, pieces
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.layouts import AXES, FASTEST_FIRST, GROUPS, Layout, check, refuse_untrainable
@@ -126,10 +126,10 @@ def test_what_is_not_cut_so_far_is_refused(changes, sentence):
 def test_symmetric_memory_is_a_gpus(tmp_path):
     """And what a recipe has put where a plain Linear was is not given tokens that nobody gathered."""
     layout = Layout(tensor=2, tensor_messages="async")
-    with pytest.raises(ConfigError, match="async is for cuda, and this is cpu; set parallel"):
-        Async(Ranks(world=2, layout=layout, device="cpu"))
     part = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    Async(Ranks(world=2, layout=layout, device="cuda")).column(part, "0")
+    with pytest.raises(ConfigError, match="async is for cuda, and this is cpu; set parallel"):
+        instead(Ranks(world=2, layout=layout, device="cpu"), part, "0", column=True)
+    instead(Ranks(world=2, layout=layout, device="cuda"), part, "0", column=True)
     part[0] = torch.nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="0 became a Linear; set parallel"):
         part(torch.ones(1, 4))

@@ -223,7 +223,7 @@ import sys, time
 from lpkit import cli
 from lpkit.datasets import tokenizers
 learn = sys.argv[1] + "/learn.py"
-open(learn, "w").write("import sys, time; sys.stdin.readline(); print('begun', file=sys.stderr, flush=True); time.sleep(60)")
+open(learn, "w").write("import sys, time; open(int(sys.argv[1])).readline(); print('begun', file=sys.stderr, flush=True); time.sleep(60)")
 tokenizers.LEARN = learn
 sys.exit(cli.main(["data", "prepare", sys.argv[1] + "/text", "--tokenizer", "bpe"]))
 """

@@ -12,34 +12,17 @@ target, and `cases` has them all; several benchmarks make one object with a list
 The benches, and their options, lie in tests/bench of a checkout.
 """
 
-import argparse
 import sys
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 from lpkit.errors import ConfigError
 from lpkit.files import PACKAGE
 
-
-def _benches() -> ModuleType:
-    """Raises ConfigError where lpkit is installed without its tests."""
-    root = PACKAGE.parent
-    if not (root / "tests" / "bench").is_dir():
-        raise ConfigError("the benches lie in tests/bench of a checkout, and this lpkit is installed "
-                          "without them; run this in a clone of the repository")
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    return import_module("tests.bench.command")
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    _benches().arguments(parser)
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    return _benches().run(args)
-
-
-def text(result: dict[str, Any]) -> str:
-    return _benches().text(result)
+ROOT = PACKAGE.parent
+if not (ROOT / "tests" / "bench").is_dir():
+    raise ConfigError("the benches lie in tests/bench of a checkout, and this lpkit is installed "
+                      "without them; run this in a clone of the repository")
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+command = import_module("tests.bench.command")
+arguments, run, text = command.arguments, command.run, command.text

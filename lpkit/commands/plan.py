@@ -7,6 +7,7 @@ do not.
 
 import argparse
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -94,24 +95,23 @@ def _refuse_unused(settings: dict[str, str]) -> None:
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
     """'250k', '$250,000', '1e12', '1.5T' as a number above 0. Raises ConfigError."""
-    plain = text.strip().lower().replace(",", "").replace("_", "").removeprefix("$").strip()
-    suffix = plain[-1:] if plain[-1:].isalpha() else ""
-    return _scaled(option, text, plain, suffix, COUNTS, most, f"{most:g} {unit}",
+    plain = text.replace(",", "").strip().removeprefix("$")
+    return _scaled(option, text, plain, COUNTS, most, f"{most:g} {unit}",
                    f"a number of {unit}; write it as 250000, 250k, 1.5M, 300B or 1e12")
 
 
 def span(option: str, text: str) -> float:
     """'12h', '30d', '2w' as seconds."""
-    plain = text.strip().lower()
-    suffix = next((unit for unit in SPANS if plain.endswith(unit)), "?")
-    return _scaled(option, text, plain, suffix, SPANS, MOST_SECONDS, "100 years",
+    return _scaled(option, text, text, SPANS, MOST_SECONDS, "100 years",
                    "a time; write it as 90min, 12h, 30d or 2w")
 
 
-def _scaled(option: str, text: str, plain: str, suffix: str, scales: dict[str, float],
-            most: float, limit: str, kind: str) -> float:
+def _scaled(option: str, text: str, plain: str, scales: dict[str, float], most: float,
+            limit: str, kind: str) -> float:
+    plain = plain.strip().lower()
+    unit = re.search("[a-z]*$", plain)[0]
     try:
-        value = float(plain.removesuffix(suffix)) * scales[suffix]
+        value = float(plain.removesuffix(unit)) * scales[unit]
     except (ValueError, KeyError):
         raise ConfigError(f"{option} {shown(text)} is not {kind}") from None
     if not 0 < value <= most:

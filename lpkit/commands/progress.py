@@ -8,19 +8,7 @@
 The teacher sees the same live at /services/progress/ of the hub.
 """
 
-from argparse import ArgumentParser, Namespace
-from typing import Any
-
 from lpkit.commands import lesson
 
-
-def arguments(parser: ArgumentParser) -> None:
-    lesson("progress").arguments(parser)
-
-
-def run(args: Namespace) -> dict[str, Any]:
-    return lesson("progress").run(args)
-
-
-def text(result: dict[str, Any]) -> str:
-    return lesson("progress").text(result)
+progress = lesson("progress")
+arguments, run, text = progress.arguments, progress.run, progress.text

@@ -61,16 +61,12 @@ class Server:
     process: subprocess.Popen   # its keeper, which ends when the server does, as it does
 
     @property
-    def base_url(self) -> str:
-        return f"http://{LOCAL}:{self.port}"
-
-    @property
     def url(self) -> str:
         return self.url_of(FIRST)
 
     def url_of(self, path: str) -> str:
         """Returns a file's address in the lab, with the token: for a browser, never for `ps`."""
-        return f"{self.base_url}/lab/tree/{path}?token={self.token}"
+        return f"http://{LOCAL}:{self.port}/lab/tree/{path}?token={self.token}"
 
     def open_browser(self) -> None:
         """Opens it through a private file, since a command line is public. From here: a browser

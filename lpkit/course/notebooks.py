@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -313,15 +314,14 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
     return [dict(zip(axes, point)) for point in itertools.product(*axes.values())]
 
 
-def with_parameters(book: "NotebookNode", asked: Mapping[str, Any],
-                    tier: str | None = None) -> "NotebookNode":
+def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "NotebookNode":
     """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
     papermill's: that turns a tuple into text and warns about annotations that it cannot parse.
     What an earlier run set, in a notebook that is its output, is gone."""
     from nbformat.v4 import new_code_cell
 
     known = parameters(book)
-    values = choose(known, asked, tier)
+    values = choose(known, asked)
     lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
     book = copy.deepcopy(book)
     earlier = tagged(book, INJECTED)
@@ -523,13 +523,10 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
         threads = str(max(1, cores() // at_once))
         share = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
 
-    def supervise(job: Job) -> dict[str, Any]:
-        return _supervise(job, children, share, say)
-
     try:
         with ThreadPoolExecutor(at_once) as pool:
             try:
-                return list(pool.map(supervise, jobs))
+                return list(pool.map(partial(_supervise, children, share, say), jobs))
             except BaseException:       # the pool waits for its threads: end what they wait for
                 children.end()
                 raise
@@ -538,8 +535,8 @@ def run_all(jobs: list[Job], *, at_once: int = 1,
                           f"space, or choose another --out") from None
 
 
-def _supervise(job: Job, children: processes.Children, share: Mapping[str, str],
-               say: Callable[[str], None]) -> dict[str, Any]:
+def _supervise(children: processes.Children, share: Mapping[str, str],
+               say: Callable[[str], None], job: Job) -> dict[str, Any]:
     """The record of one job, done in a process of its own."""
     record, folder = _asked(job), processes.new_folder()
     if children.over:

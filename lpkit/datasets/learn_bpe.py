@@ -1,39 +1,21 @@
 """Learns a BPE's merges in a process of its own: the library hears no signal while it counts and
 merges, for seconds to minutes, and whoever waits for a process does.
 
-    python -P learn_bpe.py VOCAB SPECIAL      texts as lines of JSON and `null` on standard input;
-                                              the tokenizer as JSON on standard output
+    python -P learn_bpe.py SOURCE TARGET VOCAB SPECIAL
 
-It imports nothing of lpkit, and ends when standard input does: its parent is gone then.
+SOURCE and TARGET are numbers of open files: for texts as lines of JSON, and for the tokenizer as
+JSON. It imports nothing of lpkit, and its keeper ends it when its parent is gone.
 """
 
 import json
-import os
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 # Characters: learning takes time with the square of a word's length.
 LONGEST_WORD = 512
 
 
-def texts() -> Iterator[str]:
-    for line in sys.stdin:
-        if line == "null\n":
-            threading.Thread(target=leave_with_parent, daemon=True).start()
-            return
-        if not line.endswith("\n"):     # the parent ended in the middle of it
-            break
-        yield json.loads(line)
-    os._exit(1)
-
-
-def leave_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-def learn(vocab: int, special: str) -> str:
+def learn(texts: Iterable[str], vocab: int, special: str) -> str:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
@@ -44,10 +26,13 @@ def learn(vocab: int, special: str) -> str:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[special], show_progress=False,
                                   initial_alphabet=alphabet)
-    model.train_from_iterator(texts(), trainer)
+    model.train_from_iterator(texts, trainer)
     return model.to_str()
 
 
 if __name__ == "__main__":
-    print(learn(int(sys.argv[1]), sys.argv[2]), flush=True)
-    os._exit(0)     # the thread that waits for the parent holds standard input
+    source, target, vocab, special = sys.argv[1:]
+    with open(int(source), encoding="utf-8") as lines, open(int(target), "w") as learned:
+        # of a line without end the parent is gone
+        whole = (json.loads(line) for line in lines if line.endswith("\n"))
+        learned.write(learn(whole, int(vocab), special))

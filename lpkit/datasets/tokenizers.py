@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +23,7 @@ from lpkit import records
 from lpkit.contracts import Tokenizer
 from lpkit.errors import ConfigError, pick
 from lpkit.files import PACKAGE, expanded, write_atomically
+from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
 FILE = "tokenizer.json"
@@ -221,26 +221,19 @@ def _first(texts: Iterator[str], chars: int) -> Iterator[str]:
 
 def _train(texts: Iterator[str], vocab: int) -> str:
     """Learns a vocabulary in a process that ends with this function, however it ends."""
-    learned, command = "", [sys.executable, "-P", str(LEARN), str(vocab), END_OF_TEXT]
-    # a process group of its own: Ctrl-C is ours to hear
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                             encoding="utf-8", process_group=0)
-    try:
-        child.stdin.writelines(f"{json.dumps(part)}\n" for part in texts)
-        child.stdin.write("null\n")
-        child.stdin.flush()
-        learned = child.stdout.read()
-        child.wait()
-    except BrokenPipeError:     # it ended early
-        child.wait()
-    finally:
-        child.kill()
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.close()
-        child.stdout.close()
-        child.wait()
-    if child.returncode:
+    source, asks = os.pipe()
+    answers, target = os.pipe()
+    command = [sys.executable, "-P", LEARN, source, target, vocab, END_OF_TEXT]
+    with Children().start(command, new_folder(), fds=[source, target]) as keeper:
+        os.close(source)
+        os.close(target)
+        with open(answers, encoding="utf-8") as learned:
+            with contextlib.suppress(BrokenPipeError), open(asks, "w", encoding="utf-8") as told:
+                told.writelines(f"{json.dumps(part)}\n" for part in texts)
+            model = learned.read()
+        code = keeper.wait()
+    if code:
         raise ConfigError(f"learning {vocab:,} entries of data.tokenizer=bpe broke off with exit "
-                          f"code {child.returncode} (-9: memory ran out); use a smaller "
-                          f"model.vocab, less text, or data.tokenizer=bytes")
-    return learned
+                          f"code {code} (137: memory ran out); use a smaller model.vocab, less "
+                          f"text, or data.tokenizer=bytes")
+    return model

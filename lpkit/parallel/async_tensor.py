@@ -11,7 +11,6 @@ that product adds up, so that it has no piece that could begin.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,56 +39,36 @@ def matmul_scatter(x: Tensor, w: Tensor, ranks: Ranks) -> Tensor:
         x.contiguous(), w, "sum", TOKENS, ranks.groups["tensor"].group_name)
 
 
-class _Column(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """x @ w.T of a `column`, which gathers x; or of a row, which scatters the result."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx, x: Tensor, w: Tensor, ranks: Ranks, column: bool) -> Tensor:
+        ctx.ranks, ctx.column = ranks, column
         ctx.save_for_backward(x, w)
-        return gather_matmul(x, w.T, ranks)[1].contiguous()
-
-    @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, w = ctx.saved_tensors
-        dx = matmul_scatter(g, w, ctx.ranks)
-        return dx, g.flatten(0, 1).T @ gathered(x, ctx.ranks).flatten(0, 1), None
-
-
-class _Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        ctx.save_for_backward(x, w)
+        if column:
+            return gather_matmul(x, w.T, ranks)[1].contiguous()
         return matmul_scatter(x, w.T, ranks)
 
     @staticmethod
-    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, w = ctx.saved_tensors
-        whole, dx = gather_matmul(g, w, ctx.ranks, keep=True)
-        return dx, whole.flatten(0, 1).T @ x.flatten(0, 1), None
+        if ctx.column:
+            dx, x = matmul_scatter(g, w, ctx.ranks), gathered(x, ctx.ranks)
+        else:
+            g, dx = gather_matmul(g, w, ctx.ranks, keep=True)
+        return dx, g.flatten(0, 1).T @ x.flatten(0, 1), None, None
 
 
-@dataclass(frozen=True)
-class Async:
-    """Puts the products of `lpkit.parallel.tensor.Apart`'s Linears and their messages into one.
-    Raises ConfigError where the operators are not."""
-
-    ranks: Ranks
-
-    def __post_init__(self) -> None:
-        if self.ranks.device != NEEDS:
-            raise ConfigError(f"parallel.tensor_messages=async is for {NEEDS}, and this is "
-                              f"{self.ranks.device}; set parallel.tensor_messages=apart")
-
-    def column(self, part: nn.Module, leaf: str) -> None:
-        self._instead(part, leaf, _Column)
-
-    def row(self, part: nn.Module, leaf: str) -> None:
-        self._instead(part, leaf, _Row)
-
-    def _instead(self, part: nn.Module, leaf: str, function: Any) -> None:
-        linear = getattr(part, leaf)
-        linear.forward = partial(_product, linear, function, self.ranks)
-        part.register_forward_pre_hook(partial(_still_there, leaf))
+def instead(ranks: Ranks, part: nn.Module, leaf: str, column: bool) -> None:
+    """Puts the product of the Linear `leaf`, a column or a row, and its message (else of
+    `lpkit.parallel.tensor.apart`) into one. Raises ConfigError where the operators are not."""
+    if ranks.device != NEEDS:
+        raise ConfigError(f"parallel.tensor_messages=async is for {NEEDS}, and this is "
+                          f"{ranks.device}; set parallel.tensor_messages=apart")
+    linear = getattr(part, leaf)
+    linear.forward = partial(_product, linear, column, ranks)
+    part.register_forward_pre_hook(partial(_still_there, leaf))
 
 
 def _still_there(leaf: str, part: nn.Module, given: Any) -> None:
@@ -100,7 +79,7 @@ def _still_there(leaf: str, part: nn.Module, given: Any) -> None:
                           f"parallel.tensor_messages=apart")
 
 
-def _product(linear: nn.Linear, function: Any, ranks: Ranks, x: Tensor) -> Tensor:
+def _product(linear: nn.Linear, column: bool, ranks: Ranks, x: Tensor) -> Tensor:
     """As autocast would have it: operands in its dtype."""
     kind, w, bias = x.device.type, linear.weight, linear.bias
     if torch.is_autocast_enabled(kind):
@@ -108,5 +87,5 @@ def _product(linear: nn.Linear, function: Any, ranks: Ranks, x: Tensor) -> Tenso
         x, w = x.to(dtype), w.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
-        y = function.apply(x, w, ranks)
+        y = _Product.apply(x, w, ranks, column)
         return y if bias is None else y + bias

@@ -52,23 +52,19 @@ def new_page(world: int) -> mmap.mmap:
 
 @dataclass
 class Place:
-    """A rank's place among the others, and its way to who started it. Without `page` and `line`, as
-    under torchrun, nobody listens."""
+    """A rank's place among the others, and its way to who started it."""
 
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0     # among those of this machine,
-    local_world: int = 1    # which are this many
-    store: str = "env://"   # `init_method` of torch.distributed.init_process_group
-    page: mmap.mmap | None = field(default=None, repr=False)
-    line: int | None = field(default=None, repr=False)      # the file descriptor to tell by
-    _times: int = field(default=0, init=False, repr=False)      # that `at` was called,
-    _within: int = field(default=0, init=False, repr=False)     # and in this step
-    _step: int = field(default=0, init=False, repr=False)
-    _telling: Any = field(default_factory=threading.Lock, init=False, repr=False)
+    rank: int
+    world: int
+    local_rank: int         # among those of this machine,
+    local_world: int        # which are this many
+    store: str              # `init_method` of torch.distributed.init_process_group
+    page: mmap.mmap = field(repr=False)
+    line: int               # the file descriptor to tell by
 
     def __post_init__(self):
-        self.page = self.page or new_page(self.local_rank + 1)
+        self._times = self._within = 0      # that `at` was called; and in this step
+        self._step, self._telling = 0, threading.Lock()
         self._slot = HEAD.size + self.local_rank * SLOT.size
         self._noted = self._slot + BEATS.size
 
@@ -106,11 +102,10 @@ class Place:
         BEATS.pack_into(self.page, self._slot, BEATS.unpack_from(self.page, self._slot)[0] + 1)
 
     def write(self, kind: str, value: Any) -> None:
-        if self.line is not None:
-            data = f"{kind} {json.dumps(value)}\n".encode()
-            with self._telling:
-                while data:
-                    data = data[os.write(self.line, data):]
+        data = f"{kind} {json.dumps(value)}\n".encode()
+        with self._telling:
+            while data:
+                data = data[os.write(self.line, data):]
 
 
 class WarmParent:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from lpkit.parallel.ranks import all_gather, reduce_scatter
@@ -86,7 +86,20 @@ class Messages:
         self.next = 0
 
 
-class Replicas(Sharding):
+class Sending(Sharding):
+    """Gradients leave by `messages`."""
+
+    messages: Messages
+
+    def backward(self, last: bool) -> None:
+        self.messages.backward(last)
+
+    def reduce(self) -> None:
+        self.messages.finish()
+        super().reduce()
+
+
+class Replicas(Sending):
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         super().own(model)
         self.messages = Messages(list(self.owned.values()), self.layout.reduction, self._average)
@@ -109,15 +122,8 @@ class Replicas(Sharding):
 
         return arrived
 
-    def backward(self, last: bool) -> None:
-        self.messages.backward(last)
 
-    def reduce(self) -> None:
-        self.messages.finish()
-        super().reduce()
-
-
-class ShardedOptimizer(OfRows):
+class ShardedOptimizer(Sending, OfRows):
     """ZeRO 1. Rows of all ranks lie one after the other in a message, padded to the same number."""
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -128,18 +134,21 @@ class ShardedOptimizer(OfRows):
         self.messages = Messages(list(whole.values()), self.layout.reduction, self._scatter)
         return self.owned
 
-    def backward(self, last: bool) -> None:
-        self.messages.backward(last)
+    def _lengths(self, bucket: list[nn.Parameter]) -> list[int]:
+        """Returns how many numbers each rank sends of each."""
+        return [-(-len(p) // self.size) * p[0].numel() for p in bucket]
 
-    def reduce(self) -> None:
-        self.messages.finish()
-        super().reduce()
+    def _lies_as_it_travels(self, bucket: list[nn.Parameter]) -> bool:
+        """True for one parameter with as many rows for each rank."""
+        return len(bucket) == 1 and not len(bucket[0]) % self.size
 
     def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
         """Leaves the mean of this rank's rows of each gradient; the whole ones are freed."""
         used = [p.grad is not None for p in bucket]
-        parts = packed([p.grad if there else torch.zeros_like(p)
-                        for p, there in zip(bucket, used)], self.size)
+        grads = [p.grad if there else torch.zeros_like(p) for p, there in zip(bucket, used)]
+        parts = (grads[0].reshape(self.size, -1) if self._lies_as_it_travels(bucket) else
+                 torch._chunk_cat(grads, 0, self.size))     # (ranks, numbers)
+        del grads
         for p in bucket:
             p.grad = None
         mine = parts.new_empty(parts.shape[1])
@@ -154,11 +163,9 @@ class ShardedOptimizer(OfRows):
                 with self.ranks.waits:
                     dist.all_reduce(mine, group=self.ranks.groups["data"])
             mine.div_(self.layout.replicas)
-            at = 0
-            for p, there in zip(bucket, used):
+            for p, there, part in zip(bucket, used, mine.split(self._lengths(bucket))):
                 rows = self.of[p]
-                rows.grad = mine[at:at + rows.numel()].view_as(rows) if there else None
-                at += padded(p, self.size)
+                rows.grad = part[:rows.numel()].view_as(rows) if there else None
 
         return arrived
 
@@ -168,47 +175,16 @@ class ShardedOptimizer(OfRows):
                 self._gather(bucket)
 
     def _gather(self, bucket: list[nn.Parameter]) -> None:
-        mine = bucket[0].new_zeros(sum(padded(p, self.size) for p in bucket))
-        at = 0
-        for p in bucket:
+        lengths = self._lengths(bucket)
+        mine = bucket[0].new_zeros(sum(lengths))
+        for p, part in zip(bucket, mine.split(lengths)):
             rows = self.of[p].detach()
-            mine[at:at + rows.numel()] = rows.view(-1)
-            at += padded(p, self.size)
-        if splits(bucket, self.size):
-            with self.ranks.waits:
-                all_gather(bucket[0].view(-1), mine, group=self.group)
-            return
-        parts = mine.new_empty(self.size, len(mine))
+            part[:rows.numel()] = rows.view(-1)
+        direct = self._lies_as_it_travels(bucket)
+        parts = bucket[0] if direct else mine.new_empty(self.size, len(mine))
         with self.ranks.waits:
             all_gather(parts.view(-1), mine, group=self.group)
-        at = 0
-        for p in bucket:
-            each = padded(p, self.size)
-            p.view(-1).copy_(parts[:, at:at + each].reshape(-1)[:p.numel()])
-            at += each
-
-
-def padded(whole: Tensor, ranks: int) -> int:
-    """Numbers that each rank sends of a tensor."""
-    return -(-whole.shape[0] // ranks) * whole[0].numel()
-
-
-def splits(tensors: Sequence[Tensor], ranks: int) -> bool:
-    """True if they lie as they travel: one tensor, with as many rows for each rank."""
-    return len(tensors) == 1 and not len(tensors[0]) % ranks
-
-
-def packed(tensors: Sequence[Tensor], ranks: int) -> Tensor:
-    """(ranks, numbers): in each line the rows of one rank, of one tensor after the other."""
-    if splits(tensors, ranks):
-        return tensors[0].reshape(ranks, -1)
-    parts = tensors[0].new_zeros(ranks, sum(padded(t, ranks) for t in tensors))
-    at = 0
-    for t in tensors:
-        each = padded(t, ranks)
-        lines = parts[:, at:at + each]
-        for rank in range(ranks):
-            of_rank = t.reshape(-1)[rank * each:(rank + 1) * each]
-            lines[rank, :len(of_rank)] = of_rank
-        at += each
-    return parts
+        if direct:
+            return
+        for p, part in zip(bucket, parts.split(lengths, dim=1)):
+            p.view(-1).copy_(part.reshape(-1)[:p.numel()])

@@ -180,17 +180,12 @@ class _Nats(torch.autograd.Function):
         return gradient * g[:, None].type_as(gradient), None, None
 
 
-@dataclass(frozen=True)
-class Apart:
-    """Messages around the Linear `leaf` of a part of a block."""
-
-    ranks: Ranks
-
-    def column(self, part: nn.Module, leaf: str) -> None:
-        part.forward = partial(_gather_for, part, leaf, part.forward, self.ranks)
-
-    def row(self, part: nn.Module, leaf: str) -> None:
-        part.register_forward_hook(partial(_scatter_result, ranks=self.ranks))
+def apart(ranks: Ranks, part: nn.Module, leaf: str, column: bool) -> None:
+    """Puts messages around the Linear `leaf` of a part of a block, a column or a row."""
+    if column:
+        part.forward = partial(_gather_for, part, leaf, part.forward, ranks)
+    else:
+        part.register_forward_hook(lambda part, given, summand: scatter(summand, ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,13 +207,13 @@ class TensorParallel(Transform):
         for p, how in _cuts(model, cut, split):
             self.splits[names[p]] = how
             p.data = how.part(p.data)
-        messages = TENSOR_MESSAGES[self.ranks.layout.tensor_messages].load()(self.ranks)
+        send = TENSOR_MESSAGES[self.ranks.layout.tensor_messages].load()
         for block in model.blocks:
             block.attention.G //= size
             for op in cut:
                 part, linear = _linear(block, op)
                 linear.out_features, linear.in_features = linear.weight.shape
-                getattr(messages, op.cut)(part, op.name.rpartition(".")[2])
+                send(self.ranks, part, op.name.rpartition(".")[2], op.cut == "column")
         model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
         model.norm.register_forward_hook(partial(_gather_result, model, ranks=self.ranks))
         model.embed = CutEmbedding(model.embed.weight, first)
@@ -274,10 +269,6 @@ def _gather_for(part: nn.Module, leaf: str, forward: Callable[..., Tensor], rank
 def _gather_result(model: nn.Module, norm: nn.Module, given: Any, h: Tensor, *,
                    ranks: Ranks) -> Tensor:
     return _gathered_for(model.head, h, ranks)
-
-
-def _scatter_result(part: nn.Module, given: Any, summand: Tensor, *, ranks: Ranks) -> Tensor:
-    return scatter(summand, ranks)
 
 
 def _gathered_for(linear: nn.Module, x: Tensor, ranks: Ranks) -> Tensor:

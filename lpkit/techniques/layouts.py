@@ -103,12 +103,12 @@ class TensorMessages(Row):
 
 TENSOR_MESSAGES = {
     "apart": TensorMessages(
-        implementation="lpkit.parallel.tensor:Apart",
+        implementation="lpkit.parallel.tensor:apart",
         why="a gather before the product that needs it, a scatter after"),
     "async": TensorMessages(
         why="in pieces, beside products of others; on CUDA, without casts and biases",
         plain=True,
-        implementation="lpkit.parallel.async_tensor:Async",
+        implementation="lpkit.parallel.async_tensor:instead",
         source="Wang et al. 2022, https://doi.org/10.1145/3567955.3567959; PyTorch's "
                "torch.distributed._symmetric_memory"),
 }

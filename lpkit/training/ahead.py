@@ -12,43 +12,29 @@ AHEAD = 2       # updates in the device's queue at most, whose numbers the host 
 
 
 class HostMoment:
-    """Now, by the host's clock: what was computed before is there."""
+    """Now, by the host's clock: what was computed before is there. As an event of a device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self):
         self.at = time.perf_counter()
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         return True
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         pass
 
-    def seconds_since(self, earlier: HostMoment) -> float:
-        return self.at - earlier.at
+    def elapsed_time(self, later: HostMoment) -> float:
+        """In milliseconds."""
+        return 1e3 * (later.at - self.at)
 
 
-class DeviceMoment:
+def moment(device: torch.device) -> HostMoment | torch.cuda.Event:
     """The moment when the device is done with its work so far, by its own clock."""
-
-    def __init__(self, device: torch.device):
-        self.event = torch.cuda.Event(enable_timing=True)
-        self.event.record(torch.cuda.current_stream(device))
-
-    def reached(self) -> bool:
-        return self.event.query()
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def seconds_since(self, earlier: DeviceMoment) -> float:
-        return earlier.event.elapsed_time(self.event) / 1e3
-
-
-MOMENTS = {"cuda": DeviceMoment}
-
-
-def moment(device: torch.device) -> HostMoment | DeviceMoment:
-    return MOMENTS.get(device.type, HostMoment)(device)
+    if device.type != "cuda":
+        return HostMoment()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Arriving:
@@ -64,6 +50,6 @@ class Arriving:
 
     def values(self) -> dict[str, float]:
         """Waits until they are there."""
-        self.at.wait()
+        self.at.synchronize()
         names, sent = self.sent
         return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}

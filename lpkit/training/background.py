@@ -152,9 +152,9 @@ class Background:
 class OneRun(Background):
     """A run, once it has been told to `begin`. Its result is the Run."""
 
-    def __init__(self, config: Config, out: str | Path | None, observers: Iterable[Observer],
-                 control: Control | None = None):
-        self.config, self.planned_steps = config, config.steps
+    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
+                 observers: Iterable[Observer] = (), control: Control | None = None):
+        self.config, self.planned_steps, self._resume = config, config.steps, resume
         self.path = Path(out or default_folder())
         self.title = self.path.name
         self.records: list[StepRecord] = []
@@ -169,11 +169,6 @@ class OneRun(Background):
 
 class Handle(OneRun):
     """A run in a background thread."""
-
-    def __init__(self, config: Config, *, out: str | Path | None = None, resume: bool = False,
-                 observers: Iterable[Observer] = (), control: Control | None = None):
-        super().__init__(config, out, observers, control)
-        self._resume = resume
 
     def _do(self) -> Run:
         return _fit(self.config, self.path, self._resume, self._observers, self._control)

@@ -73,17 +73,14 @@ class _Recorded(NamedTuple):
 
 
 class Graphs(Executor):
-    """`record`: as `captured`."""
-
     in_parts = False
 
-    def __init__(self, record: Callable[..., Any] = captured):
-        self.record = record
+    def __init__(self):
         self.seen: float = 0
         self.recorded: _Recorded | None = None
 
     def fresh(self) -> Graphs:
-        return Graphs(self.record)
+        return Graphs()
 
     def forward_backward(self, training: Any, batch: Batch, *, phases: Phases) -> Tensor:
         """With `phases`, and where somebody watches the update, as `Executor`'s."""
@@ -111,7 +108,6 @@ class Graphs(Executor):
 
     def _recorded(self, training: Any, batch: Batch) -> _Recorded:
         kept = Batch.of({name: t.clone() for name, t in batch.present.items()})
-        run, loss = self.record(partial(super().forward_backward, training, kept,
-                                        phases=nullcontext))
+        run, loss = captured(partial(super().forward_backward, training, kept, phases=nullcontext))
         gradients = [(p, p.grad) for p in training.model.parameters() if p.grad is not None]
         return _Recorded(run, kept, loss, gradients)

@@ -7,7 +7,6 @@ at once. `bring` then writes a checkpoint of step 0, block by block, in the memo
 Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lpkit import files, records
@@ -30,7 +29,6 @@ from lpkit.values import Place, checked
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
-MOST_HEADER_BYTES = 10**8     # as the format has it
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -48,14 +46,15 @@ class Plan:
     weights: int
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Parameters of ours, made of those that lie mapped in the files."""
-        m, dtype, found = self.config.model, _dtype(self.config), {}
+        """Parameters of ours as a checkpoint has them, made of those that lie mapped in the files."""
+        found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
             parts = []
             for there in self.ours[name]:
                 with safe_open(self.places[there], framework="pt") as file:
                     parts.append(file.get_tensor(there))
-            found[name] = self.family.whole(name, parts, m).to(dtype)
+            whole = self.family.whole(name, parts, self.config.model)
+            found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
         return found
 
 
@@ -74,14 +73,15 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
     tied = {family.named("head.weight")} if model.tied else set()
-    wanted, shapes, missing, used = {}, {}, [], set()
+    wanted, shapes, missing = {}, {}, []
     for name, t in (due := parameters(model)).items():
         theirs = {family.named(one): tuple(part.shape)
                   for one, part in family.parts(name, t, model).items()}
-        wanted[name] = tuple(_found(one, family, headers) for one in theirs)
+        # as in files of the whole model, or of the bare one
+        wanted[name] = tuple(one if one in headers else one.removeprefix(family.prefix)
+                             for one in theirs)
         missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
         shapes |= dict(zip(wanted[name], theirs.values()))
-        used |= {*wanted[name]}
     if missing:
         raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a {family.architecture} "
                           f"of {model.L} layers, {missing[0]} first; get the whole folder again")
@@ -89,7 +89,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         if (has := tuple(headers[name][1])) != shapes[name]:
             raise ConfigError(f"{name} is {has} in {headers[name][0].name}, and {CONFIG} says "
                               f"{shapes[name]}; they are not of one model")
-    left = [name for name in sorted(headers.keys() - used - tied)
+    left = [name for name in sorted(headers.keys() - shapes.keys() - tied)
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
@@ -98,13 +98,13 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
                           f"{model.V:,}; they are not of one model")
-    kinds = {headers[name][2] for name in used}
+    kinds = {headers[name][2] for name in shapes}
     param_dtype = "bf16" if kinds == {"BF16"} else "fp32"
     config = Config(model=model).replace({
         "data.tokenizer": of["name"], "memory.param_dtype": param_dtype, "steps": 1})
     return Plan(folder=folder, family=family, config=config, ours=wanted, tokenizer=of,
                 weights=sum(t.numel() for t in due.values()),
-                places={name: headers[name][0] for name in used})
+                places={name: headers[name][0] for name in shapes})
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
@@ -122,7 +122,7 @@ def bring(plan: Plan, out: Path) -> Run:
                           ).append(name)
     return written(plan.config, plan.tokenizer, out, tensors={},
                    write=lambda folder, _: shards.save_whole(
-                       folder, len(groups), map(_of_model, map(plan.read, groups.values()))))
+                       folder, len(groups), map(plan.read, groups.values())))
 
 
 def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: str = "",
@@ -148,14 +148,6 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
     return Run.open(out)
 
 
-def _of_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"model/{name}": t for name, t in tensors.items()}
-
-
-def _dtype(config: Config) -> torch.dtype:
-    return torch.bfloat16 if config.memory.param_dtype.name == "bf16" else torch.float32
-
-
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Returns file, shape and dtype of each tensor. Raises ConfigError."""
     names = {"model.safetensors"}
@@ -166,7 +158,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
         path = folder / files.one_name(str(name))
         if not path.is_file():
             raise _no_shard(folder, path)
-        found |= {key: (path, one["shape"], one["dtype"]) for key, one in _header(path).items()}
+        found |= _header(path)
     for name, (path, _, kind) in found.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
@@ -174,21 +166,13 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     return found
 
 
-def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Reads what a safetensors file says of its tensors; nothing is mapped. Raises ConfigError."""
+def _header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
+    """Reads what a safetensors file says of its tensors. Raises ConfigError."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > MOST_HEADER_BYTES:
-                raise ValueError(f"a header of {length:,} bytes")
-            said = json.loads(file.read(length))
-        said.pop("__metadata__", None)
-        found = {key: {"shape": one["shape"], "dtype": one["dtype"]} for key, one in said.items()}
-        due = 8 + length + max((one["data_offsets"][1] for one in said.values()), default=0)
-        if (has := path.stat().st_size) != due:
-            raise ValueError(f"{has:,} bytes where its header says {due:,}")
-        return found
-    except (*records.UNREADABLE, OSError) as error:
+        with safe_open(path, framework="numpy") as file:    # torch would reserve all of its bytes
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+    except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
 
@@ -200,11 +184,6 @@ def _no_shard(folder: Path, path: Path) -> ConfigError:
                            f"run anything when it is read; convert it first, where you trust it: "
                            f"save_pretrained(..., safe_serialization=True)")
     return ConfigError(f"{str(folder)!r} lacks {path.name}; get the whole folder again")
-
-
-def _found(name: str, family: Family, headers: Mapping[str, Any]) -> str:
-    """Returns the name of a tensor in files of the whole model, or of the bare one."""
-    return name if name in headers else name.removeprefix(family.prefix)
 
 
 def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:

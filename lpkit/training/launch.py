@@ -34,22 +34,20 @@ class Launched(OneRun):
     ranks: by rank, the newest of what each said of itself: its process id `pid`, step,
            step_seconds, loss, peak_bytes, communication_share (of the step's time, in waits for
            messages; None on GPUs, where streams wait)
+
+    `watched`: how, as of Processes.
     """
 
-    def __init__(self, config: Config, *, processes: int, out: str | Path | None = None,
-                 resume: bool = False, timeout_seconds: float = TIMEOUT_SECONDS,
-                 progress_seconds: float = PROGRESS_SECONDS, observers: Sequence[Observer] = (),
-                 parent: WarmParent | None = None):
-        super().__init__(config, out, observers)
+    def __init__(self, config: Config, *, out: str | Path | None, resume: bool,
+                 observers: Sequence[Observer], **watched: Any):
+        super().__init__(config, out=out, resume=resume, observers=observers)
         refuse(config, self.path, resume)
         self._before = self._written()
         self.ranks: dict[int, dict[str, Any]] = {}
         self._stepped = threading.Event()       # or ended without a step
         self.on_done(self._stepped.set)
         told = {"config": config.to_dict(), "out": str(self.path), "resume": resume}
-        self._processes = Processes(TRAIN, told, world=processes, timeout_seconds=timeout_seconds,
-                                    progress_seconds=progress_seconds, heard=self._hear,
-                                    parent=parent)
+        self._processes = Processes(TRAIN, told, heard=self._hear, **watched)
 
     def _do(self) -> Run:
         with self._processes:
@@ -125,8 +123,8 @@ def launch(config: Config, *, processes: Count = 2, out: Folder | None = None,
     Raises ConfigError for a layout of another number of devices, and for more processes than there
     are GPUs, or cores.
     """
-    return Launched(spread(config, processes), processes=processes, out=out, resume=resume,
-                    observers=observers, timeout_seconds=timeout_seconds,
+    return Launched(spread(config, processes), out=out, resume=resume, observers=observers,
+                    world=processes, timeout_seconds=timeout_seconds,
                     progress_seconds=progress_seconds, parent=parent).begin()
 
 

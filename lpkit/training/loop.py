@@ -181,7 +181,7 @@ class _Begun:
             step=self.step, loss=extra.pop("loss"), grad_norm=extra.pop("grad_norm"),
             lr=self.done.lr,
             tokens=training.config.tokens_after(self.step),
-            step_seconds=self.numbers.at.seconds_since(self.since),
+            step_seconds=self.since.elapsed_time(self.numbers.at) / 1e3,
             peak_bytes=hardware.peak_bytes(training.device), extra=extra)
 
 
@@ -272,7 +272,7 @@ def _stopped(training: Training, control: Control) -> bool:
 
 def _arrived(training: Training, waiting: deque[_Begun], at_most: int) -> Iterator[StepRecord]:
     """Yields records whose numbers are there, and waits for all but `at_most`."""
-    while waiting and (len(waiting) > at_most or waiting[0].numbers.at.reached()):
+    while waiting and (len(waiting) > at_most or waiting[0].numbers.at.query()):
         yield waiting.popleft().record(training)
 
 

@@ -49,14 +49,15 @@ def train(place: Place, told: dict[str, Any]) -> None:
         place.at(0, "building")
         training = built(config, Path(told["out"]), told["resume"], ranks)
         training.watchers.append(lambda step: _noted(place, step + 1))
-        if training.device.type == "cpu":
+        if training.device.type == "cpu":       # the host does not wait for a GPU's messages
             training.step_metrics["waited_seconds"] = lambda: ranks.waits.seconds
 
         def tell(record: StepRecord) -> None:
+            waited = record.extra.get("waited_seconds")
             own = {"rank": place.rank, "pid": os.getpid(), "step": record.step,
                    "step_seconds": record.step_seconds, "loss": record.loss,
                    "peak_bytes": record.peak_bytes,
-                   "communication_share": _share(record)}
+                   "communication_share": waited and waited / record.step_seconds}
             place.tell(own | ({"record": record.to_dict()} if ranks.first else {}))
 
         fit(training, Path(told["out"]), resume=told["resume"], observers=Observers([tell]),
@@ -68,10 +69,3 @@ def _noted(place: Place, step: int) -> Iterator[None]:
     place.at(step, "forward and backward")
     yield
     place.at(step, "update")
-
-
-def _share(record: StepRecord) -> float | None:
-    """Returns the share of a step's time in which this rank waited for messages; None on a GPU,
-    whose host does not wait."""
-    waited = record.extra.get("waited_seconds")
-    return None if waited is None else waited / record.step_seconds

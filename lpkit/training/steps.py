@@ -32,17 +32,14 @@ class LossScaler(nn.Module):
         self.register_buffer("good_steps", torch.tensor(0))     # in a row
 
     @torch.no_grad()
-    def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks | None = None) -> None:
+    def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
         """The gradients of what this rank owns; it is dropped everywhere, or nowhere."""
         scale, parameters = self.scale.item(), list(parameters)
         grads = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, (ranks.layout.replicas if ranks else 1) / scale)
+        torch._foreach_mul_(grads, ranks.layout.replicas / scale)
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
-        if ranks is not None:
-            overflowed = ranks.largest(self.scale.new_tensor(overflowed)).item()
-        finite = not overflowed
-        if finite or scale <= self.least:
+        if not ranks.largest(self.scale.new_tensor(overflowed)).item() or scale <= self.least:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
                 self.scale *= 2
