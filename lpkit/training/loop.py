@@ -299,7 +299,7 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
 
 def _restore(training: Training, run: Run) -> tuple[Checkpoint | None, list[str]]:
     """Load the newest good checkpoint, if there is one. A sentence for each damaged one."""
-    checkpoint.sweep(run.checkpoints)
+    checkpoint.sweep(run.checkpoints)       # and no rank reads before the first has written
     saved, damaged = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
                                             blank=training.blank)
     if saved is not None:
