@@ -21,8 +21,8 @@ from torch import Tensor
 from lpkit import machine_facts
 from lpkit.contracts import Choice
 from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
-from lpkit.techniques.machine import DTYPES as RATES
-from lpkit.techniques.machine import Machine
+from lpkit.techniques.machines import DTYPES as RATES
+from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from lpkit.errors import ConfigError
-from lpkit.techniques import machine, machines
+from lpkit.techniques import machines
 from lpkit.techniques.machines import CATALOGUE, MIB
 
 PCIE_SECONDS = 5.7e-6
@@ -44,9 +44,9 @@ def test_memory_is_what_the_driver_reports():
 def test_a_slot_is_slower_to_begin_than_a_switch():
     for row in CATALOGUE.values():
         slot = row.link.startswith("PCIe")
-        assert row.link_seconds == (PCIE_SECONDS if slot else machine.NVLINK_SECONDS)
+        assert row.link_seconds == (PCIE_SECONDS if slot else machines.NVLINK_SECONDS)
         assert (row.link_bytes_per_second < 150e9) == slot
-    assert machine.NVLINK_SECONDS < PCIE_SECONDS < machine.NETWORK_SECONDS
+    assert machines.NVLINK_SECONDS < PCIE_SECONDS < machines.NETWORK_SECONDS
 
 
 def test_prices_are_dated_and_say_what_is_assumed():

@@ -27,7 +27,7 @@ from lpkit.predict import memory, parameter_count
 from lpkit.predict.ledger import UPDATE
 from lpkit.predict.params import optimizer_work
 from lpkit.predict.time import step_time
-from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
+from lpkit.predict.updates import update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
 from lpkit.techniques import operation, optimizers
 from lpkit.techniques.memory import OPTIMIZER_STATE
@@ -283,7 +283,7 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
     state = {(name, f): OPTIMIZERS[name].state_bytes(f) for name in OPTIMIZERS for f in MOMENT_FORMATS}
     assert state["adamw", "float32"] == 8 and state["adamw", "int8"] == 2 * (1 + 4 / 256)
     assert state["lion", "float32"] == state["momentum", "float32"] == 4 and state["sgd", "float32"] == 0
-    assert moved_bytes(OPTIMIZERS["adamw"]) == 7 * 4       # w, g, m and v are read; w, m and v are written
+    assert optimizer_work(Config()).moved_bytes == 7 * 4       # w, g, m and v are read; w, m and v are written
     # two decoded slots; blocks, ratios and indices of 4 bytes, codes of 1
     assert update_bytes(OPTIMIZERS["adamw"], "int8") == 8 + 13 and update_bytes(OPTIMIZERS["adamw"]) == 0
 

@@ -22,8 +22,7 @@ from lpkit.predict.params import optimizer_work, parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
-from lpkit.predict.updates import Work
-from lpkit.techniques import layouts, optimizers
+from lpkit.techniques import layouts
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
@@ -156,9 +155,7 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
     if not rows["optimizer_step"].gradients_held:
         del found["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
-        optimizer, moment_format = config.optimizer.name, config.memory.moment_format.name
-        work = optimizer_work(config) or Work(
-            optimizers.find(optimizer).state_bytes(moment_format))
+        work = optimizer_work(config)
         found["optimizer state"] = trained_count(config.model) * (work.cut_bytes + work.whole_bytes)
     return found
 

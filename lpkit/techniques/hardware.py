@@ -6,7 +6,7 @@ is known of machines that are not here: for predictions, and for `lpkit.measure.
 
 import functools
 
-from lpkit.techniques.machine import Machine
+from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, Recipe
 
 TORCH = "https://github.com/pytorch/pytorch/blob/main/test/test_scaled_matmul_cuda.py"

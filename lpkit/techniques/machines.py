@@ -1,5 +1,6 @@
-"""Each row says what a device can do at best: memory, bandwidth, arithmetic, links, power, price.
-The rows are data/published/machines.toml.
+"""Machines, as predictions know them. Each row says what a device can do at best: memory, bandwidth,
+arithmetic, links, power, price. The rows are data/published/machines.toml; `lpkit.hardware` measures
+the machine at hand.
 
 Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as the total: vendors'
 GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice
@@ -9,16 +10,17 @@ direction. Prices are one provider's of one month, and another's may be twice as
 some networks, are assumptions. Pass your own.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from lpkit.errors import ConfigError, nearest, printable, shown
 from lpkit.files import resource
-from lpkit.techniques.machine import DTYPES, Machine
 from lpkit.values import convert, not_empty
 
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
 FILE = resource("data/published") / "machines.toml"
 UNITS = {       # of the file: the field that a figure is of, and its base units
@@ -29,13 +31,52 @@ TABLES = tomllib.loads(FILE.read_text(encoding="utf-8"))
 LATENCY_SOURCE = ("a hop in a node: NCCL's own figures for its simple protocol, "
                   "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199; "
                   "beyond, of published curves of 4 to 512 nodes, data/published/collectives.csv")
+PRICE_SOURCE = ("assumed: a round on-demand price per GPU and hour in November 2026; change it "
+                "with price_per_hour")
+NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # of LATENCY_SOURCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One device. `flops` holds FLOP/s by dtype, without those that it lacks."""
+
+    name: str
+    title: str
+    kind: Literal["gpu", "cpu"] = "gpu"
+    memory_bytes: int
+    bytes_per_second: float             # of the device's own memory
+    flops: Mapping[str, float]
+    link_bytes_per_second: float | None = None
+    link: str = ""
+    link_seconds: float = NVLINK_SECONDS    # latency of a hop
+    devices_per_node: int = 1           # that the link joins
+    network_bytes_per_second: float | None = None   # between nodes, one device's share, one way
+    network: str = ""
+    network_seconds: float = NETWORK_SECONDS  # latency of a hop
+    watts: float | None = None          # rated, for the whole device
+    price_per_hour: float | None = None     # US dollars
+    price_source: str = PRICE_SOURCE
+    source: str
+    details: Mapping[str, object] = field(default_factory=dict)     # how it was measured
+    measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""
+        if dtype not in self.flops:
+            raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    @property
+    def multiplies_tiles(self) -> bool:
+        """True for a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
+        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
     made = {"name": name}
     for key, value in row.items():
-        field, unit = UNITS.get(key, (key, None))
-        made[field] = value if unit is None else value * unit
+        to, unit = UNITS.get(key, (key, None))
+        made[to] = value if unit is None else value * unit
     flops = {dtype: rate * T for dtype, rate in made.pop("teraflops").items()}
     return Machine(flops=flops, **made)
 

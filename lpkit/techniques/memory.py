@@ -22,8 +22,6 @@ from lpkit.values import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class EveryBlock(Settings):
-    where = "memory.recompute."
-
     every: Count = 1        # every n-th block
 
     def __str__(self) -> str:
@@ -32,8 +30,6 @@ class EveryBlock(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Settings):
-    where = "memory.recompute."
-
     budget: Share = 0.5     # of the activations, what torch.compile may keep
 
 
@@ -136,8 +132,6 @@ ACTIVATION_OFFLOAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Settings):
-    where = "memory.cross_entropy."
-
     chunk_tokens: Count = 1024      # at a time
 
 

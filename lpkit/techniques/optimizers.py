@@ -39,8 +39,6 @@ class OptimizerSettings(Settings):
     learning rate is still a multiple of this one. Later ones win.
     """
 
-    where = "optimizer."
-
     lr: Positive = 1e-3
     weight_decay: PositiveOrZero = 0.1
     clip: PositiveOrZero = 1.0      # largest global gradient norm; 0: no clipping
@@ -410,7 +408,8 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
     if name is None:
         return pattern, changes, None
     own = {key: pairs[key] for key in pairs.keys() & own}
-    return pattern, changes, replace(chosen(OPTIMIZERS, name), **own)
+    rule = chosen(OPTIMIZERS, name)
+    return pattern, changes, replace(rule, **values.read(type(rule), own, "optimizer."))
 
 
 def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSettings | None]]:

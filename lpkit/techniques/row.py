@@ -24,6 +24,11 @@ class Settings(Checked):
 
     name: str = ""      # of the row
 
+    def problem(self, of: Any) -> str:
+        """Why it cannot be of this model (of governors: of this Config), and the way out; empty: it
+        can."""
+        return ""
+
     def __str__(self) -> str:
         """'block, every 2': the name, and what is not as the row has it by default."""
         return self.name
