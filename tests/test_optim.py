@@ -38,7 +38,6 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
-    ScheduleFreeSettings,
     Slot,
     parameter_groups,
 )
@@ -339,18 +338,20 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
         parameter_groups(["head.weight", "embed.weight"], AdamWSettings(name="adamw", groups=(group,)))
 
 
-@pytest.mark.parametrize("kind, values, said", [
-    (AdamWSettings, {"beta1": 1.0}, "optimizer.beta1 must be 0 or more and below 1, got 1.0"),
-    (LionSettings, {"beta2": 1.0}, "optimizer.beta2 must be 0 or more and below 1"),
-    (MomentumSettings, {"momentum": -0.1}, "optimizer.momentum must be 0 or more and below 1"),
-    (AdamWSettings, {"eps": 0.0}, "optimizer.eps must be positive"),
-    (OptimizerSettings, {"lr": 0.0}, "optimizer.lr must be positive"),
-    (ScheduleFreeSettings, {"beta1": 0.0}, "optimizer.beta1 must be"),
-    (OptimizerSettings, {"clip": -1.0}, "optimizer.clip must be 0 or more"),
+@pytest.mark.parametrize("name, values, said", [
+    ("adamw", {"beta1": 1.0}, "beta1 must be 0 or more and below 1, got 1.0"),
+    ("lion", {"beta2": 1.0}, "beta2 must be 0 or more and below 1"),
+    ("momentum", {"momentum": -0.1}, "momentum must be 0 or more and below 1"),
+    ("adamw", {"eps": 0.0}, "eps must be positive"),
+    ("sgd", {"lr": 0.0}, "lr must be positive"),
+    ("schedule-free", {"beta1": 0.0}, "beta1 must be"),
+    ("sgd", {"clip": -1.0}, "clip must be 0 or more"),
 ])
-def test_settings_check_themselves(kind, values, said):
-    with pytest.raises(ConfigError, match=said):
-        kind(name="x", **values)
+def test_settings_check_themselves_and_a_config_says_their_key(name, values, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        replace(OPTIMIZERS[name].settings, **values)
+    with pytest.raises(ConfigError, match=rf"^optimizer\.{said}"):
+        Config(optimizer={"name": name, **values})
 
 
 def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):

@@ -167,9 +167,8 @@ class _Search:
         self.config, self.on = config, on
         self.others: dict[str, list[Any]] = {}      # values that a key could have instead
         for key, row in techniques.rows_of(config).items():
-            table = type(config.memory).__dataclass_fields__[key].metadata["table"]
             self.others[f"memory.{key}"] = [
-                name for name, other in table.items() if other is not row
+                name for name, other in techniques.TABLES[key].items() if other is not row
                 and not other.needs_compile
                 and not (other.eager and config.system.compile not in (False, "auto"))]
         self.others["grad_accum_steps"] = [parts for parts in divisors(config.global_batch)

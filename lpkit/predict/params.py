@@ -63,7 +63,7 @@ def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSet
     """Returns those of the optimizer `asked`, its own where it is not the config's."""
     if asked in (None, config.optimizer.name):
         return config.optimizer
-    return chosen(OPTIMIZERS, asked)
+    return chosen(OPTIMIZERS, asked, "optimizer")
 
 
 def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, Settings]:

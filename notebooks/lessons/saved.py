@@ -48,4 +48,5 @@ def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
         operations = kept(tracker)
     if not loss.requires_grad:
         raise ValueError("step() returned something that backward cannot start from")
-    return Saved(operations=operations, weight_copy_bytes=tracker.now().get("weight copies", 0))
+    copies = [one.nbytes for one in tracker.records.values() if one.row == "weight copies"]
+    return Saved(operations=operations, weight_copy_bytes=sum(copies))
