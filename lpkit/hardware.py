@@ -136,8 +136,7 @@ def peak_bytes(device: torch.device | str) -> int:
     libraries and Python included, so it starts at some 300 MB and compares between runs, not with a
     sum of tensors. A run resets it when it starts.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # first: getrusage's maximum would include the process that started this one
     peak = status_bytes("VmHWM")
@@ -151,8 +150,7 @@ def peak_bytes(device: torch.device | str) -> int:
 
 def held_bytes(device: torch.device | str) -> int | None:
     """Returns bytes held now; `peak_bytes` is their maximum. None where the system does not say."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return status_bytes("VmRSS")
 
@@ -160,8 +158,7 @@ def held_bytes(device: torch.device | str) -> int | None:
 def reset_peak(device: torch.device | str) -> bool:
     """Start `peak_bytes` again from what is held now. False where the system does not allow it:
     then it only rises."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
@@ -337,8 +334,7 @@ def triad(device: torch.device) -> tuple[Callable[[], object], int]:
 def provenance(device: torch.device | str) -> dict[str, Any]:
     """Returns the software and settings of a GPU that a speed depends on; empty for others. What
     the machine does not say is left out."""
-    device = torch.device(device)
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return {}
     found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
              "hip": torch.version.hip}
@@ -349,8 +345,7 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
 
 def memory_bytes(device: torch.device | str) -> int:
     """A GPU's memory; elsewhere RAM, or the container's share of it."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return memory_limit_bytes() or psutil.virtual_memory().total
 
@@ -358,8 +353,7 @@ def memory_bytes(device: torch.device | str) -> int:
 def available_bytes(device: torch.device | str) -> int:
     """Returns what a run can still take there: what the driver has left, and what PyTorch's
     allocator took from it and does not use; elsewhere as `machine_facts.available_bytes`."""
-    device = torch.device(device)
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return machine_facts.available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -122,8 +122,9 @@ class Checked:
             object.__setattr__(self, name, read)
 
 
-def read(kind: type[Checked], given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """`given` as `kind` reads and checks it, of keys that begin with `where`. Raises ConfigError."""
+def read(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`given` as the annotations of `kind` say, of keys that begin with `where`. Raises
+    ConfigError."""
     rules = _rules(kind)
     return {name: rules[name].read(f"{where}{name}", value) if name in rules else value
             for name, value in given.items()}

@@ -248,7 +248,7 @@ TABLES: dict[str, Mapping[str, Technique]] = {      # by the field of `config.me
 def check(config: Any, recipe: Recipe) -> None:
     """Raises ConfigError for rows that cannot be beside one another."""
     for name, row in rows_of(config).items():
-        if row.problem and (problem := row.problem(config, recipe)):
+        if problem := row.problem(config, recipe):
             raise ConfigError(f"memory.{name}={getattr(config.memory, name).name} {problem}")
 
 

@@ -53,7 +53,7 @@ class Technique(Row):
     """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out;
     empty: it can."""
 
-    problem: Callable[[Any, Any], str] | None = None
+    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
     eager: str = ""             # why the model must not be compiled
     needs_compile: str = ""     # why it must be
 
