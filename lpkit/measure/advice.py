@@ -43,8 +43,8 @@ WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 202
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """One update under one recipe, beside the same in another dtype. Everything that a recipe
-    leaves alone costs the same in both, so a share `p` of the step that gets `s` times as fast makes it
+    """One update under one recipe, beside the same in another dtype. What a recipe leaves alone
+    costs the same in both, so a share `p` of the step that gets `s` times as fast makes it
     `1 / (1 - p + p / s)` times as fast (Amdahl 1967, https://doi.org/10.1145/1465482.1465560)."""
 
     base: StepTime
