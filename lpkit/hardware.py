@@ -234,14 +234,12 @@ def _made_for(architecture: str, has: int) -> bool:
 
 @functools.cache
 def _machine(device: str, threads: int) -> Machine:
-    on, flops, shapes, details = torch.device(device), {}, {}, {}
-    for name in (*DTYPES, *low_formats(on)):
-        flops[name], shapes[name] = peak_flops(name, device, threads)
+    on, details = torch.device(device), {}
+    flops = {name: peak_flops(name, device, threads) for name in (*DTYPES, *low_formats(on))}
     if "fp8" in flops:      # Hopper sums in float32 at every step only when asked to
-        details["fp8_without_fast_accumulation"], _ = peak_flops("fp8", device, threads, fast=False)
+        details["fp8_without_fast_accumulation"] = peak_flops("fp8", device, threads, fast=False)
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
-    details |= {"product_shapes": shapes, "swept_bytes": swept}
     if on.type == "cuda":
         kind, title = "gpu", torch.cuda.get_device_name(on)
         details["capability"] = torch.cuda.get_device_capability(on)
@@ -268,14 +266,13 @@ def multiplies_tiles() -> bool:
 
 
 @functools.cache
-def peak_flops(dtype: str, device: str, threads: int, *,
-               fast: bool = True) -> tuple[float, tuple[int, int, int]]:
-    """FLOP/s of the best square product in a dtype of DTYPES or LOW, and its shape. Under a second,
-    once per process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
+def peak_flops(dtype: str, device: str, threads: int, *, fast: bool = True) -> float:
+    """FLOP/s of the best square product in a dtype of DTYPES or LOW. Under a second, once per
+    process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
     rates = []
     for n, square in squares(dtype, torch.device(device), fast=fast).items():
         (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
-        rates.append((2 * n**3 / min(seconds), (n, n, n)))
+        rates.append(2 * n**3 / min(seconds))
     return max(rates)
 
 

@@ -60,7 +60,7 @@ def test_prices_are_dated_and_say_what_is_assumed():
 def test_a_row_of_the_catalogue_is_a_machine_of_one_s_own(name):
     """The loader's limits leave out no machine that there is."""
     values = dataclasses.asdict(CATALOGUE[name])
-    assert machines.from_dict({key: value for key, value in values.items() if key != "details"}) == CATALOGUE[name]
+    assert machines.from_dict({key: value for key, value in values.items() if key != "details"}) == dataclasses.replace(CATALOGUE[name], details={})
 
 
 WHOLE = {"memory_bytes": "80e9", "bytes_per_second": "3.35e12", "flops": {"bf16": "9.9e14"}}
