@@ -531,3 +531,9 @@ def test_the_peak_of_a_shard(changes):
     traced = predict_trace(config, 8)
     said = memory(config, CPU, layout=Layout(shard=8), attention=traced.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
+
+
+def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
+    """A prefix alone: of its state nothing is fetched for an update. It was a ValueError."""
+    config = preset("llama-8b").replace({"model.changes": "prefix", "memory.optimizer_state": "disk"})
+    assert memory(config, "b200").peak_bytes < memory(config.replace({"model.changes": []}), "b200").peak_bytes

@@ -83,11 +83,6 @@ class Fit:
         return tuple(search.single() or search.several(priced) or search.several(every))
 
     @property
-    def largest(self) -> str:
-        """'activations 20.1 GB, weights 4.98 GB'."""
-        return largest(self.rows)
-
-    @property
     def left_out(self) -> str:
         return f", not counting {self.without}" if self.without else ""
 
@@ -111,7 +106,7 @@ class Fit:
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
                 f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at worst in "
                 f"measured steps{self.left_out}, and {self.on.title} has {has}; the largest of it: "
-                f"{self.largest}; {self.way_out}")
+                f"{largest(self.rows)}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -120,6 +115,7 @@ class Fit:
 
 
 def largest(rows: Mapping[str, float]) -> str:
+    """'activations 20.1 GB, weights 4.98 GB'."""
     first = sorted(rows, key=rows.get, reverse=True)[:SHOWN]
     return ", ".join(f"{name} {quantity(rows[name], 'bytes')}" for name in first)
 
