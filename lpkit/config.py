@@ -14,7 +14,7 @@ import functools
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
@@ -343,10 +343,11 @@ class Config(Group):
         if not isinstance(changes, Mapping):
             raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
         values = dataclasses.asdict(self)
+        known = dict(_leaves(values))
         outside.load(changes.get("imports", ()))
         changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
         for key in sorted(changes):     # a row's name before its settings
-            _change(values, key, changes[key])
+            _change(values, key, changes[key], known)
         return Config.from_dict(values)
 
 
@@ -450,25 +451,26 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
     return values["name"] if list(values) == ["name"] else values
 
 
-def _change(values: dict[str, Any], key: str, value: Any) -> None:
+def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]) -> None:
     """Changes one setting of a Config's dict. Raises ConfigError for an unknown key."""
     group, _, last = key.rpartition(".")
-    node: Any = values
+    node, rows = values, _tables(Config)
     for name in filter(None, group.split(".")):
-        inner = node.get(name)
-        node[name] = {"name": inner} if isinstance(inner, str) else inner   # a row by it alone
-        node = node[name] if isinstance(inner, (str, dict)) else {}
-    rows = _tables(Config)
-    if last not in node and group not in rows:
-        raise _unknown(key, key, dict(_leaves(values)))
+        inner = node.setdefault(name, {})
+        if isinstance(inner, str):      # a row by its name alone
+            inner = node[name] = {"name": inner}
+        node = inner if isinstance(inner, dict) else {}
+    now = node.get(last)
+    if key not in known and group not in rows and not isinstance(now, dict):
+        raise _unknown(key, key, known)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
         node[last] = copy.deepcopy(dict(value))
-    elif key in rows and isinstance(node[last], dict):
-        _change_row(node[last], rows[key], value)
-    elif isinstance(node.get(last), dict):
-        below = dict(_leaves(node[last], f"{key}."))
+    elif key in rows and isinstance(now, dict) and "name" in now:
+        _change_row(now, rows[key], value)
+    elif key not in rows and isinstance(now, dict):
+        below = dict(_leaves(now, f"{key}."))
         raise ConfigError(f"{shown(key)} is a group of settings, set one of {', '.join(below)}")
     else:
         node[last] = value
