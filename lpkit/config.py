@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+from lpkit import values as rules
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
@@ -35,18 +36,7 @@ from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
-from lpkit.values import (
-    Checked,
-    Count,
-    CountOrZero,
-    InnerShare,
-    Positive,
-    Seed,
-    Text,
-    between,
-    check,
-    read,
-)
+from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
 
@@ -189,8 +179,8 @@ class MemoryConfig(Group):
     optimizer_step: Settings = one_of(memory.OPTIMIZER_STEP, "after")
 
 
-_device = check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", value),
-                "auto, cpu, cuda or cuda:N")
+_device = rules.check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", value),
+                      "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,8 +207,8 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-_mapping = check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value),
-                 "a list of NEW:OLD, as blocks.2:blocks.0")
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value),
+                       "a list of NEW:OLD, as blocks.2:blocks.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,7 +410,8 @@ def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | Non
         if setting not in kinds:
             raise ConfigError(f"{key}={name} has no setting {shown(setting)}; "
                               f"{_who_has(table, str(setting), kinds)}")
-    return dataclasses.replace(defaults, name=name, **read(type(defaults), given, f"{key}."))
+    given = rules.read(type(defaults), given, f"{key}.")
+    return dataclasses.replace(defaults, name=name, **given)
 
 
 def _who_has(table: Mapping[str, Any], setting: str, kinds: Mapping[str, Any]) -> str:
