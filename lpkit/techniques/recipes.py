@@ -180,9 +180,8 @@ class Recipe(Row):
     @cached_property
     def cast_of(self) -> dict[tuple[str, str], Cast | None]:
         """The cast of each operand: of a product, and the tensor that it is there."""
-        casts = {name: getattr(self, name) or (None, None) for name in PRODUCTS}
         return {(name, role): cast for name, roles in PRODUCTS.items()
-                for role, cast in zip(roles, casts[name])}
+                for role, cast in zip(roles, self.products.get(name, (None, None)))}
 
     @cached_property
     def tile(self) -> int:
