@@ -146,12 +146,13 @@ def test_alone_nothing_is_sent():
 
 @pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: f"{row.several} {row.key}")
 def test_what_does_not_go_together_is_refused(row):
+    on_axis = isinstance(row.several, str)
     value = {"memory.optimizer_step": "in-backward", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
              "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16", "model.changes": "lora",
-             "memory.activation_offload": "cpu"}.get(row.key)
+             "memory.activation_offload": "cpu", "model.init": "t-fixup", "system.kernels": "pytorch",
+             "governors": "stochastic-depth" if on_axis else None}.get(row.key)
     if value is None:
-        pytest.skip("rows of governors come from outside")
-    on_axis = isinstance(row.several, str)
+        pytest.skip("the kit has no such row of its own")
     layout = {f"parallel.{row.several}": 2} if on_axis else {"parallel.shard": 2, "parallel.zero": max(row.several, 1)}
     config = SMALL.replace({**layout, row.key: value, "optimizer.clip": 0, "grad_accum_steps": 1})
     with pytest.raises(ConfigError, match=rf"{row.key}=.*; set {row.key}={'' if row.only == () else row.only}"):
