@@ -8,16 +8,18 @@ as properties, so that formulas read like the notation. Standard library only (P
 when YAML is asked for): `lpkit.predict` stands on this module.
 """
 
+import copy
 import dataclasses
 import functools
 import math
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
+from lpkit import values as rules
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
@@ -37,7 +39,6 @@ from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
-DEEPEST = 8     # groups in groups
 
 
 class Group(Checked):
@@ -110,8 +111,6 @@ class ModelConfig(Group):
 
     def __post_init__(self):
         super().__post_init__()
-        if problem := self.attention.problem(self.context):
-            raise ConfigError(problem)
         tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
                   "mlp": blocks.MLPS}
         for key, table in tables.items():
@@ -119,8 +118,8 @@ class ModelConfig(Group):
         refuses = getattr(blocks.BLOCKS[self.block], "refuses", lambda model: "")
         if problem := refuses(self):
             raise ConfigError(f"model.block={self.block} {problem}")
-        for change in self.changes:
-            if problem := getattr(change, "problem", lambda m: "")(self):
+        for one in (self.attention, *self.changes):
+            if problem := one.problem(self):
                 raise ConfigError(problem)
         if self.head_dim is None and self.width % self.heads:
             below = self.width // self.heads * self.heads
@@ -180,9 +179,8 @@ class MemoryConfig(Group):
     optimizer_step: Settings = one_of(memory.OPTIMIZER_STEP, "after")
 
 
-def _device(name: str, value: str) -> None:
-    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", value):
-        raise ConfigError(f"{name} cannot be {shown(value)}; choose auto, cpu, cuda or cuda:N")
+_device = rules.check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", value),
+                      "auto, cpu, cuda or cuda:N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +207,8 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-def _mapping(name: str, value: tuple[str, ...]) -> None:
-    for one in value:
-        if not re.fullmatch("[^:]+:[^:]+", one):
-            raise ConfigError(f"{name} cannot have {shown(one)}; write NEW:OLD, as in "
-                              f"blocks.2:blocks.0")
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value),
+                       "a list of NEW:OLD, as blocks.2:blocks.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,12 +332,13 @@ class Config(Group):
         """
         if not isinstance(changes, Mapping):
             raise ConfigError(f"changes must be a mapping of dotted keys, got {shown(changes)}")
-        values = flat(self)
+        values = dataclasses.asdict(self)
+        known = dict(_leaves(values))
         outside.load(changes.get("imports", ()))
         changes = {str(key).removesuffix(".name"): changes[key] for key in changes}
         for key in sorted(changes):     # a row's name before its settings
-            _change(values, key, changes[key])
-        return Config.from_dict(_nested(values))
+            _change(values, key, changes[key], known)
+        return Config.from_dict(values)
 
 
 @functools.lru_cache(maxsize=8)
@@ -414,6 +410,7 @@ def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | Non
         if setting not in kinds:
             raise ConfigError(f"{key}={name} has no setting {shown(setting)}; "
                               f"{_who_has(table, str(setting), kinds)}")
+    given = rules.read(type(defaults), given, f"{key}.")
     return dataclasses.replace(defaults, name=name, **given)
 
 
@@ -435,23 +432,9 @@ def flat(config: Config) -> dict[str, Any]:
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            if prefix.count(".") > DEEPEST:
-                raise ConfigError(f"settings nest {DEEPEST} deep at most, and {shown(prefix)} goes "
-                                  f"on")
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}".removesuffix(".name"), value
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    nested: dict[str, Any] = {}
-    for key, value in values.items():
-        *groups, last = (f"{key}.name" if key in _tables(Config) else key).split(".")
-        node = nested
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = value
-    return nested
 
 
 def _plain(pairs: list[tuple[str, Any]]) -> Any:
@@ -459,36 +442,40 @@ def _plain(pairs: list[tuple[str, Any]]) -> Any:
     return values["name"] if list(values) == ["name"] else values
 
 
-def _change(values: dict[str, Any], key: str, value: Any) -> None:
-    """Changes one setting of a flat Config. Raises ConfigError for an unknown key."""
-    below = [name for name in values if name == key or name.startswith(f"{key}.")]
+def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]) -> None:
+    """Changes one setting of a Config's dict. Raises ConfigError for an unknown key."""
+    group, _, last = key.rpartition(".")
+    node, rows = values, _tables(Config)
+    for name in filter(None, group.split(".")):
+        inner = node.setdefault(name, {})
+        if isinstance(inner, str):      # a row by its name alone
+            inner = node[name] = {"name": inner}
+        node = inner if isinstance(inner, dict) else {}
+    now = node.get(last)
+    if key not in known and group not in rows and not isinstance(now, dict):
+        raise _unknown(key, key, known)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
-    if isinstance(value, Mapping) and below and (key not in values or key in _tables(Config)):
-        for name in below:
-            del values[name]
-        values |= _leaves(value, f"{key}.")
-    elif key in _tables(Config):
-        _change_row(values, key, value)
-    elif key in values or key.rpartition(".")[0] in _tables(Config):
-        values[key] = value
-    elif below:
+    if isinstance(value, Mapping):
+        node[last] = copy.deepcopy(dict(value))
+    elif key in rows and isinstance(now, dict) and "name" in now:
+        _change_row(now, rows[key], value)
+    elif key not in rows and isinstance(now, dict):
+        below = dict(_leaves(now, f"{key}."))
         raise ConfigError(f"{shown(key)} is a group of settings, set one of {', '.join(below)}")
     else:
-        raise _unknown(key, key, values)
+        node[last] = value
 
 
-def _change_row(values: dict[str, Any], key: str, name: Any) -> None:
+def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> None:
     """Keeps those settings of the old row that were changed and that the new row has too."""
-    table = _tables(Config)[key]
-    old, new = table[values[key]].settings, None
+    old, new = table[values["name"]].settings, None
     if isinstance(name, str) and name in table:     # else whoever builds the Config says so
         new = table[name].settings
     for setting, default in vars(old).items():
-        path = f"{key}.{setting}"
-        if not hasattr(new, setting) or values.get(path) == default:
-            values.pop(path, None)
-    values[key] = name
+        if not hasattr(new, setting) or values.get(setting) == default:
+            values.pop(setting, None)
+    values["name"] = name
 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:

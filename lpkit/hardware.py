@@ -21,8 +21,8 @@ from torch import Tensor
 from lpkit import machine_facts
 from lpkit.contracts import Choice
 from lpkit.machine_facts import cpu_name, memory_limit_bytes, status_bytes
-from lpkit.techniques.machine import DTYPES as RATES
-from lpkit.techniques.machine import Machine
+from lpkit.techniques.machines import DTYPES as RATES
+from lpkit.techniques.machines import Machine
 from lpkit.timing import interleaved_seconds
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -136,8 +136,7 @@ def peak_bytes(device: torch.device | str) -> int:
     libraries and Python included, so it starts at some 300 MB and compares between runs, not with a
     sum of tensors. A run resets it when it starts.
     """
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # first: getrusage's maximum would include the process that started this one
     peak = status_bytes("VmHWM")
@@ -151,8 +150,7 @@ def peak_bytes(device: torch.device | str) -> int:
 
 def held_bytes(device: torch.device | str) -> int | None:
     """Returns bytes held now; `peak_bytes` is their maximum. None where the system does not say."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.memory_allocated(device)
     return status_bytes("VmRSS")
 
@@ -160,8 +158,7 @@ def held_bytes(device: torch.device | str) -> int | None:
 def reset_peak(device: torch.device | str) -> bool:
     """Start `peak_bytes` again from what is held now. False where the system does not allow it:
     then it only rises."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
     try:
@@ -237,14 +234,12 @@ def _made_for(architecture: str, has: int) -> bool:
 
 @functools.cache
 def _machine(device: str, threads: int) -> Machine:
-    on, flops, shapes, details = torch.device(device), {}, {}, {}
-    for name in (*DTYPES, *low_formats(on)):
-        flops[name], shapes[name] = peak_flops(name, device, threads)
+    on, details = torch.device(device), {}
+    flops = {name: peak_flops(name, device, threads) for name in (*DTYPES, *low_formats(on))}
     if "fp8" in flops:      # Hopper sums in float32 at every step only when asked to
-        details["fp8_without_fast_accumulation"], _ = peak_flops("fp8", device, threads, fast=False)
+        details["fp8_without_fast_accumulation"] = peak_flops("fp8", device, threads, fast=False)
     sweep, swept = triad(on)
     (seconds,) = interleaved_seconds([sweep], rounds=9, within_seconds=0.35)
-    details |= {"product_shapes": shapes, "swept_bytes": swept}
     if on.type == "cuda":
         kind, title = "gpu", torch.cuda.get_device_name(on)
         details["capability"] = torch.cuda.get_device_capability(on)
@@ -271,14 +266,13 @@ def multiplies_tiles() -> bool:
 
 
 @functools.cache
-def peak_flops(dtype: str, device: str, threads: int, *,
-               fast: bool = True) -> tuple[float, tuple[int, int, int]]:
-    """FLOP/s of the best square product in a dtype of DTYPES or LOW, and its shape. Under a second,
-    once per process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
+def peak_flops(dtype: str, device: str, threads: int, *, fast: bool = True) -> float:
+    """FLOP/s of the best square product in a dtype of DTYPES or LOW. Under a second, once per
+    process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
     rates = []
     for n, square in squares(dtype, torch.device(device), fast=fast).items():
         (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
-        rates.append((2 * n**3 / min(seconds), (n, n, n)))
+        rates.append(2 * n**3 / min(seconds))
     return max(rates)
 
 
@@ -337,8 +331,7 @@ def triad(device: torch.device) -> tuple[Callable[[], object], int]:
 def provenance(device: torch.device | str) -> dict[str, Any]:
     """Returns the software and settings of a GPU that a speed depends on; empty for others. What
     the machine does not say is left out."""
-    device = torch.device(device)
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return {}
     found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
              "hip": torch.version.hip}
@@ -349,8 +342,7 @@ def provenance(device: torch.device | str) -> dict[str, Any]:
 
 def memory_bytes(device: torch.device | str) -> int:
     """A GPU's memory; elsewhere RAM, or the container's share of it."""
-    device = torch.device(device)
-    if device.type == "cuda":
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return memory_limit_bytes() or psutil.virtual_memory().total
 
@@ -358,8 +350,7 @@ def memory_bytes(device: torch.device | str) -> int:
 def available_bytes(device: torch.device | str) -> int:
     """Returns what a run can still take there: what the driver has left, and what PyTorch's
     allocator took from it and does not use; elsewhere as `machine_facts.available_bytes`."""
-    device = torch.device(device)
-    if device.type != "cuda":
+    if torch.device(device).type != "cuda":
         return machine_facts.available_bytes()
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -122,6 +122,14 @@ class Checked:
             object.__setattr__(self, name, read)
 
 
+def read(kind: type, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`given` as the annotations of `kind` say, of keys that begin with `where`. Raises
+    ConfigError."""
+    rules = _rules(kind)
+    return {name: rules[name].read(f"{where}{name}", value) if name in rules else value
+            for name, value in given.items()}
+
+
 def checked(function: Function) -> Function:
     """The arguments are read and checked as the annotations say. Raises ConfigError; TypeError, as
     Python does, for arguments that there are not.

@@ -19,7 +19,7 @@ from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.contexts import CONTEXT
+from lpkit.techniques.layouts import CONTEXT
 from lpkit.training import checkpoint
 from lpkit.training.training import Training
 from tests.training_ranks import _state_digest

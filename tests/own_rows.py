@@ -37,7 +37,6 @@ def bare(s):
 
 @dataclass(frozen=True, kw_only=True)
 class Share(Settings):
-    where = "governors."
     share: float = 0.5
 
 
@@ -87,7 +86,6 @@ class LayerDrop:
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Settings):
-    where = "model.changes."
     share: float = 0.5      # of the tokens, what a middle block sees
 
 
@@ -126,7 +124,6 @@ def drop_tokens(model, settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Sparse(Settings):
-    where = "model.changes."
     density: float = 0.5
 
 

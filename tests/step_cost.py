@@ -1,8 +1,8 @@
 """What casts buy that are no row of RECIPES, so that no config can name them."""
 
 from lpkit.config import Config
+from lpkit.measure.advice import StepCost, compared
 from lpkit.predict.casts import Recipe
-from lpkit.predict.precision import StepCost, compared
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import step_time
 from lpkit.techniques.machines import Machine

@@ -15,8 +15,7 @@ from lpkit.measure.trace import predict_trace
 from lpkit.parallel.context import joined, part, share
 from lpkit.parallel.processes import Processes
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.contexts import CONTEXT
-from lpkit.techniques.layouts import refuse_untrainable
+from lpkit.techniques.layouts import CONTEXT, refuse_untrainable
 from lpkit.training import build
 from lpkit.training.training import Training
 from tests import parity

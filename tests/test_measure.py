@@ -161,7 +161,7 @@ def test_this_machine_is_a_row_of_the_catalogue():
     here = machine("cpu")
     assert here.kind == "cpu" and here.memory_bytes > 1e9 and here.bytes_per_second > 1e8
     assert set(here.flops) == {"fp32", "bf16"} and all(rate > 1e8 for rate in here.flops.values())
-    assert here.details["product_shapes"]["fp32"] and here.details["threads"] == torch.get_num_threads()
+    assert here.details["threads"] == torch.get_num_threads()
     said = predict(Config(), here)
     assert said.run.cost is None and said.run.energy_wh is None and said.step_seconds > 0
 

@@ -226,7 +226,7 @@ def test_what_plan_finds_is_what_predict_says():
         for option in found.options[:3]:
             said = predict(option.config, name)
             assert (said.memory, said.step.rows) == (option.memory, option.time.rows)
-            assert said.devices == 8
+            assert said.layout.devices == 8
 
 
 def test_a_search_says_that_it_is_one():

@@ -27,7 +27,7 @@ from lpkit.predict import memory, parameter_count
 from lpkit.predict.ledger import UPDATE
 from lpkit.predict.params import optimizer_work
 from lpkit.predict.time import step_time
-from lpkit.predict.updates import moved_bytes, update_bytes, whole_update_bytes, work
+from lpkit.predict.updates import update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
 from lpkit.techniques import operation, optimizers
 from lpkit.techniques.memory import OPTIMIZER_STATE
@@ -38,7 +38,6 @@ from lpkit.techniques.optimizers import (
     LionSettings,
     MomentumSettings,
     OptimizerSettings,
-    ScheduleFreeSettings,
     Slot,
     parameter_groups,
 )
@@ -283,7 +282,7 @@ def test_bytes_of_state_and_traffic_follow_from_the_slots():
     state = {(name, f): OPTIMIZERS[name].state_bytes(f) for name in OPTIMIZERS for f in MOMENT_FORMATS}
     assert state["adamw", "float32"] == 8 and state["adamw", "int8"] == 2 * (1 + 4 / 256)
     assert state["lion", "float32"] == state["momentum", "float32"] == 4 and state["sgd", "float32"] == 0
-    assert moved_bytes(OPTIMIZERS["adamw"]) == 7 * 4       # w, g, m and v are read; w, m and v are written
+    assert optimizer_work(Config()).moved_bytes == 7 * 4       # w, g, m and v are read; w, m and v are written
     # two decoded slots; blocks, ratios and indices of 4 bytes, codes of 1
     assert update_bytes(OPTIMIZERS["adamw"], "int8") == 8 + 13 and update_bytes(OPTIMIZERS["adamw"]) == 0
 
@@ -339,18 +338,20 @@ def test_a_group_that_is_wrong_says_the_way_out(group, said):
         parameter_groups(["head.weight", "embed.weight"], AdamWSettings(name="adamw", groups=(group,)))
 
 
-@pytest.mark.parametrize("kind, values, said", [
-    (AdamWSettings, {"beta1": 1.0}, "optimizer.beta1 must be 0 or more and below 1, got 1.0"),
-    (LionSettings, {"beta2": 1.0}, "optimizer.beta2 must be 0 or more and below 1"),
-    (MomentumSettings, {"momentum": -0.1}, "optimizer.momentum must be 0 or more and below 1"),
-    (AdamWSettings, {"eps": 0.0}, "optimizer.eps must be positive"),
-    (OptimizerSettings, {"lr": 0.0}, "optimizer.lr must be positive"),
-    (ScheduleFreeSettings, {"beta1": 0.0}, "optimizer.beta1 must be"),
-    (OptimizerSettings, {"clip": -1.0}, "optimizer.clip must be 0 or more"),
+@pytest.mark.parametrize("name, values, said", [
+    ("adamw", {"beta1": 1.0}, "beta1 must be 0 or more and below 1, got 1.0"),
+    ("lion", {"beta2": 1.0}, "beta2 must be 0 or more and below 1"),
+    ("momentum", {"momentum": -0.1}, "momentum must be 0 or more and below 1"),
+    ("adamw", {"eps": 0.0}, "eps must be positive"),
+    ("sgd", {"lr": 0.0}, "lr must be positive"),
+    ("schedule-free", {"beta1": 0.0}, "beta1 must be"),
+    ("sgd", {"clip": -1.0}, "clip must be 0 or more"),
 ])
-def test_settings_check_themselves(kind, values, said):
-    with pytest.raises(ConfigError, match=said):
-        kind(name="x", **values)
+def test_settings_check_themselves_and_a_config_says_their_key(name, values, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        replace(OPTIMIZERS[name].settings, **values)
+    with pytest.raises(ConfigError, match=rf"^optimizer\.{said}"):
+        Config(optimizer={"name": name, **values})
 
 
 def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):

@@ -145,20 +145,21 @@ def test_alone_nothing_is_sent():
     ranks.refuse_differences({"code": 1})
 
 
-@pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: f"{row.axis}{row.key}")
+@pytest.mark.parametrize("row", UNSHARDED, ids=lambda row: f"{row.several} {row.key}")
 def test_what_does_not_go_together_is_refused(row):
+    on_axis = isinstance(row.several, str)
     value = {"memory.optimizer_step": "in-backward", "memory.moment_format": "int8", "memory.optimizer_state": "disk",
              "precision.cache_weight_casts": True, "precision.telemetry_every": 5, "memory.param_dtype": "bf16", "model.changes": "lora",
              "memory.activation_offload": "cpu", "model.init": "t-fixup", "system.kernels": "pytorch",
-             "governors": "stochastic-depth" if row.axis else None}.get(row.key)
+             "governors": "stochastic-depth" if on_axis else None}.get(row.key)
     if value is None:
         pytest.skip("the kit has no such row of its own")
-    layout = {f"parallel.{row.axis}": 2} if row.axis else {"parallel.shard": 2, "parallel.zero": max(row.stage, 1)}
+    layout = {f"parallel.{row.several}": 2} if on_axis else {"parallel.shard": 2, "parallel.zero": max(row.several, 1)}
     config = SMALL.replace({**layout, row.key: value, "optimizer.clip": 0, "grad_accum_steps": 1})
     with pytest.raises(ConfigError, match=rf"{row.key}=.*; set {row.key}={'' if row.only == () else row.only}"):
         refuse_untrainable(config)
-    if row.stage and not row.axis:
-        refuse_untrainable(config.replace({"parallel.zero": row.stage - 1}))
+    if row.several and not on_axis:
+        refuse_untrainable(config.replace({"parallel.zero": row.several - 1}))
     refuse_untrainable(config.replace(dict.fromkeys(layout, 1)))
 
 

@@ -149,7 +149,7 @@ def test_predict_and_plan_give_one_answer(precisions, settings):
         config = option.config
         assert config.parallel == option.layout and config.grad_accum_steps == config.global_batch // option.time.sequences
         said = predict(config, "h200")
-        assert (said.devices, said.layout) == (64, option.layout)
+        assert (said.layout.devices, said.layout) == (64, option.layout)
         assert said.memory == option.memory and said.memory == memory(config, "h200", layout=option.layout)
         assert said.step.rows == option.time.rows and said.step_seconds == option.time.step_seconds
         assert step_time(config, "h200").step_seconds == option.time.step_seconds

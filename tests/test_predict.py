@@ -319,7 +319,7 @@ def test_time_energy_and_cost_by_hand():
     config = preset("gpt2-124m").replace({"steps": 1000})
     said = predict(config, "h200", devices=8, mfu=0.5, price_per_hour=2.0)
     seconds = training_flops(config.model, batch=512) / (8 * 989.4e12 * 0.5)
-    assert said.step_seconds == pytest.approx(seconds) and said.tokens_per_second == pytest.approx(512 * 1024 / seconds)
+    assert said.step_seconds == pytest.approx(seconds) and said.step.tokens_per_second == pytest.approx(512 * 1024 / seconds)
     hours = 8 * 1000 * seconds / 3600
     assert said.run.cost == pytest.approx(2 * hours) and said.run.energy_wh == pytest.approx(700 * hours)
     again = predict(config, "h200", devices=8, mfu=0.5, recompute="block")
@@ -531,3 +531,9 @@ def test_the_peak_of_a_shard(changes):
     traced = predict_trace(config, 8)
     said = memory(config, CPU, layout=Layout(shard=8), attention=traced.chosen["attention"].used)
     assert said.peak_bytes == pytest.approx(traced.peak_bytes, rel=0.04)
+
+
+def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
+    """A prefix alone: of its state nothing is fetched for an update. It was a ValueError."""
+    config = preset("llama-8b").replace({"model.changes": "prefix", "memory.optimizer_state": "disk"})
+    assert memory(config, "b200").peak_bytes < memory(config.replace({"model.changes": []}), "b200").peak_bytes

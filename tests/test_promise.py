@@ -458,7 +458,7 @@ def test_a_run_begins_from_one_of_another_shape_by_a_map(own, tmp_path):
     model = Training.build(deeper.replace({"start.map": "blocks.2:blocks.0,blocks.1:blocks.0"})).model
     assert all(torch.equal(p, model.get_parameter(name.replace("blocks.0.", "blocks.2."))) for name, p in model.named_parameters())
     for bad in ({"start.map": "blocks.2"}, {"start.run": str(tmp_path / "none")}, {"data.tokenizer": "bpe", "model.vocab": 300, "model.layers": 2}):
-        with pytest.raises(ConfigError, match=r"write NEW:OLD|holds no run|has another tokenizer"):
+        with pytest.raises(ConfigError, match=r"a list of NEW:OLD|holds no run|has another tokenizer"):
             Training.build(deeper.replace(bad))
 
 

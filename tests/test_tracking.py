@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from lessons.saved import live
 from lpkit import measure
 from lpkit.config import Config
 from lpkit.measure.tracking import ROWS, Tracker
@@ -58,13 +59,13 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
         pair = torch._foreach_add([a, b], 1.0)                  # 16,000: in a list
         out = torch.mul(a, b, out=torch.empty(1000))            # 20,000: the empty one, once
         first, second = torch.ones(2, 500).unbind()             # 24,000: one storage, two views
-        assert sum(tracker.now().values()) == 24_000
+        assert sum(live(tracker).values()) == 24_000
         del a, pair, first
-        assert sum(tracker.now().values()) == 12_000
+        assert sum(live(tracker).values()) == 12_000
         b.untyped_storage().resize_(8_000)                      # as FSDP does
-        assert sum(tracker.now().values()) == 16_000
+        assert sum(live(tracker).values()) == 16_000
         del b, out, second
-        assert not tracker.now()
+        assert not live(tracker)
     assert tracker.footprint().peak_bytes == 24_000
     assert torch.UntypedStorage.resize_.__name__ == "resize_" and torch.autograd.grad.__name__ == "grad"
 
@@ -100,7 +101,7 @@ def test_the_peak_is_the_allocators(name):
         warnings.simplefilter("ignore")     # the profiler's own
         bench = measure.Bench(SMALL.replace(CONFIGS[name]), "cpu")
         tracker, _ = bench.watched()
-        counted = sum(tracker.now().values()) + counted_peak(bench.train)
+        counted = sum(live(tracker).values()) + counted_peak(bench.train)
     found = tracker.footprint()
     assert found.peak_bytes <= counted <= 1.06 * found.peak_bytes
     assert set(found.most) <= set(ROWS) and found.rows == max(found.timeline, key=lambda point: point.bytes).rows
@@ -174,7 +175,7 @@ def test_nothing_is_left_behind():
         with Tracker(bench.model, bench.training.optimizer, "cpu") as tracker:
             tracker.hold(bench.batch.tensors, "batch")
             bench.train(tracker)
-        assert tracker.now().keys() == {"weights", "optimizer state", "batch"}
+        assert live(tracker).keys() == {"weights", "optimizer state", "batch"}
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules())
     assert not any(p._backward_hooks for p in bench.model.parameters())
 

@@ -184,7 +184,7 @@ def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
 @pytest.mark.parametrize("setting, sentence", {
     "optimizer=adamm": "did you mean 'adam'", "schedule=cosin": "did you mean 'cosine'",
     "model.init=gpt3": "did you mean 'gpt2'", "system.attention=sdqa": "did you mean 'sdpa'",
-    "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "choose auto, cpu, cuda",
+    "precision.recipe=bf17": "did you mean 'bf16'", "system.device=tpu": "must be auto, cpu, cuda",
 }.items())
 def test_unknown_names_suggest_the_nearest(tiny, tmp_path, setting, sentence):
     key, _, value = setting.partition("=")

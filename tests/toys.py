@@ -69,8 +69,6 @@ RULES = (*SAYS,)        # of this module and of the kit
 
 @dataclass(frozen=True, kw_only=True)
 class ZLoss(Settings):
-    where = "objective."
-
     weight: float = 1e-4
 
 
@@ -90,8 +88,6 @@ def of_z_loss(s: MicroBatch, settings: ZLoss) -> tuple[Op, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Distil(Settings):
-    where = "objective."
-
     teacher: str = ""       # the folder of a run
     share: float = 0.5      # of the teacher's words in the loss
     temperature: float = 2.0
@@ -159,8 +155,6 @@ SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp(Settings):
-    where = "sizes."
-
     until: int = 2          # updates of half the sequences
     short: bool = False     # and of half the tokens of each
 

@@ -132,7 +132,7 @@ def _said(found: Prediction) -> dict[str, Any]:
     emulated = f"; {step.precision} is emulated: {step.emulated}" if step.emulated else ""
     return {
         "level": level, "verdict": verdict, "facts": facts,
-        "title": f"{quantity(found.parameters)} parameters on {found.devices:,} x {on.title}: {found.layout}; "
+        "title": f"{quantity(found.parameters)} parameters on {found.layout.devices:,} x {on.title}: {found.layout}; "
                  f"{step.micro_batches:,} micro-batches of {step.sequences}; {found.assumptions['steps']:,} steps of "
                  f"{quantity(step.tokens)} tokens",
         "bytes": {"title": f"A device at its peak: {quantity(held.peak_bytes, 'bytes')} of {quantity(on.memory_bytes, 'bytes')}",

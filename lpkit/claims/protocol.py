@@ -167,7 +167,7 @@ def step_flops(config: Config) -> float:
     multiplies matrices (`techniques.optimizers`)."""
     work = optimizer_work(config)
     return (training_flops(governed(config).model, batch=config.global_batch)
-            + (work.flops * parameter_count(config.model) if work else 0))
+            + (work.flops * parameter_count(config.model) if work.flops else 0))
 
 
 def evaluated_text(config: Config) -> tuple:

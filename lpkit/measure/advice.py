@@ -14,20 +14,20 @@ in 8 bits teaches a little less, and what counts is the time to an equal loss.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.predict import evidence
-from lpkit.predict.casts import as_run
+from lpkit.predict.casts import LinearCost, Recipe, as_run, linear_cost
 from lpkit.predict.evidence import MEASURED
 from lpkit.predict.ledger import Memory, memory
-from lpkit.predict.precision import StepCost, compared, more_at_peak
+from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import Efficiency
-from lpkit.predict.time import StepTime, step_time
+from lpkit.predict.time import StepTime, rank_products, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
 from lpkit.techniques import machines
@@ -39,6 +39,71 @@ BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """One update under one recipe, beside the same in another dtype. What a recipe leaves alone
+    costs the same in both, so a share `p` of the step that gets `s` times as fast makes it
+    `1 / (1 - p + p / s)` times as fast (Amdahl 1967, https://doi.org/10.1145/1465482.1465560)."""
+
+    base: StepTime
+    cast: StepTime
+    linears: tuple[LinearCost, ...]         # those that the recipe casts
+    touched_seconds: float                  # of the base's step, what the recipe casts,
+    cast_seconds: float                     # and what that takes under the recipe
+    bytes: Mapping[str, float] = field(default_factory=dict)    # more at the peak, or fewer, by row
+
+    @property
+    def base_step_seconds(self) -> float:
+        return self.base.step_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.cast.step_seconds
+
+    @property
+    def rest_seconds(self) -> dict[str, float]:
+        """Rows of the step that the recipe leaves alone."""
+        names = {one.name for one in self.linears}
+        return {row.name: row.seconds for row in self.cast.rows if row.name not in names}
+
+    @property
+    def share(self) -> float:
+        """The share of the base's step that the recipe casts: Amdahl's p."""
+        return self.touched_seconds / self.base_step_seconds
+
+    @property
+    def linear_speedup(self) -> float:
+        """Amdahl's s."""
+        return self.touched_seconds / self.cast_seconds if self.linears else 1.0
+
+    @property
+    def speedup(self) -> float:
+        return self.base_step_seconds / self.step_seconds
+
+    @property
+    def more_bytes(self) -> float:
+        """The bytes by which the peak is higher under the recipe."""
+        return sum(self.bytes.values())
+
+
+def compared(plain: StepTime, cast: StepTime, config: Config, recipe: Recipe) -> StepCost:
+    """`recipe`: the casts of the second step."""
+    costs, touched, under = [], 0.0, 0.0
+    for p in rank_products(config.model, plain.layout, plain.sequences) if recipe.casts else ():
+        kept = recipe.kept.get(p.name, 0) / p.calls
+        if p.pairs or kept >= 1:
+            continue
+        seconds = plain[p.name].seconds
+        touched += seconds * (1 - kept)
+        under += cast[p.name].seconds - seconds * kept
+        costs.append(linear_cost(
+            p, recipe, plain.machine, plain.efficiency, base=plain.dtype,
+            itemsize=PRECISIONS[plain.precision].compute_bytes,
+            calls=round(p.calls * (1 - kept)) * plain.micro_batches))
+    return StepCost(base=plain, cast=cast, linears=tuple(costs), touched_seconds=touched,
+                    cast_seconds=under)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +230,12 @@ def _predicted(config: Config, on: Machine, precision: str,
                efficiency: Efficiency) -> tuple[StepTime, Memory]:
     return (step_time(config, on, precision=precision, efficiency=efficiency),
             memory(config, on, precision=precision))
+
+
+def more_at_peak(held: Memory, base: Memory) -> dict[str, float]:
+    """Bytes by row, each at its own peak: their sum is the difference of both peaks."""
+    rows, others = held.at(held.peak_moment), base.at(base.peak_moment)
+    return {name: rows.get(name, 0.0) - others.get(name, 0.0) for name in {**rows, **others}}
 
 
 def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:

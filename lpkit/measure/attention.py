@@ -7,13 +7,11 @@ full attention; docs/attention.md has them all.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from lpkit.config import ModelConfig
-from lpkit.measure.probes import Check, Probe, UnavailableError, probe, reason
+from lpkit.measure.probes import UnavailableError, reason
 from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
@@ -22,12 +20,6 @@ LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 LENGTHS = (1, 130)
 MODEL = ModelConfig(heads=4, head_dim=64, context=max(LENGTHS))
-
-
-def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
-    """Tries one, here and now."""
-    run = partial(tried, name, model, dtype)
-    return probe(Check(f"{name}, {kind} in {dtype}", "attention", run), device)
 
 
 def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> str:

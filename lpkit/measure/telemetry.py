@@ -47,7 +47,7 @@ from lpkit.precision.linear import HISTORY_RULES
 from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
-from lpkit.techniques.recipes import ALL, PRODUCTS, RECIPES, Cast, Recipe
+from lpkit.techniques.recipes import ALL, RECIPES, Cast, Recipe
 from lpkit.training.runs import Run
 from lpkit.training.training import Training
 
@@ -217,10 +217,8 @@ def exponents(x: Tensor) -> dict[int, int]:
 
 
 def cast_of(recipe: Recipe, role: str) -> Cast:
-    product, operand = ROLES[role]
-    casts = getattr(recipe, product)
-    if casts is not None:
-        return casts[PRODUCTS[product].index(operand)]
+    if (cast := recipe.cast_of[ROLES[role]]) is not None:
+        return cast
     # no recipe scales it: it is cast to the dtype of the product
     dtype = recipe.compute or "float32"
     name = next(f.name for f in FORMATS.values() if f.torch_dtype == dtype)

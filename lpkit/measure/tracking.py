@@ -415,13 +415,6 @@ class Tracker(TorchDispatchMode):
 
     # ---- the answer
 
-    def now(self) -> dict[str, int]:
-        """Live bytes by row."""
-        rows: Counter[str] = Counter()
-        for record in self.records.values():
-            rows[record.row] += record.nbytes
-        return _ordered(rows)
-
     def footprint(self, *, points: int = 400, **more: Any) -> Footprint:
         """Read the log, complete once the `with` is over. `more`: the other fields of Footprint."""
         most: Counter[str] = Counter()

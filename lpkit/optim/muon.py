@@ -9,7 +9,7 @@ from torch import Tensor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
 from lpkit.optim.rules import Slots
-from lpkit.techniques.optimizers import NEWTON_SCHULZ, MuonSettings
+from lpkit.techniques.optimizers import NEWTON_SCHULZ, MomentumSettings
 
 A, B, C = 3.4445, -4.7750, 2.0315       # of x, x^3 and x^5 of a singular value x
 LEAST = 1e-7                            # norm of a matrix
@@ -28,7 +28,7 @@ def orthogonalised(x: Tensor) -> Tensor:
     return x
 
 
-def apart(whole: Tensor, parameter: Parameter, settings: MuonSettings) -> tuple[Tensor, ...]:
+def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tuple[Tensor, ...]:
     """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k and
     v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
     if len(parameter.shape) != 2:
@@ -40,7 +40,7 @@ def apart(whole: Tensor, parameter: Parameter, settings: MuonSettings) -> tuple[
     return whole.unflatten(0, (-1, sum(fused))).split(fused, dim=1)
 
 
-def muon(w: Tensor, g: Tensor, slots: Slots, settings: MuonSettings, update: int,
+def muon(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update: int,
          parameter: Parameter) -> None:
     """Orthogonalises Nesterov's momentum. A matrix with more rows than columns moves by the root of
     their ratio more."""

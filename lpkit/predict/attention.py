@@ -33,18 +33,22 @@ from lpkit.techniques.operation import FP32, POSITIONS, Hold, MicroBatch, Op, Pa
 # are copied. One view keeps the whole product alive.
 
 
-def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: float, out: float,
-               saves_result: bool = False, pairs: tuple[Pairs, ...] = (), gates: int = 0,
-               features: int | None = None, **facts: Any) -> Op:
-    """`numbers` are saved for each token, `views` of them with q, k and v, and `gates` besides.
-    Without `pairs` all meet, by `features` of a head or its width. Backward holds `work`, and makes
-    `out` bytes of gradients of q, k and v; they are turned back in float32, with halves exchanged;
-    then their parts and the whole lie side by side."""
+def _attention(s: MicroBatch, *, saved: float, work: float, out: float | None = None,
+               numbers: int = 0, views: int | None = None, saves_result: bool = False,
+               pairs: tuple[Pairs, ...] = (), gates: int = 0, features: int | None = None,
+               **facts: Any) -> Op:
+    """Of each token are saved q, k and v, by `views` of what gave them (None: all), `numbers`
+    besides, and `gates`. Without `pairs` all meet, by `features` of a head or its width. Backward
+    holds `work`, and makes `out` bytes of gradients of q, k and v (None: as many as they have);
+    they are turned back in float32, with halves exchanged; then their parts and the whole lie side
+    by side."""
     m, tokens, compute = s.model, s.tokens, s.compute_bytes
-    whole, given = tokens * qkv_numbers(m) * compute, tokens * m.H * m.E * compute
+    whole, given = qkv_bytes(s), tokens * m.H * m.E * compute
+    out = whole if out is None else out
+    views = attended_numbers(s) if views is None else views
     turned = POSITIONS[m.position].turns
     turn = tokens * m.H * m.E * (2 * s.residual_bytes + compute) if turned else 0
-    held = tokens * numbers * compute + saved
+    held = tokens * (views + numbers) * compute + saved
     if s.attends_again:
         work += held - tokens * views * compute
         held, saves_result = tokens * attended_numbers(s) * compute, False
@@ -63,11 +67,9 @@ def _attention(s: MicroBatch, *, numbers: int, views: int, saved: float, work: f
 def sdpa(s: MicroBatch) -> Op:
     """A flash kernel: q, k, v, the output, and a float32 log-sum per query instead of T scores.
     What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
-    m, views, masked = s.model, attended_numbers(s), s.rule not in (Rule(), EVERY_KEY)
-    sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
+    m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
-    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums + mask, work=grads,
-                      out=grads, saves_result=True,
+    return _attention(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s), saves_result=True,
                       pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
                       backward_pairs=2.5,       # scores once more
                       result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
@@ -76,8 +78,7 @@ def sdpa(s: MicroBatch) -> Op:
 def tiled(s: MicroBatch) -> Op:
     """Keeps what sdpa keeps. Backward holds three tiles of scores, and one that the next tile will
     free, beside those of queries and keys, and sums gradients of k and v, all in float32."""
-    m, T, views = s.model, int(s.model.T), attended_numbers(s)
-    sums, grads = s.tokens * m.H * FP32, s.tokens * qkv_numbers(m) * s.compute_bytes
+    m, T = s.model, int(s.model.T)
     side = min(TILE, T)
     copied = 6 if s.compute_bytes < FP32 or m.G < m.H else 4    # of queries and keys
     wide = FP32 // s.compute_bytes
@@ -86,8 +87,8 @@ def tiled(s: MicroBatch) -> Op:
     rule = m.attention.rule(T)
     pairs = sum((min(first + TILE, T) - first) * (end - begin) for first in range(0, T, TILE)
                 for begin, end in rule.spans(first, min(first + TILE, T), T))
-    return _attention(s, numbers=views + m.H * m.E, views=views, saved=sums, out=grads,
-                      work=grads + summed + at_work, saves_result=True,
+    return _attention(s, numbers=m.H * m.E, saved=s.tokens * m.H * FP32, saves_result=True,
+                      work=qkv_bytes(s) + summed + at_work,
                       pairs_share=pairs / T**2, backward_pairs=2.5,
                       score_passes=(8 * wide, 14 * wide))
 
@@ -122,8 +123,8 @@ def plain(s: MicroBatch) -> Op:
     saved = s.masked_pairs + (pairs + s.tokens * m.H * s.rule.sinks) * probability
     if s.rule.soft_cap is not None:
         saved += pairs * s.compute_bytes
-    return _attention(s, numbers=q + 2 * heads, views=q if is_view else 0,
-                      saved=saved, out=3 * given,
+    return _attention(s, numbers=2 * heads if is_view else q + 2 * heads,
+                      views=q if is_view else 0, saved=saved, out=3 * given,
                       work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
 
 
@@ -134,7 +135,6 @@ def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     meet: documents count as one, which has the most."""
     m, rule, T, repeats = s.model, s.rule, int(s.model.T), s.model.H // s.model.G
     B, G, itemsize = int(s.batch), int(m.G), FP32 if wide else s.compute_bytes
-    views, grads = attended_numbers(s), s.tokens * qkv_numbers(m) * s.compute_bytes
     pairs = masks = near = 0
     for first, last, spans in query_blocks(rule, T):
         pairs += (last - first) * keys_in(spans)
@@ -147,9 +147,8 @@ def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     copies = 4 * T + 2 * rows + max(2 * near, near + rows)
     work = masks + groups * itemsize * (
         m.E * copies + scores * repeats * most_scores(rule, T))
-    return _attention(s, numbers=views, views=views, saved=s.tokens * m.H * FP32,
-                      work=grads + work, out=grads, pairs_share=pairs / T**2, backward_pairs=2.5,
-                      score_passes=passes)
+    return _attention(s, saved=s.tokens * m.H * FP32, work=qkv_bytes(s) + work,
+                      pairs_share=pairs / T**2, backward_pairs=2.5, score_passes=passes)
 
 
 blocked_wide = functools.partial(blocked, wide=True)
@@ -160,10 +159,8 @@ def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: flo
     """An operator that keeps what it is given and works in float32: forward `moves` numbers for
     each token, and backward holds `work` numbers at the most, its gradients among them."""
     padded = chunk_of(s.model.T)[1]
-    grads = s.tokens * qkv_numbers(s.model) * s.compute_bytes
-    op = _attention(s, views=attended_numbers(s), work=FP32 * work, out=grads, pairs=pairs,
-                    score_passes=(4, 8), **facts)
-    return replace(op, moved_bytes=op.moved_bytes + grads + s.batch * padded * moves * FP32)
+    op = _attention(s, work=FP32 * work, pairs=pairs, score_passes=(4, 8), **facts)
+    return replace(op, moved_bytes=op.moved_bytes + qkv_bytes(s) + s.batch * padded * moves * FP32)
 
 
 def linear_chunks(s: MicroBatch) -> Op:
@@ -183,7 +180,7 @@ def linear_chunks(s: MicroBatch) -> Op:
     return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
                       moves=(m.H + m.G) * (4 * F + m.E),
                       work=s.batch * (common + max(through_q, through_k)),
-                      numbers=attended_numbers(s) + m.H * m.E, saved=s.tokens * m.H * FP32,
+                      numbers=m.H * m.E, saved=s.tokens * m.H * FP32,
                       saves_result=True, backward_pairs=2.5)
 
 
@@ -200,7 +197,7 @@ def delta_chunks(s: MicroBatch) -> Op:
     most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
     return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
                       moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
-                      numbers=attended_numbers(s), saved=0, gates=m.G, backward_pairs=2.75)
+                      saved=0, gates=m.G, backward_pairs=2.75)
 
 
 def quadratic(s: MicroBatch) -> Op:
@@ -211,19 +208,17 @@ def quadratic(s: MicroBatch) -> Op:
     pairs = s.batch * m.H * m.T * m.T * FP32
     mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
     given = s.tokens * m.H * m.E * s.compute_bytes
-    views = attended_numbers(s)
-    return _attention(s, numbers=views, views=views, saved=pairs + mapped, out=3 * given,
-                      work=2 * pairs + mapped, score_passes=(6, 8), features=features)
+    return _attention(s, saved=pairs + mapped, out=3 * given, work=2 * pairs + mapped,
+                      score_passes=(6, 8), features=features)
 
 
 def delta_steps(s: MicroBatch) -> Op:
     """The delta rule token by token: each keeps the state that it leaves, in float32."""
-    m, grads = s.model, s.tokens * qkv_numbers(s.model) * s.compute_bytes
+    m = s.model
     states = s.tokens * m.G * m.E * m.E * FP32
     mapped = 2 * s.tokens * qkv_numbers(m) * FP32
-    views = attended_numbers(s)
-    return _attention(s, numbers=views, views=views, saved=states + mapped, gates=m.G,
-                      work=grads, out=grads, score_passes=(5, 8), pairs=(
+    return _attention(s, saved=states + mapped, gates=m.G, work=qkv_bytes(s), score_passes=(5, 8),
+                      pairs=(
                           Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
                           Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
                           Pairs(name="read", M=m.T, N=m.E, K=m.E, group=s.batch * m.H)))
@@ -241,6 +236,10 @@ def qkv_numbers(m: Any) -> int:
     return (m.H + 2 * m.G) * m.E
 
 
+def qkv_bytes(s: MicroBatch) -> int:
+    return s.tokens * qkv_numbers(s.model) * s.compute_bytes
+
+
 def attended_numbers(s: MicroBatch) -> int:
     """Numbers of a token's q, k and v as attention has them: views, but for those made anew, of
     which norms may have saved the product before; q and k that are turned are no copies besides."""
@@ -253,7 +252,7 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
     """An RMSNorm of each head's q, and one of its k (Qwen3, https://arxiv.org/abs/2505.09388).
     Saves its input, a number of each head, and, on a CPU, what it makes of its input."""
     m, tokens, grouped = s.model, s.tokens, 1 < s.model.G < s.model.H
-    product = tokens * qkv_numbers(m) * s.compute_bytes
+    product = qkv_bytes(s)
     for name, heads in (("attention.q_norm", m.H), ("attention.k_norm", m.G)):
         numbers = tokens * heads * m.E
         wide = given = numbers * FP32
@@ -287,7 +286,7 @@ def attention(s: MicroBatch) -> Iterator[Op]:
     if kind.products:
         yield from resolve_name(kind.products)(s)
     yield linear("attention.qkv", s, m.D, qkv_numbers(m), cut="column", bias=m.biased_qkv)
-    parts = Hold(nbytes=s.tokens * qkv_numbers(m) * s.compute_bytes)      # beside the whole, in backward
+    parts = Hold(nbytes=qkv_bytes(s))       # beside the whole, in backward
     yield Op(name="attention.split", part="", backward=(parts,))
     if m.qk_norm:
         yield from head_norms(s)

@@ -20,7 +20,7 @@ from lpkit.predict.flops import Product
 from lpkit.predict.params import of
 from lpkit.predict.recipes import BF16, FP32, row_of, scale_bytes
 from lpkit.predict.roofline import ASSUMED, Efficiency, product_seconds
-from lpkit.techniques.hardware import known_as, multiplied
+from lpkit.techniques.hardware import multiplied
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import ALL, PRODUCTS, SCALES, Cast, kept
 from lpkit.techniques.recipes import Recipe as Row
@@ -114,8 +114,7 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
         return ""
     if recipe.dtype not in on.flops:
         return f"{on.title} has no {recipe.dtype}"
-    known = known_as(on)
-    status, why, _ = multiplied(known, recipe) if known else ("native", "", "")
+    status, why, _ = multiplied(on, recipe)
     return "" if status == "native" else why
 
 

@@ -22,8 +22,7 @@ from lpkit.predict.params import optimizer_work, parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
-from lpkit.predict.updates import Work
-from lpkit.techniques import layouts, optimizers
+from lpkit.techniques import layouts
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import divisors
 from lpkit.techniques.machines import Machine
@@ -84,11 +83,6 @@ class Fit:
         return tuple(search.single() or search.several(priced) or search.several(every))
 
     @property
-    def largest(self) -> str:
-        """'activations 20.1 GB, weights 4.98 GB'."""
-        return largest(self.rows)
-
-    @property
     def left_out(self) -> str:
         return f", not counting {self.without}" if self.without else ""
 
@@ -112,7 +106,7 @@ class Fit:
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
                 f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at worst in "
                 f"measured steps{self.left_out}, and {self.on.title} has {has}; the largest of it: "
-                f"{self.largest}; {self.way_out}")
+                f"{largest(self.rows)}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -121,6 +115,7 @@ class Fit:
 
 
 def largest(rows: Mapping[str, float]) -> str:
+    """'activations 20.1 GB, weights 4.98 GB'."""
     first = sorted(rows, key=rows.get, reverse=True)[:SHOWN]
     return ", ".join(f"{name} {quantity(rows[name], 'bytes')}" for name in first)
 
@@ -156,9 +151,7 @@ def _states(config: Config, on: Machine) -> dict[str, float]:
     if not rows["optimizer_step"].gradients_held:
         del found["gradients"]
     if on.kind not in rows["optimizer_state"].leaves:
-        optimizer, moment_format = config.optimizer.name, config.memory.moment_format.name
-        work = optimizer_work(config) or Work(
-            optimizers.find(optimizer).state_bytes(moment_format))
+        work = optimizer_work(config)
         found["optimizer state"] = trained_count(config.model) * (work.cut_bytes + work.whole_bytes)
     return found
 
@@ -170,9 +163,8 @@ class _Search:
         self.config, self.on = config, on
         self.others: dict[str, list[Any]] = {}      # values that a key could have instead
         for key, row in techniques.rows_of(config).items():
-            table = type(config.memory).__dataclass_fields__[key].metadata["table"]
             self.others[f"memory.{key}"] = [
-                name for name, other in table.items() if other is not row
+                name for name, other in techniques.TABLES[key].items() if other is not row
                 and not other.needs_compile
                 and not (other.eager and config.system.compile not in (False, "auto"))]
         self.others["grad_accum_steps"] = [parts for parts in divisors(config.global_batch)

@@ -490,6 +490,6 @@ def _update_bytes(d: Walk) -> float:
     if d.state_bytes:
         ends = [op.params * op.trained for op in (ops.embed, ops.positions, ops.head)]
         in_order = [*ends[:2], *weights, *weights * (d.layers > 1), ends[2]]
-        fetched = max(map(sum, pairwise(filter(None, in_order))))
+        fetched = max(map(sum, pairwise([0.0, *filter(None, in_order)])), default=0.0)
     largest = max(0, ops.embed.params * ops.embed.trained, *weights)
     return (d.updating_bytes * largest + d.state_bytes * fetched) / shards

@@ -7,7 +7,7 @@ from lpkit.predict.updates import Work, elementwise, work
 from lpkit.techniques.blocks import Operations, operations
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.operation import MicroBatch, Op, fused
-from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings
+from lpkit.techniques.optimizers import OPTIMIZERS, OptimizerSettings, find
 from lpkit.techniques.row import Settings, chosen
 
 
@@ -63,7 +63,7 @@ def optimizer_settings(config: Config, asked: str | None = None) -> OptimizerSet
     """Returns those of the optimizer `asked`, its own where it is not the config's."""
     if asked in (None, config.optimizer.name):
         return config.optimizer
-    return chosen(OPTIMIZERS, asked)
+    return chosen(OPTIMIZERS, asked, "optimizer")
 
 
 def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, Settings]:
@@ -74,14 +74,12 @@ def recompute_of(config: Config, asked: str | None = None) -> tuple[Recompute, S
     return RECOMPUTE[settings.name], settings
 
 
-def optimizer_work(config: Config, asked: str | None = None) -> Work | None:
-    """Returns the work of the optimizer `asked`; None for one whose work is the same for every
-    number."""
-    settings = optimizer_settings(config, asked)
+def optimizer_work(config: Config, asked: str | None = None) -> Work:
+    """Returns the work of the optimizer `asked`."""
+    settings, moments = optimizer_settings(config, asked), config.memory.moment_format.name
     if elementwise(settings):
-        return None
-    return work(shapes(config.model), settings, config.memory.moment_format.name,
-                functools.partial(fused, config.model))
+        return Work(find(settings.name).state_bytes(moments))
+    return work(shapes(config.model), settings, moments, functools.partial(fused, config.model))
 
 
 def nonzero_count(model: ModelConfig) -> int:

@@ -43,16 +43,8 @@ class Prediction:
     assumptions: dict[str, Any]
 
     @property
-    def devices(self) -> int:
-        return self.layout.devices
-
-    @property
     def step_seconds(self) -> float:
         return self.step.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.step.tokens_per_second
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -78,7 +70,7 @@ class Prediction:
             "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
                         "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops),
                         "watts": m.watts, "price_per_hour": m.price_per_hour, "source": m.source},
-            "devices": self.devices, "assumptions": self.assumptions, "sources": sources}
+            "devices": self.layout.devices, "assumptions": self.assumptions, "sources": sources}
 
 
 @checked

@@ -7,7 +7,7 @@ their format; the emulation in bf16, with power-of-two and E4M3 scales folded in
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
 from dataclasses import dataclass, replace
 
 from lpkit.config import Config
@@ -140,20 +140,15 @@ _NAMED = {
 }
 
 
-class _Precisions(Mapping):
+class _Precisions(ChainMap):
     """The named ones, and one for each recipe that casts; also of rows that are added later."""
 
     def __getitem__(self, name: str) -> Precision:
-        return _NAMED[name] if name in _NAMED else precision_of_recipe(name, RECIPES[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys((*_NAMED, *RECIPES)))
-
-    def __len__(self) -> int:
-        return len({*_NAMED, *RECIPES})
+        found = super().__getitem__(name)
+        return found if isinstance(found, Precision) else precision_of_recipe(name, found)
 
 
-PRECISIONS = _Precisions()
+PRECISIONS = _Precisions(RECIPES, _NAMED)
 
 
 @functools.cache

@@ -50,7 +50,7 @@ from lpkit.predict.params import (
 )
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import Efficiency
-from lpkit.predict.updates import Work, moved_bytes
+from lpkit.predict.updates import Work
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check
@@ -212,15 +212,10 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         recipe, emulated = as_run(config, precision, on)
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     if efficiency.flat is None:
-        moved = moved_bytes(find(optimizer or config.optimizer.name),
-                            config.memory.moment_format.name)
         gathered = gathered_itemsizes(config, layout, precision)
-        updating = optimizer_work(config, optimizer)
-        if updating:
-            moved = 3 * FP32 + 2 * (updating.cut_bytes + updating.whole_bytes)
         rank = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered)
         own = rank_layers(config.model, layout, config.system.stack == "auto")
-        rows = rank.rows(moved, updating, own)
+        rows = rank.rows(optimizer_work(config, optimizer), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
         for one in estimating(optimizer_settings(config, optimizer)):
@@ -324,8 +319,7 @@ class _Rank:
         if hidden or any(phases.values()):
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
-    def rows(self, optimizer_bytes: float, work: Work | None,
-             own: tuple[int, ...]) -> list[TimeRow]:
+    def rows(self, work: Work, own: tuple[int, ...]) -> list[TimeRow]:
         """Makes the rows of a pipeline's slowest rank. `own`: layers of each, and last of all of that
         with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
@@ -398,13 +392,12 @@ class _Rank:
         states = trained * (max(own) * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
         self.state_rows(layers, states, owned, block / layout.tensor, trained)
-        row("optimizer", f"{optimizer_bytes:g} bytes a parameter that the rank updates",
+        row("optimizer", f"{work.moved_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
-            optimizer=optimizer_bytes * owned / self.bandwidth)
-        if work:
-            row("optimizer: products", f"{work.flops:g} FLOPs a parameter, the same on every rank",
-                "flops of the optimizer's row", optimizer=work.flops * states / self.optimizing)
-        if work and layout.zero and layout.state_ranks > 1:
+            optimizer=work.moved_bytes * owned / self.bandwidth)
+        row("optimizer: products", f"{work.flops:g} FLOPs a parameter, the same on every rank",
+            "flops of the optimizer's row", optimizer=work.flops * states / self.optimizing)
+        if work.gathered is not None and layout.zero and layout.state_ranks > 1:
             gather = self.link("states").all_gather_seconds(FP32 * work.gathered * states)
             row("optimizer: gathers", f"whole gradients of {work.gathered:.2f} of the parameters",
                 RINGS, communication=gather)

@@ -34,11 +34,6 @@ def elementwise(settings: OptimizerSettings) -> bool:
     return len(rules(settings)) == 1 and find(settings.name).elementwise
 
 
-def moved_bytes(row: Optimizer, moment_format: str = "float32") -> float:
-    """Per parameter: reads weight, gradient and slots, writes weight and slots."""
-    return 3 * FLOAT32 + 2 * row.state_bytes(moment_format)
-
-
 def update_bytes(row: Optimizer, moment_format: str = "float32", weight_bytes: int = FLOAT32,
                  whole: float = 0.0, slots: Sequence[float] = ()) -> float:
     """Returns temporary bytes a number of the largest parameter, where it is updated by itself.
@@ -70,12 +65,17 @@ def matrices(p: Shape, fused: tuple[int, ...] | bool = ()) -> list[Shape]:
 class Work(NamedTuple):
     """The bytes and FLOPs of an optimizer, on average for a parameter of the model. A rank has its
     part of `cut_bytes`, and all of `whole_bytes` and of `flops`; `gathered`: a share of the
-    parameters."""
+    parameters, None where one rule updates all, number by number."""
 
     cut_bytes: float
     whole_bytes: float = 0.0
-    gathered: float = 0.0
+    gathered: float | None = None
     flops: float = 0.0
+
+    @property
+    def moved_bytes(self) -> float:
+        """Reads weight, gradient and slots, writes weight and slots."""
+        return 3 * FLOAT32 + 2 * (self.cut_bytes + self.whole_bytes)
 
 
 def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,

@@ -20,8 +20,6 @@ from lpkit.values import Count, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings(Settings):
-    where = "model.changes."
-
     targets: tuple[str, ...] = ("*",)   # Linears of a block by name: attention.qkv, mlp.*
 
 
@@ -72,12 +70,9 @@ class BottleneckSettings(AdapterSettings):
 class VirtualSettings(Settings):
     """`length` learned places before a text, which has model.context tokens all the same."""
 
-    where = "model.changes."
-
     length: Count = 20
 
     def problem(self, m: Any) -> str:
-        """Why the model `m` cannot have it, and the way out; empty: it can."""
         if len(m.changes) > 1:
             return f"model.changes={self.name} stands alone; leave out the others"
         if not POSITIONS[m.position].turns:
@@ -149,8 +144,6 @@ ADAPTERS: dict[str, Kind] = {
 
 @dataclass(frozen=True, kw_only=True)
 class QuantisedBaseSettings(Settings):
-    where = "model.changes."
-
     format: Literal["nf4", "e4m3fn", "int8", "int4"] = "nf4"
     block: Literal[32, 64, 128, 256, 512, 1024] = 64    # numbers that share a scale
     double: bool = True     # scales in 8 bits, less their mean, with a float32 for 256 of them
@@ -167,13 +160,10 @@ def _beside_casts(config: Any, recipe: Any) -> str:
 class SharedSettings(Settings):
     """Layer i has the parameters of layer i modulo `groups`: all of them, or those of one part."""
 
-    where = "model.changes."
-
     groups: Count = 1
     parts: Literal["all", "attention", "mlp"] = "all"
 
     def problem(self, m: Any) -> str:
-        """Why the model `m` cannot have it, and the way out; empty: it can."""
         if self.groups < m.L:
             return ""
         return (f"model.changes={self.name} has groups={self.groups} of model.layers={m.L}, so that "

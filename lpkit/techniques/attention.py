@@ -150,14 +150,8 @@ EVERY_KEY = Rule(causal=False)
 class Softmax(Settings):
     """The settings of every softmax kind: it can be capped, and have sinks."""
 
-    where = "model.attention."
-
     soft_cap: Positive | None = None    # as Gemma 2, 50
     sinks: bool = False                 # as gpt-oss
-
-    def problem(self, T: int) -> str:
-        """Says why it cannot be of a context of T tokens, and the way out; empty: it can."""
-        return ""
 
     def rule(self, T: int) -> Rule:
         return Rule(soft_cap=self.soft_cap, sinks=self.sinks)
@@ -183,13 +177,13 @@ class BlockSparse(Softmax):
     stride: Count = 4
     table: tuple[str, ...] | None = None
 
-    def problem(self, T: int) -> str:
-        count = -(-T // self.block)
+    def problem(self, m: Any) -> str:
+        count = -(-m.T // self.block)
         if self.table is None or (len(self.table) == count and all(
                 len(row) == count and set(row) <= {"0", "1"} for row in self.table)):
             return ""
         return (f"model.attention.table must have {count} rows of {count} digits 0 or 1, one for "
-                f"each {self.block} tokens of model.context={T}, got {shown(self.table)}")
+                f"each {self.block} tokens of model.context={m.T}, got {shown(self.table)}")
 
     def rule(self, T: int) -> Rule:
         blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
@@ -222,11 +216,6 @@ class Documents(Softmax):
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutSoftmax(Settings):
-    where = "model.attention."
-
-    def problem(self, T: int) -> str:
-        return ""
-
     def rule(self, T: int) -> None:
         return None
 
@@ -239,7 +228,7 @@ class RandomFeatures(WithoutSoftmax):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKind(Row):
-    """`settings` has `rule(context)`: the Rule of a softmax kind, else None; and `problem(context)`.
+    """`settings` has `rule(context)`: the Rule of a softmax kind, else None.
 
     implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
                     softmax it has a method for each backend that computes it, and `state`, `after`

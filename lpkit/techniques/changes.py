@@ -27,5 +27,5 @@ def why_not(config: Any) -> str:
     names = f"governors={','.join(one.name for one in said)}"
     if len(said) > 1:
         return f"{names} each say how much of the model an update runs; name one of them"
-    why = "".join(GOVERNORS[one.name].problem(one, config) for one in said)
+    why = "".join(one.problem(config) for one in said)
     return f"{names}{why}" if why else ""

@@ -16,13 +16,11 @@ from lpkit.techniques.row import Row, Settings
 class Policy(Row):
     """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read. `problem(model, settings)`: why a model cannot be trained by it,
-    and the way out; empty: it can."""
+    run's validation data are read."""
 
     gives_ids: bool = False
     hides: bool = False
     evaluation: str = "spread-windows"
-    problem: Callable[[Any, Settings], str] = lambda model, settings: ""
 
 
 POLICIES: dict[str, Policy] = {
@@ -39,8 +37,8 @@ POLICIES: dict[str, Policy] = {
                                gives_ids=True, evaluation="spread-documents"),
     "masked": Policy(why="random windows, of which some tokens are hidden and asked for, also in "
                          "evaluation: of the validation text, by the seed", hides=True,
-                     settings=Hiding(), problem=lambda model, asked: asked.problem(model),
-                     implementation="lpkit.datasets.policies:Masked", evaluation="masked",
+                     settings=Hiding(), evaluation="masked",
+                     implementation="lpkit.datasets.policies:Masked",
                      source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805"),
 }
 
@@ -70,4 +68,4 @@ def cannot_train(model: Any, policy: Settings) -> str:
         others = [name for name, other in POLICIES.items() if other.gives_ids]
         return (f"model.attention={kind} reads which document a token is of, and "
                 f"data.policy={policy.name} does not say; set data.policy={others[0]}")
-    return row.problem(model, policy)
+    return policy.problem(model)

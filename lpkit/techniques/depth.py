@@ -37,26 +37,21 @@ def hashed(*numbers: int) -> int:
 @dataclass(frozen=True, kw_only=True)
 class Governor(Row):
     """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
-    the same tokens. `problem(settings, config)`: why it cannot be, and the way out."""
+    the same tokens."""
 
     shares: Callable[[Any, int, int, int, int], Shares]
     keeps: Callable[[Any, int, int, int], Shares] | None = None
     alike: bool = False
-    problem: Callable[[Any, Any], str] = lambda settings, config: ""
     implementation: str = "lpkit.training.depth:Depth"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drop(Settings):
-    where = "governors."
-
     rate: Rate = 0.2        # the probability that a layer is left out; of the last, where it rises
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Settings):
-    where = "governors."
-
     theta: InnerShare = 0.5             # the probability that the last layer is kept, in the end
     gamma: Positive | None = None       # how fast it gets there, a step; None: 100 / steps
 
@@ -66,8 +61,6 @@ _rising = check(lambda value: all(a < b for a, b in pairwise((0, *value))), "asc
 
 @dataclass(frozen=True, kw_only=True)
 class Stack(Settings):
-    where = "governors."
-
     start: CountOrZero = 0              # layers that run at first; 0: the most below all
     at: Annotated[tuple[int, ...], _rising] = ()    # updates before a growth; (): to half the run
     preserve: bool = False              # new layers add nothing at first
@@ -99,8 +92,6 @@ class Stack(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Settings):
-    where = "governors."
-
     share: InnerShare = 0.5             # of the tokens, what a middle layer sees at first
     grow_steps: CountOrZero | None = 0  # updates until it sees all; 0: never; None: 2/3 of the run
     rises: Count = 16                   # by so many equal rises
@@ -161,16 +152,16 @@ DEPTH: dict[str, Governor] = {
         source="Zhang and He 2020, arXiv:2010.13369"),
     "stack": Governor(
         why="begins with some layers, which are copied on top until all run; others add nothing "
-            "before. Moments begin anew", settings=Stack(), shares=stacked, problem=Stack.problem,
+            "before. Moments begin anew", settings=Stack(), shares=stacked,
         implementation="lpkit.training.depth:Stacking",
         source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
     "random-ltd": Governor(
         why="layers between the first and the last see a random part of the tokens, each another "
             "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,
-        problem=Tokens.problem, source="Yao et al. 2022, arXiv:2211.11586"),
+        source="Yao et al. 2022, arXiv:2211.11586"),
     "token-drop": Governor(
         why="the same, but one part for all these layers. It is drawn in each update: the paper "
             "keeps entries of the vocabulary with a high running loss", settings=Tokens(),
-        shares=middle, alike=True, problem=Tokens.problem,
+        shares=middle, alike=True,
         source="Hou et al. 2022, arXiv:2203.13240"),
 }

@@ -37,8 +37,6 @@ class WidthSettings(Settings):
     """Shares are drawn from 1 - uneven to 1 + uneven, over their sum; with `aki`, copied rows come
     from the layer above; `depth` is the row by which layers grow."""
 
-    where = "start.grow."
-
     uneven: Rate = 0.5
     aki: bool = False
     depth: Literal["identity-depth", "stack", "interpolate"] = "identity-depth"

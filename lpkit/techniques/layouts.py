@@ -20,14 +20,13 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.changes import running
-from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, Recipe
@@ -111,6 +110,27 @@ TENSOR_MESSAGES = {
         implementation="lpkit.parallel.async_tensor:instead",
         source="Wang et al. 2022, https://doi.org/10.1145/3567955.3567959; PyTorch's "
                "torch.distributed._symmetric_memory"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAttention(Row):
+    """A way to attend over sequences of which each rank of a context group has a part. The
+    implementation makes a `contracts.Attend` of what one rank attends with, and of the ranks.
+    `partial`: it is a `contracts.Partial`, of some keys; else of some heads, which must divide."""
+
+    partial: bool = False
+
+
+CONTEXT = {
+    "ring": ContextAttention(
+        why="keys and values go from rank to rank, while those at hand are used", partial=True,
+        implementation="lpkit.parallel.context:Ring",
+        source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
+    "all-to-all": ContextAttention(
+        why="each rank attends over whole sequences with its share of the heads",
+        implementation="lpkit.parallel.context:AllToAll",
+        source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
 }
 
 
@@ -247,13 +267,11 @@ def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
     return piece, share // piece
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unsharded:
-    """A setting that must be `only` where training has ZeRO's `stage` or above on several ranks, or
-    several on `axis`."""
+class Unsharded(NamedTuple):
+    """A setting that must be `only` where training has `several`: a stage of ZeRO's or above it on
+    several ranks, or several on that axis."""
 
-    stage: int = len(STAGES)
-    axis: str = ""
+    several: int | str
     key: str
     only: Any
     why: str
@@ -261,47 +279,44 @@ class Unsharded:
 
 
 UNSHARDED = (
-    Unsharded(stage=0, key="memory.optimizer_step", only="after",
-              why="updates a parameter before its gradient has met those of other ranks"),
-    Unsharded(stage=1, key="memory.moment_format", only="float32",
-              why="has scales of blocks that cross the rows of two ranks"),
-    Unsharded(stage=1, key="memory.optimizer_state", only="device",
-              why="moves whole states, and a rank has a part"),
-    Unsharded(stage=2, key="precision.cache_weight_casts", only=False,
-              why="keeps casts of weights that are gathered anew in each micro-batch"),
-    Unsharded(stage=2, key="precision.telemetry_every", only=0,
-              why="looks at whole weights, and a rank has rows"),
-    Unsharded(stage=2, key="memory.param_dtype", only="fp32",
-              why="leaves no float32 weights to gather from"),
-    Unsharded(stage=2, key="model.init", only="gpt2", why="changes what it has filled, and ranks make "
-              "one whole parameter at a time",
-              less=lambda config: not getattr(INITS[config.model.init.name], "again", False)),
-    Unsharded(stage=2, key="governors", only=(), why="change whole weights, and a rank has rows",
-              less=lambda config: len(running(config)) == len(config.governors)),
-    Unsharded(axis="tensor", key="memory.moment_format", only="float32",
-              why="has scales of blocks that cross the parts of two ranks"),
-    Unsharded(axis="tensor", key="precision.telemetry_every", only=0,
-              why="looks at whole weights, and a rank has parts"),
-    Unsharded(axis="tensor", key="governors", only=(),
-              why="change whole weights, and a rank has parts"),
-    Unsharded(axis="tensor", key="transforms", only=(),
-              why="change whole weights, and a rank has parts"),
-    Unsharded(axis="tensor", key="model.changes", only=(),
-              why="change whole matrices, and a rank has parts"),
-    *(Unsharded(axis="pipeline", key=key, only=only, why=why) for key, only, why in (
-        ("memory.activation_offload", "device", "moves activations back as one micro-batch at a "
-                                                "time needs them"),
-        ("system.kernels", "auto", "are tried in a whole model, and a rank has some layers"),
-        ("precision.telemetry_every", 0, "looks at all layers, and a rank has some"),
-        ("governors", (), "change whole models, and a rank has some layers"),
-        ("transforms", (), "change whole models, and a rank has some layers"),
-        ("model.changes", (), "change whole models, and a rank has some layers"),
-        ("objective", "next-token", "reads the whole model, and a rank has some layers"),
-        ("sizes", "constant", "changes the number of micro-batches, and an order is of one"))),
-    Unsharded(axis="tensor", key="objective", only="next-token",
-              why="reads all logits of a token, and a rank has a part"),
-    Unsharded(axis="context", key="objective", only="next-token",
-              why="may read whole sequences, and a rank has a part"),
+    Unsharded(0, "memory.optimizer_step", "after",
+              "updates a parameter before its gradient has met those of other ranks"),
+    Unsharded(1, "memory.moment_format", "float32",
+              "has scales of blocks that cross the rows of two ranks"),
+    Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has a part"),
+    Unsharded(2, "precision.cache_weight_casts", False,
+              "keeps casts of weights that are gathered anew in each micro-batch"),
+    Unsharded(2, "precision.telemetry_every", 0, "looks at whole weights, and a rank has rows"),
+    Unsharded(2, "memory.param_dtype", "fp32", "leaves no float32 weights to gather from"),
+    Unsharded(2, "model.init", "gpt2",
+              "changes what it has filled, and ranks make one whole parameter at a time",
+              lambda config: not getattr(INITS[config.model.init.name], "again", False)),
+    Unsharded(2, "governors", (), "change whole weights, and a rank has rows",
+              lambda config: len(running(config)) == len(config.governors)),
+    Unsharded("tensor", "memory.moment_format", "float32",
+              "has scales of blocks that cross the parts of two ranks"),
+    Unsharded("tensor", "precision.telemetry_every", 0,
+              "looks at whole weights, and a rank has parts"),
+    Unsharded("tensor", "governors", (), "change whole weights, and a rank has parts"),
+    Unsharded("tensor", "transforms", (), "change whole weights, and a rank has parts"),
+    Unsharded("tensor", "model.changes", (), "change whole matrices, and a rank has parts"),
+    Unsharded("pipeline", "memory.activation_offload", "device",
+              "moves activations back as one micro-batch at a time needs them"),
+    Unsharded("pipeline", "system.kernels", "auto",
+              "are tried in a whole model, and a rank has some layers"),
+    Unsharded("pipeline", "precision.telemetry_every", 0,
+              "looks at all layers, and a rank has some"),
+    Unsharded("pipeline", "governors", (), "change whole models, and a rank has some layers"),
+    Unsharded("pipeline", "transforms", (), "change whole models, and a rank has some layers"),
+    Unsharded("pipeline", "model.changes", (), "change whole models, and a rank has some layers"),
+    Unsharded("pipeline", "objective", "next-token",
+              "reads the whole model, and a rank has some layers"),
+    Unsharded("pipeline", "sizes", "constant",
+              "changes the number of micro-batches, and an order is of one"),
+    Unsharded("tensor", "objective", "next-token",
+              "reads all logits of a token, and a rank has a part"),
+    Unsharded("context", "objective", "next-token",
+              "may read whole sequences, and a rank has a part"),
 )
 # The ranks that talk, by what they are to one another: the axes on which they differ.
 GROUPS = {
@@ -360,12 +375,13 @@ def refuse_untrainable(config: "Config") -> None:
     for row in UNSHARDED:
         value = functools.reduce(getattr, row.key.split("."), config)
         value = getattr(value, "name", value)
-        asked = getattr(layout, row.axis) > 1 if row.axis else layout.stage >= row.stage
+        at_stage = isinstance(row.several, int)
+        asked = layout.stage >= row.several if at_stage else getattr(layout, row.several) > 1
         if asked and value != row.only and not row.less(config):
             said = ",".join(one.name for one in value) if isinstance(value, tuple) else value
             why = why or f"{row.key}={said} {row.why}"
             changes[row.key] = row.only
-            lower = lower if row.axis else min(lower, row.stage - 1)
+            lower = min(lower, row.several - 1) if at_stage else lower
     if layout.pipeline > 1 and layout.stage > 1:
         why = why or (f"parallel.zero={layout.zero} gathers weights anew for each micro-batch, and "
                       f"a pipeline has many under way")

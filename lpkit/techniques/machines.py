@@ -1,5 +1,6 @@
-"""Each row says what a device can do at best: memory, bandwidth, arithmetic, links, power, price.
-The rows are data/published/machines.toml.
+"""Machines, as predictions know them. Each row says what a device can do at best: memory,
+bandwidth, arithmetic, links, power, price. The rows are data/published/machines.toml;
+`lpkit.hardware` measures the machine at hand.
 
 Bytes, bytes/s, FLOP/s, watts. Memory is what nvidia-smi or rocm-smi prints as the total: vendors'
 GB are nearly GiB, less what the device keeps. Arithmetic is dense (datasheets like to print twice
@@ -9,16 +10,17 @@ direction. Prices are one provider's of one month, and another's may be twice as
 some networks, are assumptions. Pass your own.
 """
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
 
 from lpkit.errors import ConfigError, nearest, printable, shown
 from lpkit.files import resource
-from lpkit.techniques.machine import DTYPES, Machine
-from lpkit.values import convert, not_empty
+from lpkit.values import Check, Text, check, convert, read
 
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 MIB, GB, T = 2**20, 10**9, 10**12
 FILE = resource("data/published") / "machines.toml"
 UNITS = {       # of the file: the field that a figure is of, and its base units
@@ -29,13 +31,64 @@ TABLES = tomllib.loads(FILE.read_text(encoding="utf-8"))
 LATENCY_SOURCE = ("a hop in a node: NCCL's own figures for its simple protocol, "
                   "https://github.com/NVIDIA/nccl/blob/v2.28.7-1/src/graph/tuning.cc#L142-L199; "
                   "beyond, of published curves of 4 to 512 nodes, data/published/collectives.csv")
+PRICE_SOURCE = ("assumed: a round on-demand price per GPU and hour in November 2026; change it "
+                "with price_per_hour")
+NVLINK_SECONDS, NETWORK_SECONDS = 3.4e-6, 18e-6     # of LATENCY_SOURCE
+
+
+def within(least: float, most: float) -> Check:
+    """Makes a check that is narrow enough for a slip of units (80 for 80e9)."""
+    return check(lambda value: least <= value <= most, f"from {least:g} to {most:g} (base units: "
+                 f"bytes, bytes/s, FLOP/s, seconds, watts, dollars)")
+
+
+RATE = within(1e6, 1e19)
+Sent = Annotated[float, within(1e3, 1e15)]
+Latency = Annotated[float, within(1e-9, 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One device. `flops` holds FLOP/s by dtype, without those that it lacks. `from_dict` checks
+    what annotations say."""
+
+    name: Text
+    title: Text
+    kind: Literal["gpu", "cpu"] = "gpu"
+    memory_bytes: Annotated[int, within(1e6, 1e15)]
+    bytes_per_second: Annotated[float, within(1e6, 1e16)]   # of the device's own memory
+    flops: Mapping[str, float]
+    link_bytes_per_second: Sent | None = None
+    link: Text = ""
+    link_seconds: Latency = NVLINK_SECONDS      # of a hop
+    devices_per_node: Annotated[int, within(1, 1e4)] = 1    # that the link joins
+    network_bytes_per_second: Sent | None = None    # between nodes, one device's share, one way
+    network: Text = ""
+    network_seconds: Latency = NETWORK_SECONDS  # of a hop
+    watts: Annotated[float, within(1e-3, 1e6)] | None = None    # rated, for the whole device
+    price_per_hour: Annotated[float, within(1e-6, 1e5)] | None = None   # US dollars
+    price_source: Text = PRICE_SOURCE
+    source: Text
+    details: Mapping[str, object] = field(default_factory=dict)     # how it was measured
+    measured: Mapping[str, object] = field(default_factory=dict)    # by `lpkit measure`
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s in `dtype`. Raises ConfigError with what the machine has."""
+        if dtype not in self.flops:
+            raise ConfigError(f"{self.title} has no {dtype}; it has {', '.join(self.flops)}")
+        return self.flops[dtype]
+
+    @property
+    def multiplies_tiles(self) -> bool:
+        """True for a CPU with units for bf16 (AMX, 8 times float32's peak; others have 2)."""
+        return self.kind == "cpu" and self.flops.get("bf16", 0) > 4 * self.flops.get("fp32", math.inf)
 
 
 def _machine(name: str, row: Mapping[str, Any]) -> Machine:
     made = {"name": name}
     for key, value in row.items():
-        field, unit = UNITS.get(key, (key, None))
-        made[field] = value if unit is None else value * unit
+        to, unit = UNITS.get(key, (key, None))
+        made[to] = value if unit is None else value * unit
     flops = {dtype: rate * T for dtype, rate in made.pop("teraflops").items()}
     return Machine(flops=flops, **made)
 
@@ -55,13 +108,6 @@ def find(name: "str | Machine") -> Machine:
     return CATALOGUE[name.lower()]
 
 
-WORDS = {"name", "title", "kind", "link", "source", "price_source", "network"}
-WHOLE = {"memory_bytes", "devices_per_node"}
-# narrow enough for a slip of units (80 for 80e9)
-RANGES = {"memory_bytes": (1e6, 1e15), "bytes_per_second": (1e6, 1e16), "flops": (1e6, 1e19),
-          "link_bytes_per_second": (1e3, 1e15), "network_bytes_per_second": (1e3, 1e15),
-          "link_seconds": (1e-9, 1), "network_seconds": (1e-9, 1), "watts": (1e-3, 1e6),
-          "price_per_hour": (1e-6, 1e5), "devices_per_node": (1, 1e4)}
 LEAST = ("memory_bytes", "bytes_per_second", "flops")
 NEEDS = f"it needs {', '.join(LEAST)} (FLOP/s by dtype, as `flops: {{bf16: 9.9e14}}`)"
 MEASURED = {"device": str, "torch": str, "date": str, "command": str, "ranks": int,     # of its link
@@ -88,24 +134,22 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
     if not isinstance(flops, Mapping) or not flops:
         raise ConfigError(f"flops must be FLOP/s by dtype, as {{bf16: 9.9e14}}, got "
                           f"{shown(flops)}")
-    for dtype in flops:
+    rates = {}
+    for dtype, rate in flops.items():
         if dtype not in DTYPES:
             raise ConfigError(f"flops has no dtype {shown(dtype)}; {nearest(dtype, DTYPES)}")
-    if values.get("kind", "gpu") not in ("gpu", "cpu"):
-        raise ConfigError(f"kind must be gpu or cpu, got {shown(values['kind'])}")
+        rates[dtype] = convert(rate, float, f"flops.{dtype}")
+        RATE(f"flops.{dtype}", rates[dtype])
     made: dict[str, Any] = {"name": name, "title": name, "source": "described by its user"}
-    made["flops"] = {dtype: _number(f"flops.{dtype}", rate) for dtype, rate in flops.items()}
     if values.get("price_per_hour") is not None:
         made["price_source"] = "given by its user"
-    for key, value in values.items():
-        if key == "measured":
-            made[key] = _measured(value, values.get("title")) if value else {}
-        elif key in WORDS:
-            made[key] = printable(convert(value, str, f"{key} of a machine"))[:400]
-            not_empty(f"{key} of a machine", made[key])
-        elif key != "flops" and value is not None:
-            made[key] = _number(key, value)
-    return Machine(**made)
+    given = {key: value for key, value in values.items()
+             if value is not None and key not in ("flops", "measured")}
+    for key, value in read(Machine, given, "").items():
+        made[key] = printable(value)[:400] if isinstance(value, str) else value
+    if values.get("measured"):
+        made["measured"] = _measured(values["measured"], values.get("title"))
+    return Machine(flops=rates, **made)
 
 
 def _measured(values: Any, title: Any) -> dict[str, Any]:
@@ -125,13 +169,3 @@ def _measured(values: Any, title: Any) -> dict[str, Any]:
                 raise ConfigError(f"measured.products.{dtype} has M, N, K and a share above 0 and at "
                                   f"most 1, got {shown(one)}; {again}")
     return made
-
-
-def _number(key: str, value: Any) -> float:
-    number = convert(value, int if key in WHOLE else float, f"{key} of a machine")
-    least, most = RANGES[key.partition(".")[0]]
-    if not least <= number <= most:
-        raise ConfigError(f"{key} of a machine must be from {least:g} to {most:g}, got "
-                          f"{shown(value)}; base units: bytes, bytes/s, FLOP/s, seconds, watts, "
-                          f"dollars")
-    return number

@@ -30,13 +30,10 @@ def _one_way(m: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Hiding(Settings):
-    where = "data.policy."
-
     share: InnerShare = 0.15    # of the tokens
     mask: CountOrZero = 256     # the token in their place, the last of the vocabulary
 
     def problem(self, m: Any) -> str:
-        """Why the model `m` cannot be trained by it, and the way out; empty: it can."""
         asked, hidden = f"data.policy.share={self.share:g}", hidden_tokens(self.share, m.T)
         if why := _one_way(m):
             return f"data.policy={self.name} {why}"
@@ -53,13 +50,10 @@ class Hiding(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Autoencoder(Settings):
-    where = "model.changes."
-
     encoder_layers: Count = 3
     hidden: InnerShare = 0.75       # of the tokens, what these do not see
 
     def problem(self, m: Any) -> str:
-        """Why the model `m` cannot have it, and the way out; empty: it can."""
         why = _one_way(m)
         if not why and self.encoder_layers >= m.L:
             why = f"has encoder_layers={self.encoder_layers}; set fewer than model.layers={m.L}"

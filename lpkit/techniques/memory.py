@@ -6,13 +6,13 @@ is recomputed. `problem` says why it cannot be beside the rest of a Config, and 
 Implementations are in `lpkit.memory`.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from lpkit.errors import ConfigError
+from lpkit.techniques.optimizers import MOMENT_FORMATS
 from lpkit.techniques.recipes import Recipe
 from lpkit.techniques.row import Settings, Technique
 from lpkit.values import Count, Share
@@ -22,8 +22,6 @@ from lpkit.values import Count, Share
 
 @dataclass(frozen=True, kw_only=True)
 class EveryBlock(Settings):
-    where = "memory.recompute."
-
     every: Count = 1        # every n-th block
 
     def __str__(self) -> str:
@@ -32,8 +30,6 @@ class EveryBlock(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(Settings):
-    where = "memory.recompute."
-
     budget: Share = 0.5     # of the activations, what torch.compile may keep
 
 
@@ -136,8 +132,6 @@ ACTIVATION_OFFLOAD = {
 
 @dataclass(frozen=True, kw_only=True)
 class Chunked(Settings):
-    where = "memory.cross_entropy."
-
     chunk_tokens: Count = 1024      # at a time
 
 
@@ -245,20 +239,19 @@ OPTIMIZER_STEP = {
 }
 
 
+TABLES: dict[str, Mapping[str, Technique]] = {      # by the field of `config.memory`
+    "recompute": RECOMPUTE, "activation_offload": ACTIVATION_OFFLOAD,
+    "cross_entropy": CROSS_ENTROPY, "param_dtype": PARAM_DTYPE, "optimizer_state": OPTIMIZER_STATE,
+    "moment_format": MOMENT_FORMATS, "optimizer_step": OPTIMIZER_STEP}
+
+
 def check(config: Any, recipe: Recipe) -> None:
     """Raises ConfigError for rows that cannot be beside one another."""
     for name, row in rows_of(config).items():
-        if row.problem and (problem := row.problem(config, recipe)):
+        if problem := row.problem(config, recipe):
             raise ConfigError(f"memory.{name}={getattr(config.memory, name).name} {problem}")
 
 
 def rows_of(config: Any) -> dict[str, Technique]:
     """The row that each field of `config.memory` names."""
-    return {key: table[getattr(config.memory, key).name]
-            for key, table in _tables(type(config.memory))}
-
-
-@functools.cache
-def _tables(settings: type) -> list[tuple[str, Mapping[str, Technique]]]:
-    """Returns the key and table of each field."""
-    return [(key, f.metadata["table"]) for key, f in settings.__dataclass_fields__.items()]
+    return {key: table[getattr(config.memory, key).name] for key, table in TABLES.items()}

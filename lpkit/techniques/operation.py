@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import Technique
 
 FP32, TOKEN_ID = 4, 8       # bytes; token ids are int64
 
@@ -174,13 +174,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind(Row):
+class Kind(Technique):
     """A row with its operations, or their "package.module:name" where a run needs none."""
 
     operations: Callable[..., Any] | str
     turns: bool = False     # of positions: q and k are turned in each block
-    # of changes: why they cannot be beside the rest of a Config and this recipe, and the way out
-    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
 
     @property
     def formula(self) -> Callable[..., Any]:

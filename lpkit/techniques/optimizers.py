@@ -39,8 +39,6 @@ class OptimizerSettings(Settings):
     learning rate is still a multiple of this one. Later ones win.
     """
 
-    where = "optimizer."
-
     lr: Positive = 1e-3
     weight_decay: PositiveOrZero = 0.1
     clip: PositiveOrZero = 1.0      # largest global gradient norm; 0: no clipping
@@ -73,31 +71,12 @@ class LionSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonSettings(OptimizerSettings):
-    lr: Positive = 0.02     # of a step whose singular values are near 1
-    weight_decay: PositiveOrZero = 0.01
-    momentum: Rate = 0.95
-
-
-@dataclass(frozen=True, kw_only=True)
-class NorMuonSettings(MuonSettings):
-    lr: Positive = 1e-3     # of a step whose numbers have a root mean square of 0.2
-    beta2: Rate = 0.95
-
-
-@dataclass(frozen=True, kw_only=True)
 class SoapSettings(AdamWSettings):
-    lr: Positive = 3e-3
-    weight_decay: PositiveOrZero = 0.01
-    beta1: Rate = 0.95
     every: Count = 10       # the bases turn at every n-th update
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaloreSettings(AdamWSettings):
-    lr: Positive = 1e-2
-    weight_decay: PositiveOrZero = 0.0
-    beta2: Rate = 0.999
     rank: Count = 128       # of the projection, at most the shorter side
     every: Count = 200      # the projection is renewed at every n-th update
     scale: Positive = 0.25  # of the learning rate, for what is projected
@@ -105,9 +84,6 @@ class GaloreSettings(AdamWSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class SophiaSettings(AdamWSettings):
-    beta1: Rate = 0.96
-    beta2: Rate = 0.99
-    eps: Positive = 1e-12
     gamma: Positive = 0.05  # of the curvature: the larger, the fewer numbers are clipped
     every: Count = 10       # the curvature is estimated after every n-th update
 
@@ -125,17 +101,18 @@ class MomentumSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NorMuonSettings(MomentumSettings):
+    beta2: Rate = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShampooSettings(MomentumSettings):
-    lr: Positive = 0.03
-    weight_decay: PositiveOrZero = 0.01
     eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
     every: Count = 10       # the roots are taken at every n-th update
 
 
 @dataclass(frozen=True, kw_only=True)
 class LarsSettings(MomentumSettings):
-    lr: Positive = 1.0
-    weight_decay: PositiveOrZero = 5e-4
     trust: Positive = 1e-3  # of a parameter's norm, how far it moves at lr 1
 
 
@@ -284,7 +261,8 @@ OPTIMIZERS = {
         fused="lpkit.optim.rules:adamw_fused", one_pass="lpkit.optim.one_pass:chosen"),
     "galore": Optimizer(
         why="AdamW in the r directions in which a matrix's gradient is largest; others by AdamW",
-        source="Zhao et al. 2024, arXiv:2403.03507, algorithm 2", settings=GaloreSettings(),
+        source="Zhao et al. 2024, arXiv:2403.03507, algorithm 2",
+        settings=GaloreSettings(lr=1e-2, weight_decay=0.0, beta2=0.999),
         slots=(*(replace(slot, shape=_low) for slot in MOMENTS), Slot(
             name="projection", shape=lambda p, s: (min(p), min(s.rank, *p)) if p[1:] else (0,))),
         groups=BY_ADAMW[:3], told=True, gathers=1,
@@ -303,7 +281,8 @@ OPTIMIZERS = {
         told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.trust:lamb"),
     "lars": Optimizer(
         why="SGD with momentum, whose step is a share of the norm of its parameter",
-        source="You et al. 2017, arXiv:1708.03888, algorithm 1", settings=LarsSettings(),
+        source="You et al. 2017, arXiv:1708.03888, algorithm 1",
+        settings=LarsSettings(lr=1.0, weight_decay=5e-4),
         slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
         implementation="lpkit.optim.trust:lars"),
     "lion": Optimizer(
@@ -319,13 +298,17 @@ OPTIMIZERS = {
     "muon": Optimizer(
         why="a matrix's momentum, orthogonalised; embeddings, head and vectors by AdamW at lr / 20",
         source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon",
-        settings=MuonSettings(), slots=(Slot(name="momentum_buffer"),),
+        # the lr of a step whose singular values are near 1
+        settings=MomentumSettings(lr=0.02, weight_decay=0.01, momentum=0.95),
+        slots=(Slot(name="momentum_buffer"),),
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
         told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:muon"),
     "normuon": Optimizer(
         why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
-        source="Li et al. 2025, arXiv:2510.05491, algorithm 1", settings=NorMuonSettings(),
+        source="Li et al. 2025, arXiv:2510.05491, algorithm 1",
+        # the lr of a step whose numbers have a root mean square of 0.2
+        settings=NorMuonSettings(lr=1e-3, weight_decay=0.01, momentum=0.95),
         slots=(Slot(name="momentum_buffer"),
                Slot(name="rows", signed=False, shape=lambda p, s: p[:1])),
         groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
@@ -343,7 +326,8 @@ OPTIMIZERS = {
         implementation="lpkit.optim.rules:sgd"),
     "shampoo": Optimizer(
         why="the gradient times the inverse fourth roots of its grams' sums, from both sides",
-        source="Gupta et al. 2018, arXiv:1802.09568, algorithm 1", settings=ShampooSettings(),
+        source="Gupta et al. 2018, arXiv:1802.09568, algorithm 1",
+        settings=ShampooSettings(lr=0.03, weight_decay=0.01),
         slots=(Slot(name="momentum_buffer"),
                *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
                    ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
@@ -355,7 +339,8 @@ OPTIMIZERS = {
         implementation="lpkit.optim.shampoo:shampoo"),
     "soap": Optimizer(
         why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
-        source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3", settings=SoapSettings(),
+        source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3",
+        settings=SoapSettings(lr=3e-3, weight_decay=0.01, beta1=0.95),
         slots=(*MOMENTS, *(Slot(name=n, shape=lambda p, s, i=i: (sides(p)[i],) * 2) for n, i in (
             ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
         told=True, gathers=2, temporary_bytes=FLOAT32,
@@ -368,7 +353,8 @@ OPTIMIZERS = {
         why="a momentum over the curvature that labels of the model's own show, clipped at lr",
         source="Liu et al. 2023, arXiv:2305.14342, algorithm 3 (Sophia-G)",
         slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)), temporary_bytes=FLOAT32,
-        settings=SophiaSettings(), estimate="lpkit.optim.rules:sophia_estimate",
+        settings=SophiaSettings(beta1=0.96, beta2=0.99, eps=1e-12),
+        estimate="lpkit.optim.rules:sophia_estimate",
         implementation="lpkit.optim.rules:sophia"),
 }
 
@@ -410,7 +396,8 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
     if name is None:
         return pattern, changes, None
     own = {key: pairs[key] for key in pairs.keys() & own}
-    return pattern, changes, replace(chosen(OPTIMIZERS, name), **own)
+    rule = chosen(OPTIMIZERS, name)
+    return pattern, changes, replace(rule, **values.read(type(rule), own, "optimizer."))
 
 
 def _groups(settings: OptimizerSettings) -> list[tuple[str, dict, OptimizerSettings | None]]:

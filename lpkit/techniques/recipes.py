@@ -103,16 +103,12 @@ class LossScaledSettings(Settings):
     """The loss is multiplied by 2^n before backward, so that small gradients survive in float16
     (Micikevicius et al. 2018)."""
 
-    where = "precision.recipe."
-
     loss_scale: Annotated[float, between(2.0**-24, 2.0**64)] = 2.0**16      # the first one
     growth_steps: Count = 2000      # updates without overflow that double it; overflow halves it
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastSettings(Settings):
-    where = "precision.recipe."
-
     # Linears left in 16 bits: first, last, last:8 or last:8/62 of the blocks, head, patterns
     high_precision_layers: tuple[str, ...] = ("head",)
     pad: bool = False       # with zeros, where a shape does not tile; else it is refused
@@ -184,9 +180,8 @@ class Recipe(Row):
     @cached_property
     def cast_of(self) -> dict[tuple[str, str], Cast | None]:
         """The cast of each operand: of a product, and the tensor that it is there."""
-        casts = {name: getattr(self, name) or (None, None) for name in PRODUCTS}
         return {(name, role): cast for name, roles in PRODUCTS.items()
-                for role, cast in zip(roles, casts[name])}
+                for role, cast in zip(roles, self.products.get(name, (None, None)))}
 
     @cached_property
     def tile(self) -> int:

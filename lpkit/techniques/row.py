@@ -24,6 +24,11 @@ class Settings(Checked):
 
     name: str = ""      # of the row
 
+    def problem(self, of: Any) -> str:
+        """Why it cannot be of this model (of governors: of this Config), and the way out; empty: it
+        can."""
+        return ""
+
     def __str__(self) -> str:
         """'block, every 2': the name, and what is not as the row has it by default."""
         return self.name
@@ -48,7 +53,7 @@ class Technique(Row):
     """`problem(config, recipe)`: why it cannot be beside the rest of a Config, and the way out;
     empty: it can."""
 
-    problem: Callable[[Any, Any], str] | None = None
+    problem: Callable[[Any, Any], str] = lambda config, recipe: ""
     eager: str = ""             # why the model must not be compiled
     needs_compile: str = ""     # why it must be
 

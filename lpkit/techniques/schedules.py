@@ -15,8 +15,6 @@ from lpkit.values import CountOrZero, Share
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSettings(Settings):
-    where = "schedule."
-
     warmup_steps: CountOrZero = 20
 
 

@@ -34,7 +34,7 @@ from lpkit.techniques.attention_backends import (
     interpreted,
     why_not,
 )
-from lpkit.techniques.contexts import CONTEXT
+from lpkit.techniques.layouts import CONTEXT
 
 if TYPE_CHECKING:   # what races and is raced; a short run on a CPU does not
     from lpkit.kernels.kernel import Kernel

@@ -38,10 +38,10 @@ from lpkit.techniques.adapters import virtual
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS, running
-from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import SIZES
 from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
+from lpkit.techniques.layouts import CONTEXT
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import MicroBatch

@@ -119,8 +119,8 @@ def _sentence(asked: Fit, held: dict[str, int]) -> str:
     words = ""
     if held:
         words = f"held were {quantity(sum(held.values()), 'bytes')} ({largest(held)}), and "
-    return (f"{words}predicted {quantity(asked.peak_bytes, 'bytes')} at the peak ({asked.largest}; "
-            f"{asked.moment}){asked.left_out}; {asked.way_out}")
+    return (f"{words}predicted {quantity(asked.peak_bytes, 'bytes')} at the peak "
+            f"({largest(asked.rows)}; {asked.moment}){asked.left_out}; {asked.way_out}")
 
 
 def _first_line(error: BaseException) -> str:

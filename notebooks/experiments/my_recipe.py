@@ -20,8 +20,6 @@ sys.path.append(str(resource("notebooks")))     # the course's `lessons`, for my
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSettings(Settings):
-    where = "precision.recipe."
-
     block: Literal[8, 16, 32, 64] = 16      # numbers that share a scale
     high_precision_layers: tuple[str, ...] = ("head",)
 

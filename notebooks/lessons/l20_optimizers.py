@@ -114,8 +114,7 @@ def states(config: Config, names: Sequence[str]) -> dict[str, dict[str, State | 
 
 def flops(config: Config) -> float:
     """Returns the FLOPs of an update's matrix products; 0 for a rule that has none."""
-    work = optimizer_work(config)
-    return work.flops * parameter_count(config.model) if work else 0.0
+    return optimizer_work(config).flops * parameter_count(config.model)
 
 
 def drawn(config: Config) -> float:

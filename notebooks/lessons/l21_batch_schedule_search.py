@@ -424,8 +424,6 @@ def warmed(beta2: float, warmup: int, seed: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Doubling(Settings):
-    where = "sizes."
-
     doublings: CountOrZero = 2      # until an update has all sequences, or all tokens of them
     every: Count = 50               # updates
 

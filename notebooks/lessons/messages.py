@@ -25,9 +25,8 @@ from lpkit.predict.params import of
 from lpkit.predict.recipes import precision_of, row_of, stored
 from lpkit.techniques import layouts, machines
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.contexts import CONTEXT
 from lpkit.techniques.data import POLICIES
-from lpkit.techniques.layouts import GATHERED, REDUCTIONS, Layout
+from lpkit.techniques.layouts import CONTEXT, GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import FP32

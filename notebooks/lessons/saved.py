@@ -25,6 +25,14 @@ class Saved:
         return sum(self.operations.values())
 
 
+def live(tracker: Tracker) -> Counter[str]:
+    """Live bytes by row."""
+    rows: Counter[str] = Counter()
+    for record in tracker.records.values():
+        rows[record.row] += record.nbytes
+    return +rows
+
+
 def kept(tracker: Tracker) -> dict[str, int]:
     """Live bytes that autograd keeps for backward, by the module that kept them first."""
     saved: Counter[str] = Counter()
@@ -48,4 +56,4 @@ def saved_bytes(model: nn.Module, step: Callable[[], Tensor], *,
         operations = kept(tracker)
     if not loss.requires_grad:
         raise ValueError("step() returned something that backward cannot start from")
-    return Saved(operations=operations, weight_copy_bytes=tracker.now().get("weight copies", 0))
+    return Saved(operations=operations, weight_copy_bytes=live(tracker)["weight copies"])

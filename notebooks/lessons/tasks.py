@@ -31,8 +31,6 @@ class Task(Settings):
     """A task is drawn, and reads no corpus. Token 0 is a marker. Only answers have a weight in the
     loss."""
 
-    where = "data.policy."
-
     symbols: Count = 32         # that keys, values or strings are drawn from
 
     @property
@@ -44,6 +42,16 @@ class Task(Settings):
     def context(self) -> int:
         """The least that holds a question and its answer."""
         raise NotImplementedError
+
+    def problem(self, m: Any) -> str:
+        if m.vocab < self.vocab:
+            return (f"data.policy={self.name} has {self.vocab} tokens, but model.vocab={m.vocab}; "
+                    f"set model.vocab={self.vocab} or more, or fewer data.policy.symbols")
+        if m.context < self.context:
+            return (f"data.policy={self.name} asks its first question and answers it in "
+                    f"{self.context} tokens, but model.context={m.context}; set "
+                    f"model.context={self.context} or more")
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +82,15 @@ class Recall(Task):
     def context(self) -> int:
         return 4 * self.pairs - 1
 
-def _too_small(model: Any, task: Task) -> str:
-    if model.vocab < task.vocab:
-        return (f"data.policy={task.name} has {task.vocab} tokens, but model.vocab={model.vocab}; "
-                f"set model.vocab={task.vocab} or more, or fewer data.policy.symbols")
-    if model.context < task.context:
-        return (f"data.policy={task.name} asks its first question and answers it in {task.context} "
-                f"tokens, but model.context={model.context}; set model.context={task.context} or "
-                f"more")
-    return ""
-
 
 POLICIES["copy"] = Policy(
     why="a random string, again and again; the loss is that of its copies", settings=Copy(),
-    implementation="lessons.tasks:CopyTask", evaluation="copy", problem=_too_small,
+    implementation="lessons.tasks:CopyTask", evaluation="copy",
     source="Graves et al. 2014, https://arxiv.org/abs/1410.5401")
 POLICIES["recall"] = Policy(
     why="pairs of a key and a value, then keys; the loss is that of their values",
     settings=Recall(), implementation="lessons.tasks:RecallTask", evaluation="recall",
-    problem=_too_small, source="Arora et al. 2023, https://arxiv.org/abs/2312.04927")
+    source="Arora et al. 2023, https://arxiv.org/abs/2312.04927")
 
 
 class Drawn(DataPolicy):

@@ -8,21 +8,25 @@ from lpkit.measure.matrix import backends_of
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.libraries import Library
 from lpkit.techniques.hardware import (
-    CAPABILITY,
     FNUZ,
     ISSUE,
     TORCH,
     UNTRIED,
-    Capability,
+    capability_of,
     dotted,
     multiplied,
 )
-from lpkit.techniques.machines import CATALOGUE
+from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
 from tests.pages import markdown_table
 
 TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
 AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"
+
+CPU = Machine(name="cpu", title="any CPU", kind="cpu", memory_bytes=2**30, bytes_per_second=1e10, flops={}, source="")
+Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
+CAPABILITY: dict[str, Capability] = {"cpu": None, **dict(sorted(
+    ((name, capability_of(row)) for name, row in CATALOGUE.items()), key=lambda one: one[1] or (99, 0)))}
 
 # Where a library's own list departs from its least compute capability: why not, and the source.
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {
@@ -90,7 +94,7 @@ def _rule(machine: str, recipe: str, backend: str) -> tuple[str, str, str]:
     if backend == "pytorch":
         return _pytorch(machine, RECIPES[recipe].dtype)
     if backend == "scaled_mm":
-        return multiplied(machine, RECIPES[recipe])
+        return multiplied(CATALOGUE.get(machine, CPU), RECIPES[recipe])
     return *_library(machine, recipe, BACKENDS[backend]), source
 
 

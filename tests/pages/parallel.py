@@ -3,8 +3,14 @@
 import json
 
 from lpkit.files import resource
-from lpkit.techniques.contexts import CONTEXT
-from lpkit.techniques.layouts import GATHERED, REDUCTIONS, STAGES, TENSOR_MESSAGES, UNSHARDED
+from lpkit.techniques.layouts import (
+    CONTEXT,
+    GATHERED,
+    REDUCTIONS,
+    STAGES,
+    TENSOR_MESSAGES,
+    UNSHARDED,
+)
 from lpkit.techniques.pipelines import SCHEDULES
 from tests import parity
 from tests.bench.harness import recorded
@@ -91,8 +97,8 @@ RECORDED = {
 def page() -> str:
     """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
-    refused = [(f"`{row.key}`", f"`{row.only}`", f"`parallel.{row.axis}`" if row.axis else
-                f"ZeRO {row.stage}" if row.stage else "any", row.why) for row in UNSHARDED]
+    refused = [(f"`{row.key}`", f"`{row.only}`", f"`parallel.{row.several}`" if isinstance(row.several, str) else
+                f"ZeRO {row.several}" if row.several else "any", row.why) for row in UNSHARDED]
     parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
