@@ -621,7 +621,7 @@ def test_state_on_a_disk_is_not_in_memory():
     built = built_from(config)
     built.forward_backward(batch(config))
     built.optimizer_step()
-    scratch = built.state_placement.scratch
+    scratch = built.state_placement
     rests = [t for state in built.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     assert all(t.data_ptr() in scratch.where_is for t in rests)
     assert sum(t.nbytes for t in rests) == 8 * sum(p.numel() for p in built.model.parameters())
