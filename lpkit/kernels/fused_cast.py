@@ -31,7 +31,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise, reference_hadamard
 from lpkit.kernels.jit import jit, tiles, tl, triton
-from lpkit.kernels.kernel import Kernel
+from lpkit.kernels.kernel import Kernel, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     Plan,
@@ -627,8 +627,7 @@ def _rows_examples(rng: torch.Generator, device: torch.device) -> Examples:
     for way, rule in itertools.product(ways, FP8_SCALES):
         yield x.bfloat16(), replace(e4m3, scale=rule), *way, None
         yield x, replace(e5m2, scale=rule), *way, None
-    bad = x.clone()
-    bad[1, 3], bad[7, 9] = torch.nan, torch.inf
+    bad = spoiled(x, (1, 3), (7, 9))
     for way in ways:
         yield x, int8, *way, None
         yield x[:9], powers, *way, drawn_by
@@ -661,8 +660,7 @@ def _blocks_examples(rng: torch.Generator, device: torch.device) -> Examples:
 def _mx_examples(rng: torch.Generator, device: torch.device) -> Examples:
     drawn_by = words(Noise(seed=4, counter=2**35), device)
     x = _x(rng, device, 160, 192)
-    bad = x.clone()
-    bad[1, 3], bad[130, 100] = torch.nan, torch.inf
+    bad = spoiled(x, (1, 3), (130, 100))
     up = Cast(format="e4m3fn", block=MX_BLOCK, scale="power-of-two")
     for rule, swizzled in itertools.product(FP8_SCALES[1:], (False, True)):
         cast = replace(up, scale=rule)
@@ -680,8 +678,7 @@ def _nvfp4_examples(rng: torch.Generator, device: torch.device) -> Examples:
     x[:, 16:32], x[32:48] = 0, x[32:48] * 1e-6
     x = x.to(device)
     few = x[:48, :80].contiguous()
-    bad = few.clone()
-    bad[1, 3], bad[40, 70] = torch.nan, torch.inf
+    bad = spoiled(few, (1, 3), (40, 70))
     for rule in ("e4m3-normal", "e4m3"):
         line = Cast(format="e2m1", block=NVFP4, scale=rule)
         mixed, square = replace(line, transform="hadamard"), replace(line, block=NVFP4_SQUARE)
