@@ -154,8 +154,7 @@ class Masked(nn.Module):
 def mask_weights(model, settings):
     for name, base in list(model.blocks.named_modules()):
         if hasattr(base, "in_features"):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.blocks.get_submodule(parent), leaf, Masked(base, settings.density))
+            model.blocks.set_submodule(name, Masked(base, settings.density))
 
 
 blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations, implementation=f"{__name__}:drop_tokens", settings=Drop())

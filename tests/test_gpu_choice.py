@@ -209,7 +209,7 @@ def test_varlen_is_called_as_the_oldest_pytorch_has_it(varlen_of_2_11):
 
 def test_repeated_heads_are_in_the_choice(varlen_of_2_11, monkeypatch):
     """For a model whose heads share keys and values, by name and in a race."""
-    monkeypatch.setattr("lpkit.kernels.choose.choose", lambda *_, **__: Chosen(call=plain, refused={}, choice=Choice(
+    monkeypatch.setattr("lpkit.kernels.choose.choose", lambda *_, **__: Chosen(refused={}, choice=Choice(
         asked="auto", used="varlen", why="the fastest")))
     for kv_heads, said in ((2, f"; torch {torch.__version__} has no groups of heads there, so that keys and values are repeated for 4 heads"), (4, "")):
         config = Config().replace({"model.heads": 4, "model.kv_heads": kv_heads, "precision.recipe": "bf16"})

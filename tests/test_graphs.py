@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.kernels import wide_product
 from lpkit.precision import scaled
 from lpkit.techniques.recipes import resolve
 from lpkit.training import graphs
@@ -76,7 +77,7 @@ def graphed(training: Training) -> tuple[Training, list[Tape]]:
     (1, {"precision.recipe": "fp8-delayed", "optimizer.name": "lion"}),
 ], ids=lambda one: one if isinstance(one, int) else one["precision.recipe"])
 def test_an_update_that_runs_again_is_an_update(tiny, changes, parts, monkeypatch):
-    monkeypatch.setattr(scaled, "_addmm_now", scaled._addmm)    # the former asks for a number of the tensor
+    monkeypatch.setattr(scaled, "product_pytorch", wide_product.addmm)    # the former asks for a number of the tensor
     config = tiny.replace({**changes, "grad_accum_steps": parts, "steps": 9})
     plain, (again, tapes) = Training.build(config), graphed(Training.build(config))
     called = []

@@ -59,7 +59,9 @@ def gradients(out: torch.Tensor, inputs: list[torch.Tensor], own) -> list[torch.
 def test_chunks_steps_and_the_definition_are_one(name, T, groups):
     kind, own, qkv = given(name, T, groups=groups)
     want, chunked = kind.plain(*qkv, None, own), kind.chunked(*qkv, None, own)
-    state, outs = kind.state(2, groups, 8, torch.float64), []
+    state = kind.after(*(each[:, :, :0] for each in qkv[1:]), own[:, :0] if name == "delta" else own)
+    outs = []
+    assert not state.any(), "that of no tokens"
     for t in range(T):
         gate = own[:, t:t + 1] if name == "delta" else own
         out, state = kind.step(*(each[:, :, t:t + 1] for each in qkv), state, gate)
@@ -183,7 +185,7 @@ def test_in_16_bits_only_the_ends_are_rounded(name, dtype):
     wide = [x.detach().double().requires_grad_() for x in qkv]
     wide_own = own.detach().double().requires_grad_(own.requires_grad) if own is not None else None
     out, want = kind.chunked(*qkv, None, own), kind.plain(*wide, None, wide_own)
-    assert out.dtype == dtype and kind.state(1, 1, 16, dtype).dtype == torch.float32
+    assert out.dtype == dtype and kind.after(*qkv[1:], own).dtype == torch.float32
     torch.testing.assert_close(out.double(), want, rtol=0, atol=ROUNDED[dtype] * want.abs().max().item())
     for got, expected in zip(gradients(out, qkv, own), gradients(want, wide, wide_own), strict=True):
         assert got.dtype == dtype

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import operator
 from contextlib import closing
 from functools import partial
 
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import lpkit
 from lessons.saved import live, saved_bytes
 from lpkit.config import Config
-from lpkit.contracts import Batch
+from lpkit.contracts import Batch, Parameter, StatePlacement
 from lpkit.errors import ConfigError
 from lpkit.kernels import cross_entropy as cross_entropy_rows
 from lpkit.kernels.jit import INTERPRETED
@@ -524,7 +525,9 @@ def test_pieces_of_an_update_are_the_fused_optimizers_bit_for_bit():
     torch.manual_seed(0)
     shapes = [(300, 7), (5,), (64, 64)]
     ours, theirs = ([torch.nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-    one = Stepper([dict(params=ours)], AdamWSettings(name="adamw", lr=1e-2))
+    told = {p: Parameter("", tuple(p.shape)) for p in ours}
+    one = Stepper([dict(params=ours)], AdamWSettings(name="adamw", lr=1e-2), moment_format="float32", placement=StatePlacement(),
+                  seed=0, kernels="auto", by_first=operator.call, told=told)
     two = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
     for _ in range(5):
         for a, b in zip(ours, theirs):
@@ -618,7 +621,7 @@ def test_state_on_a_disk_is_not_in_memory():
     built = built_from(config)
     built.forward_backward(batch(config))
     built.optimizer_step()
-    scratch = built.state_placement.scratch
+    scratch = built.state_placement
     rests = [t for state in built.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     assert all(t.data_ptr() in scratch.where_is for t in rests)
     assert sum(t.nbytes for t in rests) == 8 * sum(p.numel() for p in built.model.parameters())

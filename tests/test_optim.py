@@ -163,8 +163,8 @@ def test_what_is_recorded_is_what_happens(name, moment_format, place, dtype):
     short = 4 * len(optimizer.state) * len(OPTIMIZERS[name].slots)      # scales of last blocks that are not full
     predicted = work({name: tuple(p.shape) for name, p in model.named_parameters()}, settings_of(name), found["moment_format"].used)
     assert 0 <= sum(t.nbytes for t in slots) - count * (predicted.cut_bytes + predicted.whole_bytes) < short
-    in_file = isinstance(optimizer, Stepper) and hasattr(optimizer.placement, "scratch") and \
-        all(t.data_ptr() in optimizer.placement.scratch.where_is for t in slots)
+    in_file = isinstance(optimizer, Stepper) and hasattr(optimizer.placement, "where_is") and \
+        all(t.data_ptr() in optimizer.placement.where_is for t in slots)
     assert found["optimizer_state"].used == ("disk" if in_file else "device") == {"cpu": "device"}.get(place, place)
     assert ("rounding" in found) == (dtype == torch.bfloat16)
 
@@ -363,7 +363,7 @@ def test_a_toy_optimizer_from_outside_is_one_row_and_one_function(monkeypatch):
     model, optimizer = trained("toy", dtype=torch.bfloat16, moment_format="int8", placement=placement)
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
     assert recorded(optimizer, {})["rounding"].used == "stochastic"
-    assert all(t.data_ptr() in placement.scratch.where_is for t in stored(optimizer))
+    assert all(t.data_ptr() in placement.where_is for t in stored(optimizer))
 
 
 def toy_rule(w, g, slots, settings, update):

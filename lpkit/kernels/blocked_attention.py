@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.kernels import wide_product
-from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import FULL, at_once, masked, query_blocks
@@ -124,14 +124,6 @@ def _of(t: Tensor, spans: list[tuple[int, int]]) -> Tensor:
     return torch.cat([t[:, a:b] for a, b in spans] or [t[:, :0]], dim=1)
 
 
-def _flops(count: int):
-    """A formula for the FLOPs of `count` products over all pairs of tokens."""
-    def flops(*shapes: torch.Size, **_) -> int:
-        B, H, T, E = shapes[0]
-        return count * 2 * B * H * T * T * E
-    return flops
-
-
 def _shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """The shapes of the results, for any sizes: blocks are of sizes that are known."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -145,7 +137,7 @@ def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: 
 
 
 @operator("blocked_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
-          "str rule, bool wide) -> (Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(2),
+          "str rule, bool wide) -> (Tensor, Tensor)", key=EVERY_DEVICE, flops=over_pairs(2),
           fake=_shapes, inside=True)
 @torch.autocast("cpu", enabled=False)
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
@@ -171,7 +163,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
 
 @operator("blocked_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, "
           "Tensor? documents, Tensor? sinks, Tensor sums, str rule, bool wide) "
-          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, flops=_flops(5),
+          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, flops=over_pairs(5),
           fake=_shapes_backward, inside=True)
 @torch.autocast("cpu", enabled=False)
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
@@ -231,12 +223,10 @@ class BlockedAttention(torch.autograd.Function):
 
 
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-            sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-    """The backend `blocked`: blocks of queries and what they see of the keys."""
-    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, False)
+            sinks: Tensor | None = None, *, rule: Rule = FULL, wide: bool = False) -> Tensor:
+    """The backend `blocked`: blocks of queries and what they see of the keys. `wide`: its products
+    are float32's and are rounded once."""
+    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, wide)
 
 
-def blocked_wide(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                 sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
-    """`blocked`, whose products are float32's and are rounded once."""
-    return BlockedAttention.apply(q, k, v, documents if rule.documents else None, sinks, rule, True)
+blocked_wide = partial(blocked, wide=True)

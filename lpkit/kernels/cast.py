@@ -109,7 +109,7 @@ def amax(x: Tensor, block: tuple[int, int] | None = None) -> Amax:
     """Largest magnitudes. Raises ConfigError when the blocks do not tile."""
     _check_input(x)
     on_cpu = x.device.type == "cpu"
-    matrix, *tiles, turned = _tiles(x, block)
+    matrix, *tiles, turned = in_tiles(x, block)
     values, nonfinite = (_amax if on_cpu else reference_amax)(matrix, *tiles)
     if block is None:
         return Amax(values.reshape(()), nonfinite)
@@ -126,7 +126,7 @@ def qdq(x: Tensor, fmt: Format, scale: Tensor | float = 1.0, *,
     `scale` multiplies them in its place. Returns a tensor like x. Raises ConfigError.
     """
     dtype = _check(x, fmt, dtype)
-    matrix, *tiles, turned = _tiles(x, block)
+    matrix, *tiles, turned = in_tiles(x, block)
     scales = _scales(scale, x, tiles, turned)
     back = scales if rescale is True else None
     if isinstance(rescale, Tensor):
@@ -149,7 +149,7 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
     block with a NaN becomes NaN; an infinity saturates.
     """
     (added, divide), dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
-    matrix, *tiles, turned = _tiles(x, block)
+    matrix, *tiles, turned = in_tiles(x, block)
     if matrix.shape[1] // tiles[1] > MAX_BLOCK:
         raise ConfigError(f"a block of {matrix.shape[1] // tiles[1]} is larger than {MAX_BLOCK}; "
                           f"hardware knows 32")
@@ -170,7 +170,7 @@ def hadamard(x: Tensor) -> Tensor:
     """Multiplies every 16 elements of the last axis, with SIGNS, by a Hadamard matrix / 4, in
     float32: outliers are shared out (Tseng et al. 2024, arXiv:2402.04396). Raises ConfigError."""
     _check_input(x)
-    matrix, *_, turned = _tiles(x, (1, HADAMARD))
+    matrix, *_, turned = in_tiles(x, (1, HADAMARD))
     on_cpu = x.device.type == "cpu"
     mixed = (_hadamard if on_cpu else reference_hadamard)(matrix, turned)
     return mixed.T if turned else mixed.view(x.shape)
@@ -330,7 +330,7 @@ def _check_input(x: Tensor) -> None:
         raise ConfigError(f"a tensor of shape {tuple(x.shape)} has nothing to cast")
 
 
-def _tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
+def in_tiles(x: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, int, int, bool]:
     """x as a matrix (R, C), contiguous, how many blocks its axes have, and whether it is the
     transpose: that of a transposed view is contiguous."""
     x = x.detach() if x.requires_grad else x

@@ -12,47 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise, hadamard
-from lpkit.kernels.fused_cast import (
-    BLOCK,
-    FP8_SCALES,
-    NVFP4,
-    NVFP4_SQUARE,
-    ROW,
-    SQUARE,
-    WHOLE,
-)
+from lpkit.kernels.fused_cast import FUSED, WHOLE
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.rounding import words
 from lpkit.kernels.scales import Scaled
-from lpkit.techniques.recipes import MX_BLOCK, SCALES, Cast
-
-
-class _Row(NamedTuple):
-    """A kernel, and what it knows for a block."""
-
-    kernel: str
-    formats: tuple[str, ...] = ("e4m3fn", "e5m2")
-    scales: tuple[str, ...] = FP8_SCALES
-    both: bool = True       # ways by one read
-    mixes: bool = False     # transforms the operands of x.T itself
-
-
-_NVFP4 = _Row("cast-nvfp4", formats=("e2m1",), scales=("e4m3", "e4m3-normal"), mixes=True)
-FUSED: dict[tuple[int, int], _Row] = {
-    WHOLE: _Row("cast-tensor"),
-    ROW: _Row("cast-rows", formats=("e4m3fn", "e5m2", "int8"), both=False),
-    BLOCK: _Row("cast-blocks"),
-    SQUARE: _Row("cast-blocks"),
-    MX_BLOCK: _Row("cast-mx", scales=FP8_SCALES[1:]),
-    NVFP4: _NVFP4,
-    NVFP4_SQUARE: _NVFP4,
-}
+from lpkit.techniques.recipes import SCALES, Cast
 
 
 def why_not(cast: Cast, *, both: bool = False) -> str:
@@ -67,18 +36,17 @@ def why_not(cast: Cast, *, both: bool = False) -> str:
 
 
 def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
-                 noise: Noise | Tensor | None = None, both: bool = False, swizzled: bool = True,
+                 noise: Noise | None = None, both: bool = False, swizzled: bool = True,
                  by: Callable[[str], Version]) -> Scaled:
-    """amax: () float32, for delayed scaling of a whole tensor. noise: for stochastic rounding; a
-    tensor (3,) int64 is `Noise.words`, and stays on the device. by: the version of the kernel of a
-    name of `KERNELS`. swizzled: scales of one byte are the bytes of the tiles that Blackwell reads.
+    """amax: () float32, for delayed scaling of a whole tensor. noise: for stochastic rounding. by:
+    the version of the kernel of a name of `KERNELS`. swizzled: scales of one byte are the bytes of
+    the tiles that Blackwell reads.
 
     Raises ConfigError for a cast that no kernel does, and for x that does not tile.
     """
     if problem := why_not(cast, both=both):
         raise ConfigError(f"{problem}; use lpkit.precision.scaled.quantise")
     row, whole = FUSED[cast.block], cast.block == WHOLE
-    noise = words(noise, x.device) if isinstance(noise, Noise) else noise
     columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
     # the noise of a whole tensor is numbered by rows, however it lies
     columns = columns and not (noise is not None and whole)
@@ -87,7 +55,7 @@ def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
                             noise=noise, swizzled=swizzled, by=by)
     ways = both or not columns, both or columns
     *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
-                                 noise)
+                                 words(noise, x.device))
     # torch 2.11 compiles what a star leaves as a tuple, which has no pop
     *pairs, top = (*pairs[:-1], pairs[-1].view(1, 1)) if whole else (*pairs, None)
     *pairs, level = pairs if SCALES[cast.scale].levels == 2 else (*pairs, None)

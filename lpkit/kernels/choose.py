@@ -57,7 +57,6 @@ CALLS = 32          # of a version at hand: some go wrong once in a while
 class Chosen:
     """`refused`: why, by the names of candidates that differ or cannot run here."""
 
-    call: Version
     choice: Choice
     refused: Mapping[str, str]
 
@@ -102,15 +101,13 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     offered = offered or candidates(kernel)
     raced = at_hand if raced is None else raced
     if asked != "auto":
-        call = pick(offered, asked, f"version of the kernel {name}")
-        why = why_not(asked, at_hand)
-        if why or (asked not in TRUSTED and (why := wrong(kernel, call, at_hand) or
-                                             (raced is not at_hand and
-                                              _wrong_at_size(kernel, asked, offered, raced)))):
+        pick(offered, asked, f"version of the kernel {name}")
+        if why := (why_not(asked, at_hand)
+                   or _wrong_anywhere(kernel, asked, offered, at_hand, raced)):
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
-        return Chosen(call=call, refused={},
-                      choice=Choice(asked=asked, used=asked, why="asked for, and verified here"))
+        return Chosen(refused={}, choice=Choice(asked=asked, used=asked,
+                                                why="asked for, and verified here"))
     key = _key(name, kernel, offered, raced, in_block, captured)
     path = (cache or own_cache(RACED)) / f"{key}.json"
     record, passed_over = None, ""
@@ -143,7 +140,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         why = "nothing else runs here"
     if record["refused"]:
         why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
-    return Chosen(call=version(offered, used, raced), refused=record["refused"],
+    return Chosen(refused=record["refused"],
                   choice=Choice(asked=asked, used=used, why=why + passed_over))
 
 
@@ -241,15 +238,20 @@ def _unlike(kernel: Kernel, call: Version, known: Iterable[Version], arguments: 
     return ""
 
 
-def _wrong_at_size(kernel: Kernel, asked: str, offered: Mapping[str, Version],
-                   raced: Sequence[tuple]) -> str:
-    """Says why the one asked for is wrong at a step's size, where there is room to see it; Triton's
-    interpreter would take minutes."""
-    if asked == "triton" and INTERPRETED:
+def _wrong_anywhere(kernel: Kernel, key: str, offered: Mapping[str, Version],
+                    at_hand: Sequence[tuple], raced: Sequence[tuple],
+                    examples: int | None = None) -> str:
+    """Says why a candidate that is not trusted is `wrong`, here or at a step's size, where there is
+    room to see it; Triton's interpreter would take minutes."""
+    call = offered[key]
+    if key in TRUSTED or call is kernel.definition:
         return ""
-    known = (kernel.definition, *(offered[key] for key in PEERS if key in offered))
+    why = wrong(kernel, call, at_hand, examples)
+    if why or raced is at_hand or (key == "triton" and INTERPRETED):
+        return why
+    known = (kernel.definition, *(offered[peer] for peer in PEERS if peer in offered))
     try:
-        said = next(filter(None, (_unlike(kernel, offered[asked], known, a) for a in raced)), "")
+        said = next(filter(None, (_unlike(kernel, call, known, one) for one in raced)), "")
     except Exception as error:
         return "" if out_of_memory(error) else _failed(error)
     return f"{WRONG[0]}: {said}" if said else ""
@@ -336,10 +338,8 @@ def _check(found: dict, kernel: Kernel, offered: Mapping[str, Version],
         if why := why_not(key, at_hand):
             raise DamagedError(f"it has raced {key}, which {why}")
     winner = min(seconds, key=seconds.__getitem__)      # whichever it was, it had to be right
-    call = offered[winner]
-    if winner not in (*TRUSTED, COMPILE) and call is not kernel.definition and (
-            why := wrong(kernel, call, at_hand, examples=1) or (
-                raced is not at_hand and _wrong_at_size(kernel, winner, offered, raced))):
+    if winner != COMPILE and (
+            why := _wrong_anywhere(kernel, winner, offered, at_hand, raced, examples=1)):
         raise DamagedError(f"its winner, {winner}, {why}")
 
 

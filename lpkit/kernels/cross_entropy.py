@@ -23,7 +23,7 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, floats
+from lpkit.kernels.kernel import Kernel, floats, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -115,18 +115,6 @@ def _kernel_for(logits: Tensor) -> Callable[..., Tensor]:
     return _by_definition
 
 
-def _run(kernel: Callable[..., Tensor], logits: Tensor, targets: Tensor,
-         weights: Tensor | None) -> Tensor:
-    M, V = logits.shape
-    each = [one for one in (targets, weights) if one is not None]
-    if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
-        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
-        raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
-                          f"rows of at least one entry; got {got}")
-    weights = weights if weights is None else weights.float().contiguous()
-    return kernel(logits, targets.to(torch.int64).contiguous(), weights)
-
-
 BY = {"reference": _by_definition, "cpu": _by_c, "triton": _by_triton}
 
 
@@ -136,7 +124,15 @@ def cross_entropy_(logits: Tensor, targets: Tensor, weights: Tensor | None = Non
                    by: str = "") -> Tensor:
     """`cross_entropy`: returns nats, and `logits` becomes the gradient. `by`: of BY; empty: what
     this device has. Raises ConfigError for targets or weights that are not one for each row."""
-    return _run(BY.get(by) or _kernel_for(logits), logits, targets, weights)
+    M, V = logits.shape
+    each = [one for one in (targets, weights) if one is not None]
+    if any(one.shape != (M,) for one in each) or targets.is_floating_point() or (M and not V):
+        got = ", ".join(f"{tuple(one.shape)} in {one.dtype}" for one in each)
+        raise ConfigError(f"logits {(M, V)} take an integer target and a weight for each row, and "
+                          f"rows of at least one entry; got {got}")
+    kernel = BY.get(by) or _kernel_for(logits)
+    weights = weights if weights is None else weights.float().contiguous()
+    return kernel(logits, targets.to(torch.int64).contiguous(), weights)
 
 
 def of_a_copy(by: str, logits: Tensor, targets: Tensor, weights: Tensor | None = None
@@ -163,9 +159,7 @@ def _examples(rng: torch.Generator, device: torch.device):
     masked = logits.clone()
     masked[:, 7:40] = -torch.inf
     yield masked, targets
-    bad = logits.clone()
-    bad[1, 3], bad[4, 5] = torch.nan, torch.inf
-    yield bad, targets
+    yield spoiled(logits, (1, 3), (4, 5)), targets
 
 
 CROSS_ENTROPY = Kernel(

@@ -33,7 +33,7 @@ from torch import Tensor
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
 from lpkit.kernels.kernel import Kernel
-from lpkit.kernels.operator import EVERY_DEVICE, operator
+from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
 from lpkit.techniques.attention import BlockSparse, Rule
 from lpkit.techniques.attention_backends import FLASH_WIDTH
 
@@ -455,12 +455,6 @@ def _gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor
     return (*map(_like, (q, k, v)), q.new_empty(0) if sinks is None else torch.empty_like(sinks))
 
 
-def _products(count: int, q: torch.Size, k: torch.Size) -> int:
-    """FLOPs of `count` products over all pairs, as PyTorch counts those of its own attention."""
-    B, H, T, E = q
-    return count * 2 * B * H * T * k[2] * E
-
-
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     problem = why_no_triton()
     if not problem and not q.is_cuda and not INTERPRETED:
@@ -483,8 +477,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 @operator("flash_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
           "int? window, int global_tokens, int block, str blocks, float? soft_cap) "
-          "-> (Tensor, Tensor)", key=EVERY_DEVICE, fake=_results, product=True,
-          flops=lambda q, k, *_, **__: _products(2, q, k))
+          "-> (Tensor, Tensor)", key=EVERY_DEVICE, fake=_results, product=True, flops=over_pairs(2))
 def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
             *rule: Any) -> tuple[Tensor, Tensor]:
     """(out, lse): lse (B, H, T) float32, the logarithm of the sum of exponentials of a query's
@@ -492,8 +485,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Te
     _check(q, k, v)
     out, lse = _results(q)
     if out.numel():
-        given = _given(q, k, v, documents, *rule,
-                       which="forward")
+        given = _given(q, k, v, documents, *rule, which="forward")
         _forward[q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], given["BLOCK_Q"])](
             **given, sinks=sinks, out=out, lse=lse)
     return out, lse
@@ -502,7 +494,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Te
 @operator("flash_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? documents, "
           "Tensor? sinks, Tensor out, Tensor lse, int? window, int global_tokens, int block, "
           "str blocks, float? soft_cap) -> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-          fake=_gradients, flops=lambda d_out, q, k, *_, **__: _products(5, q, k))
+          fake=_gradients, flops=over_pairs(5))
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
              sinks: Tensor | None, out: Tensor, lse: Tensor,
              *rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

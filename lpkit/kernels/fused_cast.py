@@ -7,7 +7,7 @@
     cast-mx      1 x 32                         2 + 1 + 1, and the scales in a byte
     cast-nvfp4   1 x 16, 16 x 16, two levels    amax 2, cast 2 + 1/2 + 1/2, and 1/16 for scales
 
-Each has the same definition, `definition`, and the same operator, which looks up in LAUNCHES what
+Each has the same definition, `definition`, and the same operator, which looks up in FUSED what
 casts blocks of such a shape. Tensor cores read operands whose contracted axis is last, so a tensor
 that serves two products is needed both ways, and one read serves both where it can.
 
@@ -31,7 +31,7 @@ from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise, reference_hadamard
 from lpkit.kernels.jit import jit, tiles, tl, triton
-from lpkit.kernels.kernel import Kernel
+from lpkit.kernels.kernel import Kernel, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     Plan,
@@ -499,9 +499,28 @@ def _cast_nvfp4(one: Launch) -> None:
         sixteens._replace(ways=ways).run(_sixteen_columns, SIXTEENS_CAST)
 
 
-LAUNCHES: dict[tuple[int, int], Callable[[Launch], None]] = {
-    WHOLE: _cast_whole, ROW: _cast_rows, BLOCK: _cast_blocks, MX_BLOCK: _cast_blocks,
-    SQUARE: _cast_squares, NVFP4: _cast_nvfp4, NVFP4_SQUARE: _cast_nvfp4}
+class OfBlock(NamedTuple):
+    """A kernel, what launches it, and what it knows for a block."""
+
+    kernel: str
+    launch: Callable[[Launch], None]
+    formats: tuple[str, ...] = ("e4m3fn", "e5m2")
+    scales: tuple[str, ...] = FP8_SCALES
+    both: bool = True       # ways by one read
+    mixes: bool = False     # transforms the operands of x.T itself
+
+
+_OF_NVFP4 = OfBlock("cast-nvfp4", _cast_nvfp4, formats=("e2m1",), scales=("e4m3", "e4m3-normal"),
+                    mixes=True)
+FUSED: dict[tuple[int, int], OfBlock] = {
+    WHOLE: OfBlock("cast-tensor", _cast_whole),
+    ROW: OfBlock("cast-rows", _cast_rows, formats=("e4m3fn", "e5m2", "int8"), both=False),
+    BLOCK: OfBlock("cast-blocks", _cast_blocks),
+    SQUARE: OfBlock("cast-blocks", _cast_squares),
+    MX_BLOCK: OfBlock("cast-mx", _cast_blocks, scales=FP8_SCALES[1:]),
+    NVFP4: _OF_NVFP4,
+    NVFP4_SQUARE: _OF_NVFP4,
+}
 
 
 # ---- the operator
@@ -543,7 +562,7 @@ def operation(x: Tensor, words: str, rows: bool, columns: bool, swizzled: bool,
     if to.mx:       # Triton has no E8M0
         made[1::2] = [scale.view(torch.uint8) for scale in made[1::2]]
     ways = [*(made[:2] if rows else [None] * 2), *(made[-2:] if columns else [None] * 2)]
-    LAUNCHES[to.cast.block](Launch(x, x.shape, ways, found, history, noise, to))
+    FUSED[to.cast.block].launch(Launch(x, x.shape, ways, found, history, noise, to))
     return results
 
 
@@ -608,8 +627,7 @@ def _rows_examples(rng: torch.Generator, device: torch.device) -> Examples:
     for way, rule in itertools.product(ways, FP8_SCALES):
         yield x.bfloat16(), replace(e4m3, scale=rule), *way, None
         yield x, replace(e5m2, scale=rule), *way, None
-    bad = x.clone()
-    bad[1, 3], bad[7, 9] = torch.nan, torch.inf
+    bad = spoiled(x, (1, 3), (7, 9))
     for way in ways:
         yield x, int8, *way, None
         yield x[:9], powers, *way, drawn_by
@@ -642,8 +660,7 @@ def _blocks_examples(rng: torch.Generator, device: torch.device) -> Examples:
 def _mx_examples(rng: torch.Generator, device: torch.device) -> Examples:
     drawn_by = words(Noise(seed=4, counter=2**35), device)
     x = _x(rng, device, 160, 192)
-    bad = x.clone()
-    bad[1, 3], bad[130, 100] = torch.nan, torch.inf
+    bad = spoiled(x, (1, 3), (130, 100))
     up = Cast(format="e4m3fn", block=MX_BLOCK, scale="power-of-two")
     for rule, swizzled in itertools.product(FP8_SCALES[1:], (False, True)):
         cast = replace(up, scale=rule)
@@ -661,8 +678,7 @@ def _nvfp4_examples(rng: torch.Generator, device: torch.device) -> Examples:
     x[:, 16:32], x[32:48] = 0, x[32:48] * 1e-6
     x = x.to(device)
     few = x[:48, :80].contiguous()
-    bad = few.clone()
-    bad[1, 3], bad[40, 70] = torch.nan, torch.inf
+    bad = spoiled(few, (1, 3), (40, 70))
     for rule in ("e4m3-normal", "e4m3"):
         line = Cast(format="e2m1", block=NVFP4, scale=rule)
         mixed, square = replace(line, transform="hadamard"), replace(line, block=NVFP4_SQUARE)

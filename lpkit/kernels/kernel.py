@@ -74,6 +74,13 @@ def row_length(x: Tensor, *others: Tensor) -> int:
     return x.shape[-1]
 
 
+def spoiled(x: Tensor, nan: tuple[int, ...], infinite: tuple[int, ...]) -> Tensor:
+    """An example: a copy of x with a NaN and an infinity at these places."""
+    bad = x.clone()
+    bad[nan], bad[infinite] = torch.nan, torch.inf
+    return bad
+
+
 def difference(kernel: Kernel, version: Version, arguments: tuple, calls: int = 1) -> str:
     """The first place where `version` differs from the definition on these arguments, forward or
     backward, in one of so many calls, or of those that CALL_SECONDS have room for, in one clause;

@@ -13,6 +13,7 @@ values, and so the state. In 16 bits everything inside is float32. FLOPs are cou
 chunks and without what backward does again, as `attention_backends` does.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -128,19 +129,21 @@ def _after(t: Tensor) -> Tensor:
 
 # Linear attention. Each value has a 1 beside it, whose sum is the normaliser.
 
-def _linear_flops(q: torch.Size, k: torch.Size, features: torch.Size | None) -> int:
+def _flops(q: torch.Size, k: torch.Size, pairs: Callable[..., tuple[Pairs, ...]],
+           *features: int) -> int:
     """FLOPs of forward."""
     B, H, T, E = q
-    return _flops(linear_pairs(B, H, k[1], T, E, features[0] if features else E))
-
-
-def _flops(products: tuple[Pairs, ...]) -> int:
+    products = pairs(B, H, k[1], T, E, *features)
     return sum(2 * one.M * one.N * one.K * one.group for one in products)
 
 
+def _linear_flops(q: torch.Size, k: torch.Size, v: torch.Size, features: torch.Size | None,
+                  **_: object) -> int:
+    return _flops(q, k, linear_pairs, features[0] if features else q[3])
+
+
 @operator("linear_attention(Tensor q, Tensor k, Tensor v, Tensor? features) -> (Tensor, Tensor)",
-          key=EVERY_DEVICE, flops=lambda q, k, v, features, **_:
-          _linear_flops(q, k, features))
+          key=EVERY_DEVICE, flops=_linear_flops)
 def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output, and the normaliser (B, H, T, 1)."""
     with in_full(q):
@@ -156,8 +159,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, features: Tensor | None) -> tuple[Te
 
 @operator("linear_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? features, "
           "Tensor out, Tensor z) -> (Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-          flops=lambda d_out, q, k, v, features, *_, **__:
-          2 * _linear_flops(q, k, features))
+          flops=lambda d_out, *given, **_: 2 * _linear_flops(*given[:4]))
 def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, features: Tensor | None,
               out: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     with in_full(q):
@@ -197,12 +199,6 @@ class LinearAttention(torch.autograd.Function):
 
 # The delta rule. `gates` (B, T, G): beta before its sigmoid.
 
-def _delta_flops(q: torch.Size, k: torch.Size) -> int:
-    """FLOPs of forward."""
-    B, H, T, E = q
-    return _flops(delta_pairs(B, H, k[1], T, E))
-
-
 class Chunks:
     """The parts that forward and backward share. `written` is what each token writes into the state
     at its key, `states` the state before each chunk, `state` that after all."""
@@ -233,7 +229,7 @@ class Chunks:
 
 
 @operator("delta_attention(Tensor q, Tensor k, Tensor v, Tensor gates) -> Tensor", key=EVERY_DEVICE,
-          flops=lambda q, k, *_, **__: _delta_flops(q, k))
+          flops=lambda q, k, *_, **__: _flops(q, k, delta_pairs))
 def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     with in_full(q):
         d = Chunks(q, k, v, gates)
@@ -242,7 +238,7 @@ def delta(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
 
 @operator("delta_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor gates) "
           "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-          flops=lambda d_out, q, k, *_, **__: 2 * _delta_flops(q, k))
+          flops=lambda d_out, q, k, *_, **__: 2 * _flops(q, k, delta_pairs))
 def delta_gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor,
                     gates: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with in_full(q):

@@ -23,6 +23,15 @@ MADE_OF_OPERATIONS: dict[OpOverload, Callable] = {}     # kernels written in PyT
 PRODUCTS: list[OpOverload] = []     # of matrices: what recomputation may keep
 
 
+def over_pairs(count: int) -> Callable[..., int]:
+    """A formula for the FLOPs of `count` products over all pairs of tokens, of shapes of which the
+    first is (B, H, T, E)."""
+    def flops(*shapes: torch.Size, **_) -> int:
+        B, H, T, E = shapes[0]
+        return count * 2 * B * H * T * T * E
+    return flops
+
+
 def operator(schema: str, *, key: str = "CPU", fake: Callable | None = None,
              flops: Callable[..., int] = lambda *_, **__: 0, product: bool = False,
              inside: bool = False) -> Callable[[Callable], OpOverload]:

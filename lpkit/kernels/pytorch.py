@@ -1,5 +1,5 @@
-"""PyTorch's own version of each kernel that a layer calls. It stands in the layer until another
-version is chosen (`lpkit.training.kernels`), whose module is imported then.
+"""PyTorch's own version of each kernel that a layer calls, and of a product. It stands in the layer
+until another version is chosen (`lpkit.training.kernels`), whose module is imported then.
 """
 
 from collections.abc import Callable
@@ -28,6 +28,13 @@ def layer_norm_pytorch(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Te
 
 add_rms_norm_pytorch = after_addition(rms_norm_pytorch)
 add_layer_norm_pytorch = after_addition(layer_norm_pytorch)
+
+
+def product_pytorch(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
+    """alpha * a @ b.T + bias, (M, N) like a (M, K) and b (N, K), rounded once."""
+    start = a.new_zeros(()) if bias is None else bias
+    return torch.addmm(start, a, b.T, beta=float(bias is not None),
+                       alpha=1.0 if alpha is None else alpha.item())
 
 
 def swiglu_pytorch(x: Tensor) -> Tensor:

@@ -170,18 +170,13 @@ def cast(x: Tensor, to: Format, block: tuple[int, int], rule: str, *,
                   amax=found, nonfinite=nonfinite)
 
 
-def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> tuple[int, int]:
-    """The shape (M, K) of what a fused cast takes. Raises ConfigError."""
+def check(x: Tensor, block: tuple[int, int] = (1, 1)) -> None:
+    """Raises ConfigError for what a fused cast does not take."""
     if x.ndim != 2 or not x.numel() or x.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"a fused cast takes a matrix of float32 or bfloat16 that is not empty, "
                           f"not {x.dtype} {tuple(x.shape)}")
     floats(x)
-    for size, side, axis in zip(x.shape, block, ("the rows", "the last axis")):
-        if size % (side or 1):
-            raise ConfigError(f"blocks of {side} do not tile {axis} of {size}; pad to "
-                              f"{-(-size // side) * side}")
-    M, K = x.shape
-    return M, K
+    kernel.in_tiles(x, block)
 
 
 # How Blackwell's tensor cores read scales and values.

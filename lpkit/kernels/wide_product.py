@@ -9,7 +9,7 @@ held against PyTorch's own, and raced, once for a machine (`kernels.choose`).
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lpkit.contracts import Choice
 from lpkit.kernels.choose import REFERENCE, choose
 from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import operator
+from lpkit.kernels.pytorch import product_pytorch
 
 ROWS = 1024             # widened at a time: they stay in a core's cache
 SIZE = 512              # of the race
@@ -38,14 +39,15 @@ def multiply_now(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | None
     return out
 
 
-def _flops(a: tuple[int, int], b: tuple[int, int], *_, **__) -> int:
-    return 2 * a[0] * a[1] * b[0]
-
-
-multiply = operator("wide_product(Tensor a, Tensor b, Tensor? bias, Tensor? alpha) -> Tensor",
+def _operator(name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """alpha * a @ b.T + bias in the dtype of a; a (M, K), b (N, K)."""
+    return operator(f"{name}(Tensor a, Tensor b, Tensor? bias, Tensor? alpha) -> Tensor",
                     product=True, fake=lambda a, b, *_: a.new_empty(len(a), len(b)),
-                    flops=_flops)(multiply_now)
-multiply.__doc__ = """alpha * a @ b.T + bias in the dtype of a, 16 bits; a (M, K), b (N, K)."""
+                    flops=lambda a, b, *_, **__: 2 * a[0] * a[1] * b[0])(kernel)
+
+
+multiply = _operator("wide_product", multiply_now)
+addmm = _operator("addmm", product_pytorch)
 
 
 class WideProduct(torch.autograd.Function):
@@ -84,13 +86,6 @@ def wins(a: Tensor, b: Tensor) -> bool:
             and large(*a.shape, len(b)))
 
 
-def _own(a: Tensor, b: Tensor, bias: Tensor | None = None, alpha: Tensor | None = None) -> Tensor:
-    """PyTorch's."""
-    start = a.new_zeros(()) if bias is None else bias
-    return torch.addmm(start, a, b.T, beta=float(bias is not None),
-                       alpha=1.0 if alpha is None else alpha.item())
-
-
 def _examples(rng: torch.Generator, device: torch.device) -> Iterable[tuple]:
     for M, N, K in ((1, 1, 1), (5, 3, 7), (ROWS + 1, 33, 64)):
         a, b, bias = (torch.randn(shape, generator=rng).to(device, torch.bfloat16)
@@ -99,7 +94,7 @@ def _examples(rng: torch.Generator, device: torch.device) -> Iterable[tuple]:
         yield a, b, bias, torch.tensor(0.37)
 
 
-KERNEL = Kernel(definition=_own, versions={"float32": multiply_now}, examples=_examples)
+KERNEL = Kernel(definition=product_pytorch, versions={"float32": multiply_now}, examples=_examples)
 NAMES = {"bf16": REFERENCE, "float32": "float32"}       # of `system.products`, there
 
 

@@ -42,7 +42,6 @@ from lpkit.errors import ConfigError, nearest, pick
 from lpkit.files import append_lines, refuse_links
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
-from lpkit.precision.error import decibel
 from lpkit.precision.linear import HISTORY_RULES
 from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
@@ -207,6 +206,12 @@ def quality(numbers: list[float], cast: Cast) -> Quality:
         saturated_blocks=saturated / some, zeroed_blocks=zeroed / some,
         zero_blocks=1 - there / blocks,
         window=(top + math.log2(to.smallest), top + math.log2(to.largest)))
+
+
+def decibel(ratio: float) -> float | None:
+    """None where there is no logarithm: nothing was lost (infinite), or there was no signal (0,
+    NaN)."""
+    return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
 def exponents(x: Tensor) -> dict[int, int]:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,23 @@ import psutil
 import torch
 from torch import Tensor
 
+from lpkit.contracts import StatePlacement
 from lpkit.errors import ConfigError
 
 PAGE, SEGMENT = mmap.PAGESIZE, 2**26     # bytes
 
 
-class Scratch:
-    """Tensors in memory-mapped files in the temporary folder (TMPDIR): few files, whole pages."""
+class Scratch(StatePlacement):
+    """Tensors in memory-mapped files in the temporary folder (TMPDIR): few files, whole pages. As a
+    place for an optimizer's state, it is fetched as `lpkit.memory.state` has it; the system writes
+    its pages, and this process drops them at once."""
+
+    name = "disk"
+    in_memory = False
 
     def __init__(self):
+        super().__init__(f"memory-mapped, in {self.where()} (Rajbhandari et al. 2021, "
+                         f"arXiv:2104.07857)")
         self.where_is: dict[int, tuple[mmap.mmap, int, int]] = {}   # address: map, offset, bytes
         self.segment: mmap.mmap | None = None
         self.taken = 0
@@ -60,6 +69,23 @@ class Scratch:
         """The pages of `t` leave our RAM for now, written back when the system likes."""
         pages, offset, nbytes = self.where_is[t.data_ptr()]
         pages.madvise(mmap.MADV_DONTNEED, offset, nbytes)
+
+    def store(self, t: Tensor) -> Tensor:
+        mapped = self.mapped(t.shape, t.dtype).copy_(t)
+        self.let_go(mapped)
+        return mapped
+
+    def prefetch(self, stored: list[Tensor], device: torch.device) -> Callable[[], list[Tensor]]:
+        return lambda: [t.to(device, copy=True) for t in stored]
+
+    def write_back(self, stored: list[Tensor], used: list[Tensor]) -> None:
+        for t, new in zip(stored, used, strict=True):
+            t.copy_(new)
+            self.let_go(t)
+
+
+def state_on_disk(device: torch.device) -> StatePlacement:
+    return Scratch()
 
 
 def _whole_pages(nbytes: int) -> int:

@@ -18,12 +18,8 @@ class ParameterDtype(Transform):
     stage = Stage.STORAGE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        cast: dict[nn.Parameter, nn.Parameter] = {}     # tied ones stay tied
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if p is not None:
-                    cast.setdefault(p, nn.Parameter(p.detach().to(self.dtype), p.requires_grad))
-                    module._parameters[name] = cast[p]
+        for p in model.parameters():        # not the object: tied ones stay tied
+            p.data = p.data.to(self.dtype)
         return model
 
 

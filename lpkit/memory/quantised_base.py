@@ -102,6 +102,5 @@ def quantise_base(model: nn.Module, settings: QuantisedBaseSettings) -> None:
         table = torch.stack((table.repeat(16), table.repeat_interleave(16)), 1)
     for name, one in list(model.blocks.named_modules()):
         if isinstance(one, nn.Linear) and not one.weight.requires_grad:
-            parent, _, leaf = name.rpartition(".")
             new = QuantisedLinear(one, settings, table.view(256, -1).to(one.weight.device))
-            setattr(model.blocks.get_submodule(parent), leaf, new)
+            model.blocks.set_submodule(name, new)

@@ -137,14 +137,27 @@ class SavedTensorRef:
     shape: torch.Size           # in that order
 
 
-class SavedTensorOffloader:
-    """Sends the tensors of one model's blocks away, as `kind(t, **settings)`."""
+class SavedTensorOffloader(Transform):
+    """Sends what each block of one model saves away, as `kind(t, **settings)`."""
+
+    stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
 
     def __init__(self, kind: type[Away], **settings: Any):
         self.kind, self.settings = kind, settings
         self.parcels: dict[int, weakref.WeakValueDictionary[tuple, Away]] = {}  # by storage, view
         self.storages: dict[int, weakref.ref] = {}
         self.last: Callable[[], Away | None] = lambda: None
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        for block in model.blocks:
+            block.forward = partial(self._forward, block.forward)
+        return model
+
+    def _forward(self, forward: Callable[..., Tensor], x: Tensor, *rest) -> Tensor:
+        if not torch.is_grad_enabled():
+            return forward(x, *rest)
+        with saved_tensors_hooks(partial(self.pack, x.numel()), self.unpack):
+            return forward(x, *rest)
 
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
         small = t.numel() * MIN_SHARE_OF_INPUT < least
@@ -195,41 +208,16 @@ def _of_weight(t: Tensor) -> bool:
     return node is not None and isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OffloadActivations(Transform):
-    """Sends away what each block saves, in place."""
-
-    offloader: SavedTensorOffloader
-    stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
-
-    def __call__(self, model: nn.Module) -> nn.Module:
-        for block in model.blocks:
-            block.forward = partial(_forward, block.forward, self.offloader)
-        return model
-
-
-def _forward(forward: Callable[..., Tensor], offloader: SavedTensorOffloader, x: Tensor,
-             *rest) -> Tensor:
-    if not torch.is_grad_enabled():
-        return forward(x, *rest)
-    with saved_tensors_hooks(partial(offloader.pack, x.numel()), offloader.unpack):
-        return forward(x, *rest)
-
-
 # Of the rows of `lpkit.techniques.memory.ACTIVATION_OFFLOAD`: f(device) -> Place.
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """`offloader`: None leaves activations where they were made. `used` and `why` are recorded;
+    """`transforms`: none leaves activations where they were made. `used` and `why` are recorded;
     empty: as the row says."""
 
-    offloader: SavedTensorOffloader | None = None
+    transforms: tuple[Transform, ...] = ()
     used: str = ""
     why: str = ""
-
-    @property
-    def transforms(self) -> tuple[Transform, ...]:
-        return () if self.offloader is None else (OffloadActivations(offloader=self.offloader),)
 
 
 def on_device(device: torch.device) -> Place:
@@ -238,8 +226,8 @@ def on_device(device: torch.device) -> Place:
 
 def on_host(device: torch.device) -> Place:
     if device.type == "cuda":
-        return Place(offloader=SavedTensorOffloader(OnHost, host=Host(device)))
-    return Place(offloader=SavedTensorOffloader(CpuCopy), used="cpu", why=(
+        return Place(transforms=(SavedTensorOffloader(OnHost, host=Host(device)),))
+    return Place(transforms=(SavedTensorOffloader(CpuCopy),), used="cpu", why=(
         "copied: the device is the CPU, so the copies lie beside what they were copied from, and "
         "this shows what is moved and not what it frees"))
 
@@ -249,12 +237,12 @@ def on_disk(device: torch.device) -> Place:
     how = "through the page cache: this filesystem has no O_DIRECT"
     if file.direct:
         how = "past the page cache (O_DIRECT)"
-    return Place(offloader=SavedTensorOffloader(OnDisk, file=file), used="disk",
+    return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
                  why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")
 
 
 def quantized(bits: int, device: torch.device) -> Place:
-    return Place(offloader=SavedTensorOffloader(Quantized, bits=bits))
+    return Place(transforms=(SavedTensorOffloader(Quantized, bits=bits),))
 
 
 int8, int4, int2 = partial(quantized, 8), partial(quantized, 4), partial(quantized, 2)

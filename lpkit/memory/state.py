@@ -51,7 +51,7 @@ class Host(StatePlacement):
 
 
 # Rows of `lpkit.techniques.memory.OPTIMIZER_STATE` name these, f(device); `disk` names one of
-# `lpkit.memory.disk`.
+# `lpkit.memory.files`.
 
 def on_device(device: torch.device) -> StatePlacement:
     return StatePlacement()

@@ -244,6 +244,4 @@ def _around(model: nn.Module, settings: AdapterSettings,
     for block in model.blocks:
         bases = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
         for name in adapted(bases, settings):
-            parent, _, leaf = name.rpartition(".")
-            rows = fused(model.config, f"{name}.weight")
-            setattr(block.get_submodule(parent), leaf, new(bases[name], rows))
+            block.set_submodule(name, new(bases[name], fused(model.config, f"{name}.weight")))

@@ -15,41 +15,11 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.nn.layers import add_norm, linear
-from lpkit.nn.transformer import Attention, Block
+from lpkit.nn.transformer import Attention
 from lpkit.techniques.adapters import SharedSettings
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
 from lpkit.techniques.inits import INITS, Init
 from lpkit.techniques.row import Settings
-
-
-class Parallel(nn.Module):
-    """Attention and MLP read one norm, and both are added (GPT-J; PaLM,
-    https://arxiv.org/abs/2204.02311)."""
-
-    def __init__(self, config: ModelConfig, attend: Attend):
-        super().__init__()
-        self.norm1 = NORMS[config.norm].load()(config)
-        self.attention, self.mlp = Attention(config, attend), MLPS[config.mlp].load()(config)
-
-    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
-                documents: Tensor | None = None) -> Tensor:
-        h = self.norm1(x)
-        return x + self.attention(h, rotation, cache, layer, documents) + self.mlp(h)
-
-
-class Sandwich(Block):
-    """Pre-norm, and a norm of each branch before it is added (Ding et al. 2021,
-    https://arxiv.org/abs/2105.13290)."""
-
-    def __init__(self, config: ModelConfig, attend: Attend):
-        super().__init__(config, attend)
-        self.norm3, self.norm4 = (NORMS[config.norm].load()(config) for _ in range(2))
-
-    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
-                documents: Tensor | None = None) -> Tensor:
-        delta = self.norm3(self.attention(self.norm1(x), rotation, cache, layer, documents))
-        x, h = add_norm(self.norm2, x, delta)
-        return x + self.norm4(self.mlp(h))
 
 
 class Gain(nn.Module):
@@ -65,25 +35,6 @@ class Gain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Gives the weight's dtype, which is the stream's, where x has the products'."""
         return x * self.weight
-
-
-class Scaled(nn.Module):
-    """x + gain * branch(norm(x)), with the gains and norms that the row of the block names."""
-
-    def __init__(self, config: ModelConfig, attend: Attend):
-        super().__init__()
-        row = BLOCKS[config.block]
-        norm = NORMS[config.norm if row.norms else "none"].load()
-        self.norm1, self.attention = norm(config), Attention(config, attend)
-        self.gain1 = Gain(config.D if row.channels else 1, row.gain)
-        self.norm2, self.mlp = norm(config), MLPS[config.mlp].load()(config)
-        self.gain2 = self.gain1 if row.one_gain else Gain(len(self.gain1.weight), row.gain)
-
-    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
-                documents: Tensor | None = None) -> Tensor:
-        delta = self.gain1(self.attention(self.norm1(x), rotation, cache, layer, documents))
-        x, h = add_norm(self.norm2, x, delta)
-        return x + self.gain2(self.mlp(h))
 
 
 class Shape(nn.Module):
@@ -144,41 +95,38 @@ class BareAttention(ShapedAttention):
         return qk, x.type_as(qk).view(len(x), self.G, 1, self.E)
 
 
-class Skipless(nn.Module):
-    """gain1 attention(norm(x)), and an MLP with its skip (He et al. 2023,
-    https://arxiv.org/abs/2302.10322; He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure
-    9). The row says whether attention has values and a projection."""
+class Branches(nn.Module):
+    """A block of attention and MLP, as its row says: whether attention has a skip, whether both
+    read one norm, which norms are behind them, and what each is multiplied by."""
 
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
-        norm, row = NORMS[config.norm].load(), BLOCKS[config.block]
-        attention = BareAttention if row.bare else ShapedAttention
-        self.norm1, self.attention = norm(config), attention(config, attend)
-        self.gain1 = Gain(1, 1.0)
-        self.norm2, self.mlp = norm(config), MLPS[config.mlp].load()(config)
-        self.gain2 = Gain(1, row.gain)
+        row = BLOCKS[config.block]
+        norm = NORMS[config.norm if row.norms else "none"].load()
 
-    def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
-                documents: Tensor | None = None) -> Tensor:
-        x = self.gain1(self.attention(self.norm1(x), rotation, cache, layer, documents))
-        return x + self.gain2(self.mlp(self.norm2(x)))
+        def gain(start: float | None) -> nn.Module:
+            width = config.D if row.channels else 1
+            return nn.Identity() if row.gain is None else Gain(width, start)
 
-
-class SasParallel(nn.Module):
-    """No skip at all: attention and MLP read one norm, and their sum is the result (figure 10)."""
-
-    def __init__(self, config: ModelConfig, attend: Attend):
-        super().__init__()
-        self.norm1 = NORMS[config.norm].load()(config)
-        self.attention = BareAttention(config, attend)
-        self.gain1, self.mlp = Gain(1, 1.0), MLPS[config.mlp].load()(config)
-        self.gain2 = Gain(1, BLOCKS[config.block].gain)
+        attention = Attention if row.skip else BareAttention if row.bare else ShapedAttention
+        self.skip, self.norm1, self.attention = row.skip, norm(config), attention(config, attend)
+        self.gain1 = gain(row.gain if row.skip else 1.0)
+        self.norm2 = None if row.parallel else norm(config)
+        self.mlp = MLPS[config.mlp].load()(config)
+        self.gain2 = self.gain1 if row.one_gain else gain(row.gain)
+        self.norm3, self.norm4 = (norm(config) if row.behind else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
                 documents: Tensor | None = None) -> Tensor:
         h = self.norm1(x)
-        return (self.gain1(self.attention(h, rotation, cache, layer, documents))
-                + self.gain2(self.mlp(h)))
+        delta = self.gain1(self.norm3(self.attention(h, rotation, cache, layer, documents)))
+        if self.skip and self.norm2 is not None:
+            x, h = add_norm(self.norm2, x, delta)
+        else:
+            x = x + delta if self.skip else delta
+            del delta       # before the MLP's are there
+            h = h if self.norm2 is None else self.norm2(x)
+        return x + self.gain2(self.norm4(self.mlp(h)))
 
 
 def share_layers(model: nn.Module, settings: SharedSettings) -> None:

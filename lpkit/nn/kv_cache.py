@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, pick
+from lpkit.nn.attention import capped
 from lpkit.techniques.adapters import virtual
-from lpkit.techniques.attention import KINDS
+from lpkit.techniques.attention import KINDS, Rule
 from lpkit.techniques.caches import CACHES, CacheFormat, refuse_keys_to_come, slots
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.operation import POSITIONS
@@ -158,7 +159,7 @@ class KeysValues(Cache):
             keys, values = attention.prefix.before(keys, values)
             if mask is not None:
                 mask = F.pad(mask, (keys.shape[2] - count, 0), value=True)
-        return last_token(q, keys, values, mask, own, self.rule.soft_cap)
+        return last_token(q, keys, values, mask, own, self.rule)
 
     def row(self, b: int) -> Self:
         one = copy.copy(self)
@@ -185,9 +186,10 @@ class State(Cache):
         if format.bits is not None:
             raise ConfigError(f"{config.attention.name} attention keeps a state, and no keys and "
                               f"values that {format.bits} bits could hold; choose cache=same")
-        kind = KINDS[config.attention.name].load()(config)
-        self.states = [kind.state(batch, config.G, config.E, dtype, device)
-                       for _ in range(config.L)]
+        kind = KINDS[config.attention.name].load()(config).to(device)
+        nothing = torch.zeros(batch, config.G, 0, config.E, dtype=dtype, device=device)
+        own = kind(torch.zeros(batch, 0, config.D, device=device))
+        self.states = [kind.after(nothing, nothing, own).detach() for _ in range(config.L)]
 
     def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
                documents: Tensor | None, own: Tensor | None) -> Tensor:
@@ -216,7 +218,7 @@ class State(Cache):
 
 
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
-               soft_cap: float | None) -> Tensor:
+               rule: Rule) -> Tensor:
     """The queries of a group's heads (B, G, H / G, E) meet its keys and values (B, G, S, E) in one
     product, so that no key is repeated. On a CPU in float32, because products of 16-bit
     numbers are slow where it has no instructions for them."""
@@ -225,17 +227,15 @@ def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tens
         q, k, v = q.float(), k.float(), v.float()
     if torch.is_autocast_enabled(q.device.type):    # which would cast them back
         with torch.autocast(q.device.type, enabled=False):
-            return _weighted(q, k, v, mask, sinks, soft_cap).to(dtype)
-    return _weighted(q, k, v, mask, sinks, soft_cap).to(dtype)
+            return _weighted(q, k, v, mask, sinks, rule).to(dtype)
+    return _weighted(q, k, v, mask, sinks, rule).to(dtype)
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
-              soft_cap: float | None) -> Tensor:
-    if soft_cap is None and sinks is None:
+              rule: Rule) -> Tensor:
+    if rule.soft_cap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask)
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = capped(q @ k.mT / math.sqrt(q.shape[-1]), rule)
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
@@ -280,10 +280,6 @@ class Stored:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
-
-
-class Same(Stored):
-    pass
 
 
 class Int8(Stored):

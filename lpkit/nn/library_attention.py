@@ -210,30 +210,32 @@ def knows_groups(varlen_attn: Callable[..., Any]) -> bool:
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    import flash_attn as library
 
-    how = {"causal": True, "window_size": (_left(rule), 0 if rule.window else -1),
-           "softcap": rule.soft_cap or 0.0}
-    if rule.documents:
-        at, longest = _packed(q, documents, rule)
-        return _heads(flash_attn_varlen_func(*_tokens(q, k, v), at, at, longest, longest, **how), q)
-    return flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how).transpose(1, 2)
+    window = _left(rule), 0 if rule.window else -1
+    return _by_flash(library, q, k, v, documents, rule, window_size=window)
 
 
 def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """Attends with flash_attn 4, whose functions return the log-sums besides."""
-    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    import flash_attn.cute as library
 
-    how = {"causal": True, "softcap": rule.soft_cap or 0.0, "learnable_sink": sinks,
-           "window_size": (_left(rule), 0) if rule.window else (None, None)}
+    window = (_left(rule), 0) if rule.window else (None, None)
+    return _by_flash(library, q, k, v, documents, rule, window_size=window, learnable_sink=sinks)
+
+
+def _by_flash(library: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rule: Rule,
+              **how: Any) -> Tensor:
+    """flash_attn 4 returns the log-sums besides."""
+    how |= {"causal": True, "softcap": rule.soft_cap or 0.0}
     if rule.documents:
         at, longest = _packed(q, documents, rule)
-        out, _ = flash_attn_varlen_func(*_tokens(q, k, v), cu_seqlens_q=at, cu_seqlens_k=at,
-                                        max_seqlen_q=longest, max_seqlen_k=longest, **how)
-        return _heads(out, q)
-    out, _ = flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
-    return out.transpose(1, 2)
+        found = library.flash_attn_varlen_func(
+            *_tokens(q, k, v), cu_seqlens_q=at, cu_seqlens_k=at, max_seqlen_q=longest,
+            max_seqlen_k=longest, **how)
+    else:
+        found = library.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
+    return _heads(found[0] if isinstance(found, tuple) else found, q)
 
 
 # FP8

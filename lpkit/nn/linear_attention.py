@@ -4,8 +4,7 @@ A kind is a module with what it has beside q, k and v: called with the block's i
 gives the fifth argument of its backends. `plain` is the definition, `chunked` its linear-time form
 (`lpkit.kernels.linear_attention`), `after` the state that a prompt leaves, `step` one token of it:
 
-    state = kind.state(batch, heads, E, dtype, device)      # heads: G, of keys and values
-    state = kind.after(k, v, kind(x))                       # k, v (B, G, T, E)
+    state = kind.after(k, v, kind(x))                       # k, v (B, G, T, E), T from 0
     out, state = kind.step(q, k, v, state, kind(x))         # q (B, H, 1, E); k, v (B, G, 1, E)
 
 States are float32 for inputs in 16 bits. Documents are not told apart: a token sees all before it.
@@ -27,17 +26,12 @@ def _repeated(t: Tensor, heads: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class Linear(nn.Module):
     """Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236: softmax's exp(q k) becomes
     phi(q) phi(k), phi = elu + 1."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.width = config.E       # F: features of a query and of a key
 
     def forward(self, x: Tensor) -> Tensor | None:
         return None
@@ -58,14 +52,9 @@ class Linear(nn.Module):
                 features: Tensor | None = None) -> Tensor:
         return kernel.LinearAttention.apply(q, k, v, features)
 
-    def state(self, batch: int, heads: int, E: int, dtype: torch.dtype,
-              device: torch.device | str = "cpu") -> Tensor:
-        """(B, G, F, E + 1): sums of phi(k) v^T and, beside them, of phi(k)."""
-        return torch.zeros(batch, heads, self.width, E + 1, dtype=_state_dtype(dtype),
-                           device=device)
-
     @staticmethod
     def after(k: Tensor, v: Tensor, features: Tensor | None = None) -> Tensor:
+        """(B, G, F, E + 1): sums of phi(k) v^T and, beside them, of phi(k)."""
         with in_full(k):
             return kernel.mapped(k, features, keys=True).mT @ F.pad(wide(v), (0, 1), value=1.0)
 
@@ -86,8 +75,8 @@ class Performer(Linear):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.width = config.attention.features
-        features = kernel.orthogonal_features(self.width, config.E, config.attention.seed)
+        own = config.attention
+        features = kernel.orthogonal_features(own.features, config.E, own.seed)
         # settings have all of it: not in a checkpoint
         self.register_buffer("features", features.to(torch.get_default_device()), persistent=False)
 
@@ -126,13 +115,9 @@ class Delta(nn.Module):
                 gates: Tensor | None = None) -> Tensor:
         return kernel.DeltaAttention.apply(q, k, v, gates)
 
-    def state(self, batch: int, heads: int, E: int, dtype: torch.dtype,
-              device: torch.device | str = "cpu") -> Tensor:
-        """(B, G, E, E): from a key to its value."""
-        return torch.zeros(batch, heads, E, E, dtype=_state_dtype(dtype), device=device)
-
     @staticmethod
     def after(k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        """(B, G, E, E): from a key to its value."""
         with in_full(k):
             return kernel.Chunks(k, k, v, gates).state.unflatten(0, k.shape[:2])
 

@@ -1,5 +1,6 @@
 """Adam, whose weight decay is part of the gradient (Kingma & Ba 2015, arXiv:1412.6980)."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -17,11 +18,5 @@ def adam(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: in
     adamw(w, g.add(w, alpha=settings.weight_decay), slots, coupled, update)
 
 
-def adam_kernel(w: Tensor, g: Tensor, slots: Slots, settings: AdamWSettings, update: int) -> None:
-    """PyTorch's fused kernel on one parameter."""
-    adamw_kernel(w, g, slots, settings, update, torch_adam)
-
-
-def adam_fused(groups: list[dict], settings: AdamWSettings) -> torch.optim.Optimizer:
-    """Makes the Adam that updates all parameters at once."""
-    return adamw_fused(groups, settings, torch.optim.Adam)
+adam_kernel = partial(adamw_kernel, kernel=torch_adam)
+adam_fused = partial(adamw_fused, kind=torch.optim.Adam)

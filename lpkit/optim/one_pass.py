@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit.contracts import Choice
 from lpkit.kernels.choose import REFERENCE, choose
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel
+from lpkit.kernels.kernel import Kernel, spoiled
 from lpkit.optim import rules
 from lpkit.optim.rounding import DROPPED, drawn, noise
 from lpkit.techniques.kernels import OF_KERNEL, asked_of
@@ -128,8 +128,7 @@ class OnePass:
                     yield w, g, *slots, noise(w.cpu(), rng).to(device), self.settings, 1000
         zero = torch.zeros(3, 40, device=device)
         yield self.arguments(zero, update=1)
-        bad = torch.randn(4, 48, generator=rng).to(device)
-        bad[1, 3], bad[2, 5] = torch.nan, torch.inf
+        bad = spoiled(torch.randn(4, 48, generator=rng).to(device), (1, 3), (2, 5))
         yield bad, bad.flip(0), *[bad.square()] * self.slots, None, self.settings, 7
 
 

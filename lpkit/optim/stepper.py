@@ -43,7 +43,8 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     """
     parameter_groups = optimizers.parameter_groups(list(named), settings)
     rows = {group.settings: optimizers.find(group.settings.name) for group in parameter_groups}
-    stays = placement is None or placement.name == StatePlacement.name
+    placement = placement or StatePlacement()
+    stays = placement.name == StatePlacement.name
     plain = stays and not optimizers.find_format(moment_format).encoding_bytes
     if not any(row.slots for row in rows.values()) and not plain:
         raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
@@ -82,18 +83,16 @@ class Stepper(torch.optim.Optimizer):
     The noise of rounding depends on the seed, the parameter and the update alone.
     """
 
-    def __init__(self, groups: list[dict], settings: OptimizerSettings, *,
-                 moment_format: str = "float32", placement: StatePlacement | None = None,
-                 seed: int = 0, kernels: str = "auto", by_first: Callable = operator.call,
-                 told: Mapping[nn.Parameter, Parameter] | None = None):
+    def __init__(self, groups: list[dict], settings: OptimizerSettings, *, moment_format: str,
+                 placement: StatePlacement, seed: int, kernels: str, by_first: Callable,
+                 told: Mapping[nn.Parameter, Parameter]):
         super().__init__(groups, {"lr": settings.lr, "weight_decay": settings.weight_decay,
                                   "settings": settings})
         self.moment_format = moment_format
         self.codec = optimizers.find_format(moment_format).load()()
-        self.placement, self.seed = placement or StatePlacement(), seed
+        self.placement, self.seed, self.told = placement, seed, told
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
-        self.told = told or {p: Parameter("", tuple(p.shape)) for p in parameters}
         plain = not optimizers.find_format(moment_format).encoding_bytes
         # how many labels an estimate drew, for the rules that asked for it; empty: an update
         self.asking: Mapping[OptimizerSettings, float] = {}

@@ -56,9 +56,8 @@ class LowPrecision(Transform):
             raise ConfigError(f"precision.recipe.high_precision_layers={layers} leaves no Linear "
                               f"to the recipe; name fewer, or choose precision.recipe=bf16")
         for name, linear in here.items():
-            parent, _, leaf = name.rpartition(".")
             new = self.backend.plain(linear) if name in stay else self._cast(name, linear)
-            setattr(model.get_submodule(parent), leaf, new)
+            model.set_submodule(name, new)
         return self.backend.around(model)
 
     def _cast(self, name: str, linear: nn.Linear) -> nn.Module:

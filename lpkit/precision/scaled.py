@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lpkit.kernels import cast as kernel
 from lpkit.kernels import wide_product
 from lpkit.kernels.cast import Noise, hadamard
-from lpkit.kernels.operator import operator
+from lpkit.kernels.pytorch import product_pytorch
 from lpkit.kernels.scales import Scaled, decide, spread
 from lpkit.precision.backends import sharing, slow_float16
 from lpkit.precision.linear import Arithmetic
@@ -99,25 +99,15 @@ def product(a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
-def _addmm_now(start: Tensor, a: Tensor, b: Tensor, alpha: Tensor | None, beta: float) -> Tensor:
-    return torch.addmm(start, a, b.T, beta=beta, alpha=1.0 if alpha is None else alpha.item())
-
-
-_addmm = operator("addmm(Tensor start, Tensor a, Tensor b, Tensor? alpha, float beta) -> Tensor",
-                  product=True, fake=lambda start, a, b, *_: a.new_empty(len(a), len(b)),
-                  flops=lambda start, a, b, *_, **__: 2 * a[0] * a[1] * b[0])(_addmm_now)
-
-
 def _matmul(a: Tensor, b: Tensor, alpha: Tensor | None, bias: Tensor | None,
             dtype: torch.dtype, wide: bool) -> Tensor:
     """alpha * a @ b.T + bias, accumulated in float32 and rounded once to `dtype`."""
     if a.device.type == "cpu":  # alpha and bias inside the product, before its result is rounded
         if wide and a.dtype == torch.bfloat16 and wide_product.wins(a, b):
             return wide_product.multiply(a, b, bias, alpha).to(dtype)
-        start = a.new_zeros(b.shape[0]) if bias is None else bias.to(a.dtype)
         # a graph has no numbers of the host; without one an operator more is 7 us, and hides addmm
-        form = _addmm if torch.compiler.is_compiling() else _addmm_now
-        return form(start, a, b, alpha, 0.0 if bias is None else 1.0).to(dtype)
+        form = wide_product.addmm if torch.compiler.is_compiling() else product_pytorch
+        return form(a, b, bias if bias is None else bias.to(a.dtype), alpha).to(dtype)
     y = torch.mm(a, b.T, out_dtype=torch.float32) if a.dtype != torch.float32 else a @ b.T
     y = y if alpha is None else y.mul_(alpha)
     return (y if bias is None else y.add_(bias)).to(dtype)

@@ -143,13 +143,18 @@ def _whole_width(m: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Block(Kind):
-    """A row of BLOCKS. `gain`: what branches are multiplied by at the start. `norms`: it has those
-    of model.norm; `channels`: a gain for each channel; `one_gain`: both branches have the same.
-    `bare`: attention has neither values nor projection. `refuses(model)`: why it cannot be of it,
-    and the way out. `uncut`: why a rank cannot have a part of its heads or tokens."""
+    """A row of BLOCKS. `gain`: what branches are multiplied by at the start, None: nothing; without
+    a `skip`, attention by 1. `norms`: those of model.norm; `parallel`: one for both branches;
+    `behind`: one behind each. `channels`: a gain for each channel; `one_gain`: both branches have
+    the same. `bare`: attention has neither values nor projection. `refuses(model)`: why it cannot
+    be of it, and the way out. `uncut`: why a rank cannot have a part of its heads or tokens."""
 
-    gain: float = 1.0
+    implementation: str = "lpkit.nn.blocks:Branches"
+    gain: float | None = None
+    skip: bool = True
     norms: bool = True
+    parallel: bool = False
+    behind: bool = False
     channels: bool = False
     one_gain: bool = False
     bare: bool = False
@@ -157,42 +162,40 @@ class Block(Kind):
     uncut: str = ""
 
 
-OF_BLOCK, IN_BLOCK = "lpkit.predict.blocks:", "lpkit.nn.blocks:"
+OF_BLOCK = "lpkit.predict.blocks:"
 ADDED = "adds up gains of a stream that ranks have in parts"
 SHAPED = "sums over whole sequences and over all heads"
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP, whose "
                       "results are added", implementation="lpkit.nn.transformer:Block",
                       source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
-    "parallel": Block(operations=OF_BLOCK + "parallel", why="attention and MLP read one norm, and "
-                      "both are added", implementation=IN_BLOCK + "Parallel",
+    "parallel": Block(operations=OF_BLOCK + "parallel", parallel=True,
+                      why="attention and MLP read one norm, and both are added",
                       source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
-    "sandwich": Block(operations=OF_BLOCK + "sandwich", why="a norm before each branch and one "
-                      "behind it", implementation=IN_BLOCK + "Sandwich",
+    "sandwich": Block(operations=OF_BLOCK + "sandwich", behind=True,
+                      why="a norm before each branch and one behind it",
                       source="Ding et al. 2021, https://arxiv.org/abs/2105.13290, section 2.4"),
     "rezero": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False, one_gain=True,
+                    uncut=ADDED,
                     why="no norm; both branches of a layer times one number that begins as 0",
-                    uncut=ADDED, implementation=IN_BLOCK + "Scaled",
                     source="Bachlechner et al. 2020, https://arxiv.org/abs/2003.04887"),
     "skipinit": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False,
                       why="no norm; each branch times a number that begins as 0", uncut=ADDED,
-                      implementation=IN_BLOCK + "Scaled",
                       source="De and Smith 2020, https://arxiv.org/abs/2002.10444"),
-    "layerscale": Block(operations=OF_BLOCK + "scaled", gain=1e-4, channels=True,
+    "layerscale": Block(operations=OF_BLOCK + "scaled", gain=1e-4, channels=True, uncut=ADDED,
                         why="pre-norm; each channel of a branch times a number that begins as 1e-4",
-                        uncut=ADDED, implementation=IN_BLOCK + "Scaled",
                         source="Touvron et al. 2021, https://arxiv.org/abs/2103.17239, section 2"),
-    "skipless": Block(operations=OF_BLOCK + "skipless", gain=0.1, refuses=_whole_heads,
-                      why="attention without a skip, in the shape of an identity", uncut=SHAPED,
-                      implementation=IN_BLOCK + "Skipless",
+    "skipless": Block(operations=OF_BLOCK + "skipless", gain=0.1, skip=False, uncut=SHAPED,
+                      why="attention without a skip, in the shape of an identity",
+                      refuses=_whole_heads,
                       source="He et al. 2023, https://arxiv.org/abs/2302.10322"),
-    "sas": Block(operations=OF_BLOCK + "skipless", gain=0.1, bare=True, refuses=_whole_width,
-                 why="skipless, and without matrices of values and projection", uncut=SHAPED,
-                 implementation=IN_BLOCK + "Skipless",
+    "sas": Block(operations=OF_BLOCK + "skipless", gain=0.1, skip=False, bare=True, uncut=SHAPED,
+                 why="skipless, and without matrices of values and projection",
+                 refuses=_whole_width,
                  source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 9"),
-    "sas-p": Block(operations=OF_BLOCK + "sas_parallel", gain=0.1, bare=True, refuses=_whole_width,
-                   why="sas with attention and MLP side by side, and no skip at all", uncut=SHAPED,
-                   implementation=IN_BLOCK + "SasParallel",
+    "sas-p": Block(operations=OF_BLOCK + "sas_parallel", gain=0.1, skip=False, parallel=True,
+                   bare=True, why="sas with attention and MLP side by side, and no skip at all",
+                   uncut=SHAPED, refuses=_whole_width,
                    source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 10"),
 }
 

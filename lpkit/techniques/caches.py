@@ -30,7 +30,7 @@ class CacheFormat(Row):
 
 CACHES: dict[str, CacheFormat] = {
     "same": CacheFormat(why="keys and values as they were computed",
-                        implementation="lpkit.nn.kv_cache:Same"),
+                        implementation="lpkit.nn.kv_cache:Stored"),
     "int8": CacheFormat(why="8 bits, a scale for each head of each token", bits=8,
                         implementation="lpkit.nn.kv_cache:Int8"),
     "int4": CacheFormat(why="4 bits, a scale and an offset for 32 numbers of a head", bits=4,

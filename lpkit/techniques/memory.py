@@ -198,7 +198,7 @@ OPTIMIZER_STATE = {
     "disk": OptimizerState(
         why="a memory-mapped file", leaves=("cpu", "gpu"),
         source="Rajbhandari et al. 2021, arXiv:2104.07857",
-        implementation="lpkit.memory.disk:on_disk"),
+        implementation="lpkit.memory.files:state_on_disk"),
 }
 
 

@@ -312,7 +312,7 @@ OPTIMIZERS = {
         slots=(Slot(name="momentum_buffer"),
                Slot(name="rows", signed=False, shape=lambda p, s: p[:1])),
         groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.normuon:normuon"),
+        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:normuon"),
     "schedule-free": Optimizer(
         why="AdamW, and the average of its weights in place of a falling learning rate",
         source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),

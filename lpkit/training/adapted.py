@@ -55,8 +55,7 @@ def merged(run: Run, tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[s
             linear = nn.Linear(*weight.shape[::-1], bias=bias is not None)
             linear.weight = nn.Parameter(weight)
             linear.bias = None if bias is None else nn.Parameter(bias)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, linear)
+            model.set_submodule(name, linear)
     plain = run.config.replace({"model.changes": []}).model
     found, changes = model.state_dict(), ", ".join(map(str, run.config.model.changes))
     if (virtual(run.config.model) or not parameters(plain).keys() <= found.keys()

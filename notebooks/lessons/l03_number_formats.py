@@ -37,8 +37,7 @@ from lessons.number_formats import encode, round_to, spacing, values
 from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
-from lpkit.measure.telemetry import observed
-from lpkit.precision.error import sqnr_db
+from lpkit.measure.telemetry import decibel, observed
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.formats import FORMATS, Format
 from lpkit.training.training import Training
@@ -67,6 +66,15 @@ def operands(training: Training, *, steps: int) -> dict[str, list[Tensor]]:
         training.forward_backward(training.batch(steps), phases=lambda name: nullcontext())
     training.optimizer.zero_grad(set_to_none=True)
     return dict(zip(("weights", "activations", "gradients"), found.values()))
+
+
+def sqnr_db(x: Tensor, y: Tensor) -> float | None:
+    """The SQNR of y, the cast of x: sum x^2 / sum (y - x)^2, in dB; None: y is exact.
+
+    A decibel is a tenth of a power of ten; one more bit of mantissa is a quarter of the noise,
+    6.02 dB. Source: Bennett 1948, https://doi.org/10.1002/j.1538-7305.1948.tb01340.x"""
+    ratio = x.double().square().sum() / (y - x).double().square().sum()
+    return decibel(ratio.item())
 
 
 def measured_db(x: Tensor, fmt: Format) -> float | None:

@@ -30,9 +30,9 @@ from lessons.colours import lines_of
 from lessons.drawing import POWERS, axis, box, figure, scatter
 from lessons.draws import LARGEST, normal
 from lessons.judge import Exercise, adding_to
+from lessons.l03_number_formats import sqnr_db
 from lessons.style import COLOURS
 from lpkit.kernels.scales import MAKE_SCALES
-from lpkit.precision.error import sqnr_db
 from lpkit.precision.scaled import quantise
 from lpkit.tables import INK
 from lpkit.techniques.formats import Format, format_of

@@ -28,7 +28,7 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels import jit
-from lpkit.kernels.choose import choose
+from lpkit.kernels.choose import candidates, choose
 from lpkit.measure.advice import Advice, advise, case_name
 from lpkit.precision.backends import BACKENDS
 from lpkit.predict.evidence import MEASURED, catalogued
@@ -162,8 +162,9 @@ def cast_by_kernels(layer: nn.Module, x: Tensor, d_out: Tensor) -> None:
         torch.autograd.grad(layer(x), (x, layer.weight), d_out)
     for attribute, name in layer.arithmetic.kernels.items():
         if name in seen:
-            chosen = choose(name, KERNELS[name].load(), VERSION, list(seen[name].values()))
-            setattr(layer.arithmetic, attribute, chosen.call)
+            kernel = KERNELS[name].load()
+            used = choose(name, kernel, VERSION, list(seen[name].values())).choice.used
+            setattr(layer.arithmetic, attribute, candidates(kernel)[used])
 
 
 def step(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
