@@ -411,10 +411,7 @@ def layer_dropping() -> Numbers:
 def masked_tokens() -> Numbers:
     blocks = _blocks_flops
     decoder = blocks(8, 512, 196)
-    cases = [case for path in sorted(resource("data/measured").glob("masked-*.json"))
-             for case in json.loads(path.read_text())["cases"]]
     return Numbers(
-        measured={case["case"]: case["ratio"] for case in cases if case["case"].startswith("seconds")},
         kit={"75% masked": (blocks(24, 1024, 196) + decoder) / (blocks(24, 1024, 49) + decoder)},
         elsewhere={"BERT-base, 15% of 512 tokens masked, and no decoder":
                    blocks(12, 768, 512) / blocks(12, 768, round(0.85 * 512))})
