@@ -8,7 +8,6 @@ as properties, so that formulas read like the notation. Standard library only (P
 when YAML is asked for): `lpkit.predict` stands on this module.
 """
 
-import copy
 import dataclasses
 import functools
 import math
@@ -448,8 +447,8 @@ def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]
     node, rows = values, _tables(Config)
     for name in filter(None, group.split(".")):
         inner = node.setdefault(name, {})
-        if isinstance(inner, str):      # a row by its name alone
-            inner = node[name] = {"name": inner}
+        if isinstance(inner, str | dict):       # a row by its name alone; what the caller has stays
+            inner = node[name] = {"name": inner} if isinstance(inner, str) else dict(inner)
         node = inner if isinstance(inner, dict) else {}
     now = node.get(last)
     if key not in known and group not in rows and not isinstance(now, dict):
@@ -457,7 +456,7 @@ def _change(values: dict[str, Any], key: str, value: Any, known: Collection[str]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):
-        node[last] = copy.deepcopy(dict(value))
+        node[last] = dict(value)
     elif key in rows and isinstance(now, dict) and "name" in now:
         _change_row(now, rows[key], value)
     elif key not in rows and isinstance(now, dict):

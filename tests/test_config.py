@@ -102,3 +102,18 @@ def test_a_number_that_yaml_reads_in_another_base_is_refused(value):
     """YAML 1.1 makes 90 of 1:30, and 8 of 010."""
     with pytest.raises(ConfigError, match=rf"YAML reads {value} in base 60 or 8"):
         Config.from_yaml(f"steps: {value}")
+
+
+@pytest.mark.parametrize("key", ["model", "model.attention", "governors", "zzz", "data.policy"])
+def test_what_nests_without_end_is_refused(key):
+    given = {}
+    for _ in range(5000):
+        given = {"a": given}
+    with pytest.raises(ConfigError):
+        Config().replace({key: given})
+
+
+def test_a_group_and_one_of_its_settings_are_changed_together_and_the_callers_stays():
+    given = {"attention": {"name": "window", "size": 8}}
+    config = Config().replace({"model": given, "model.attention.size": 16})
+    assert (config.model.attention.name, config.model.attention.size) == ("window", 16) and given["attention"]["size"] == 8

@@ -147,18 +147,14 @@ class Device:
         self.block_numbers = ops.trained_weights / self.tensor + self.small     # with gradients
 
     def _casts(self) -> None:
-        """Which Linears are cast, and how: `low`, but for those of `plain` (the first block, the
-        last, the head)."""
-        p, m, here = self.step.p, self.m, {}
-        self.low, self.widened = p.low, self.step.widened
-        if p.low:
-            stay = p.low.stay(m.L)
-            here = {"first": self.embeds and 0 in stay, "last": self.heads and m.L - 1 in stay,
-                    "head": "head" in p.low.keep}
-        self.plain = {name for name, is_plain in here.items() if is_plain}
-        if self.layers == 1 and "first" in self.plain:
-            self.plain.add("last")
-        self.head_low = None if "head" in self.plain else p.low
+        """Which Linears are cast, and how: `low`, but for those of the blocks `stay`, by number, and
+        `head_low` for the head."""
+        low, L, above = self.step.p.low, self.m.L, self.m.L - self.layers
+        self.low, self.widened = low, self.step.widened
+        stay = low.stay(L) if low else ()
+        self.stay = {n for n in stay if self.embeds and n < self.layers}
+        self.stay |= {n - above for n in stay if self.heads and n >= above}
+        self.head_low = None if low and "head" in low.keep else low
 
     def _activations(self) -> None:
         """Decides what is kept: what comes back from elsewhere, or low precision, is `fetched` at a

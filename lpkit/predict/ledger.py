@@ -40,6 +40,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, fused
 from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.recipes import at_end
 
 MOMENTS = {     # in the order in which they come
     LOSS: "everything is kept, and the logits have their gradients",
@@ -186,7 +187,6 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
 
 
 TRACE = "; lpkit.predict_trace(config) counts every tensor instead"
-WORDS = frozenset(("head", "first", "last"))
 
 
 class Doubt(NamedTuple):
@@ -232,7 +232,7 @@ def _doubt(step: Step) -> str:
         return ""
     if config.model.changes:
         return str(ADAPTED)
-    if not WORDS.issuperset(p.low.keep):
+    if any(at_end(name, ()) is None for name in p.low.keep if name != "head"):
         return str(Doubt("Linears that stay in 16 bits by a pattern are counted as the others"))
     if memory.cross_entropy.name != "full" and "head" not in p.low.keep:
         return str(LOW_HEAD)
@@ -379,7 +379,7 @@ def _leaving(d: Walk) -> Iterator[State]:
 def _casts(d: Walk) -> Iterator[State]:
     """Yields what is kept of casts: weights that serve a whole update, scales, amaxes."""
     low, linears = d.low, d.ops.linears
-    cast = d.layers - len(d.plain & {"first", "last"})      # blocks whose Linears are
+    cast = d.layers - len(d.stay)       # blocks whose Linears are
     if d.caches_casts:      # casts that serve both products, and those that do not
         shared = 1 if low.w[0] == low.w[1] else 2
         yield State(walk.LOW, d.linear_weights * cast * low.number_bytes * shared, dies=EMBED)

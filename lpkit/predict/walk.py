@@ -56,9 +56,8 @@ class Walk(Device):
         as_it_is = Block(self, self.kept.plain, None)
         self.inner = Block(self, self.kept.block, self.low) if self.low else as_it_is
         self.blocks = [self.inner] * self.layers
-        for name, number in (("first", 0), ("last", -1)):
-            if name in self.plain:
-                self.blocks[number] = as_it_is
+        for number in self.stay:
+            self.blocks[number] = as_it_is
         self.unsaved = self.first_saves_less() if embeds else 0.0
         self.walk()
 
@@ -147,12 +146,14 @@ class Walk(Device):
         else:
             self.whole_loss(cached)
         self.begin(LAST)
-        lasts = firsts = 1      # blocks that are walked
-        if self.layers > 2 and (self.leave or self.inner is not self.blocks[-1] or
+        # blocks that are walked: those that are not as the others are, and one of these
+        firsts, lasts = (next((n for n, one in enumerate(ends) if one is self.inner), 0)
+                         for ends in (self.blocks, self.blocks[::-1]))
+        if self.layers > 2 and (self.leave or lasts or
                                 (self.layers - 1 in self.again) != (self.layers - 2 in self.again)):
-            lasts = 2
-        if self.layers > 3 and self.leave:
-            firsts = 2
+            lasts = max(lasts, 1) + 1
+        lasts = max(lasts, 1)
+        firsts = min(max(firsts, 1) + (self.layers > 3 and self.leave), self.layers - lasts)
         for number in range(self.layers - 1, self.layers - 1 - lasts, -1):
             self.through(number)
         if self.layers > lasts:
@@ -186,10 +187,11 @@ class Walk(Device):
     def between(self, numbers: range) -> None:
         """The blocks that are not walked."""
         run = sum(number in self.again for number in numbers) if self.again else 0
-        others = len(numbers) - run
-        self.add(ACTIVATIONS, -run * self.kept.again_bytes - others * self.kept.block_bytes)
-        self.add(COPIES, -others * self.inner.copied_bytes)
-        self.add(LOW, -others * self.inner.low_bytes)
+        others, alike = len(numbers) - run, self.blocks[numbers.start]
+        saved_bytes = sum(alike.saved.values())
+        self.add(ACTIVATIONS, -run * self.kept.again_bytes - others * saved_bytes)
+        self.add(COPIES, -others * alike.copied_bytes)
+        self.add(LOW, -others * alike.low_bytes)
         self.add(GRADIENTS, len(numbers) * self.block_gradient_bytes)
 
     def copies(self, weights: float) -> float:
