@@ -89,7 +89,7 @@ class Account(RunAccount):
         """Divides by the 16-bit peak, measured here, so that a faster recipe has a higher MFU."""
         training = self.training
         dtype = "fp32" if training.decisions.recipe.compute is None else "bf16"
-        peak, _ = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
+        peak = hardware.peak_flops(dtype, str(training.device), torch.get_num_threads())
         flops = tokens_per_second * training_flops_per_token(governed(training.config).model)
         return flops / (peak * training.ranks.world)
 

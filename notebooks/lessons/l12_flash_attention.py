@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -35,6 +36,8 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.hardware import synchronised
 from lpkit.kernels.tiled_attention import attend, tiles
+from lpkit.measure.attention import tried
+from lpkit.measure.probes import Check, Probe, probe
 from lpkit.measure.tracking import Tracker
 from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.tables import FAINT, INK
@@ -68,6 +71,11 @@ class Alone(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.call(q, k, v, None, None).transpose(1, 2).flatten(2)
+
+
+def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
+    """Tries a backend, here and now."""
+    return probe(Check(f"{name}, {kind} in {dtype}", "attention", partial(tried, name, model, dtype)), device)
 
 
 def model_of(T: int, *, heads: int, head_width: int) -> ModelConfig:

@@ -4,13 +4,13 @@ itself on a GPU."""
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 
+from lessons.l12_flash_attention import cell
 from lpkit.config import ModelConfig
-from lpkit.measure.attention import LENGTHS, MODEL, tried
-from lpkit.measure.probes import Check, Probe, probe
+from lpkit.measure.attention import LENGTHS, MODEL
+from lpkit.measure.probes import Probe
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 from tests.pages import markdown_table
@@ -34,11 +34,6 @@ def models() -> dict[str, ModelConfig]:
         "capped": replace(MODEL, attention=replace(full, soft_cap=20.0)),
         "sinks": replace(MODEL, attention=replace(full, sinks=True)),
         "grouped": replace(MODEL, kv_heads=2), "one group": replace(MODEL, kv_heads=1)}
-
-
-def cell(kind: str, name: str, dtype: str, device: torch.device, model: ModelConfig) -> Probe:
-    """Tries one, here and now."""
-    return probe(Check(f"{name}, {kind} in {dtype}", "attention", partial(tried, name, model, dtype)), device)
 
 
 Found = Mapping[tuple[str, str], Mapping[str, Probe]]       # by backend and kind, by dtype
