@@ -108,7 +108,7 @@ def counted_bytes(name: str) -> int:
         h, head, y = inputs(TOKENS_HELD)
         with Tracker(head) as tracker:
             tracker.hold([h, y], "temporaries")
-            held = sum(tracker.now().values())
+            held = sum(record.nbytes for record in tracker.records.values())
             gradients(LOSSES[name], h, head, y)
         return tracker.footprint().peak_bytes - held
 
