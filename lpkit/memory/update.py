@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +20,20 @@ OfAll = Callable[[Sequence[Tensor], Sequence[nn.Parameter]], Tensor]
 
 def after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
           of_all: OfAll | None = None) -> OptimizerStep:
-    """Clip by the global norm, step, and free every gradient. clip=0: no clipping."""
-    def step() -> Tensor:
-        trained = [p for p in parameters if p.grad is not None]
-        norms = torch._foreach_norm([p.grad for p in trained], 2, torch.float32) if trained else ()
-        norm = (of_all or global_norm)(norms, trained)
-        nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norm
+    """Clip by the global norm, step, and free every gradient. clip=0: no clipping. A partial is
+    copied with a Training, where a closure would go on with the first one's parameters."""
+    return partial(_after, optimizer, parameters, clip or math.inf, of_all or global_norm)
 
-    return step
+
+def _after(optimizer: Optimizer, parameters: list[nn.Parameter], clip: float,
+           of_all: OfAll) -> Tensor:
+    trained = [p for p in parameters if p.grad is not None]
+    norm = of_all(torch._foreach_norm([p.grad for p in trained], 2, torch.float32)
+                  if trained else (), trained)
+    nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def global_norm(norms: Sequence[Tensor], _: Sequence[nn.Parameter] = ()) -> Tensor:
