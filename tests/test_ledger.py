@@ -151,7 +151,7 @@ def test_drawn_configs_are_where_the_bench_has_them():
 
 @pytest.mark.parametrize("layers", ["first:2,last:3", "last:2", "first:2"])
 def test_blocks_at_either_end_that_stay_are_counted_on_ranks(layers):
-    """Of FP4, a block keeps a quarter of the bytes that one in 16 bits does. As if all but the outermost were alike, more was freed than had been
+    """A block in FP4 keeps a quarter of the bytes that one in 16 bits does. As if all but the outermost were alike, more was freed than had been
     kept, and `nvfp4-published` under ZeRO 3 had no answer."""
     config = SMALL.replace({"model.layers": 9, "precision.recipe": "nvfp4", "precision.recipe.high_precision_layers": f"head,{layers}",
                             "parallel.shard": 4, "grad_accum_steps": 2, "global_batch": 16})

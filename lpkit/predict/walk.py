@@ -149,10 +149,8 @@ class Walk(Device):
         # blocks that are walked: those that are not as the others are, and one of these
         firsts, lasts = (next((n for n, one in enumerate(ends) if one is self.inner), 0)
                          for ends in (self.blocks, self.blocks[::-1]))
-        if self.layers > 2 and (self.leave or lasts or
-                                (self.layers - 1 in self.again) != (self.layers - 2 in self.again)):
-            lasts = max(lasts, 1) + 1
-        lasts = max(lasts, 1)
+        unlike = lasts or (self.layers - 1 in self.again) != (self.layers - 2 in self.again)
+        lasts = max(lasts, 1) + (self.layers > 2 and bool(self.leave or unlike))
         firsts = min(max(firsts, 1) + (self.layers > 3 and self.leave), self.layers - lasts)
         for number in range(self.layers - 1, self.layers - 1 - lasts, -1):
             self.through(number)
