@@ -63,9 +63,6 @@ def rmsnorm(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.width, eps=config.norm_eps)
 
 
-NoNorm = nn.Identity     # the stream as it is; it takes a config and asks nothing of it
-
-
 class LearnedPositions(nn.Module):
     """Adds a learned vector to each token's embedding; leaves q and k alone. `start`: where the
     first token stands; or the place of each, (T,) int64, or where sequences differ (B, T)."""

@@ -37,7 +37,7 @@ def _attention(s: MicroBatch, *, saved: float, work: float, out: float | None = 
                numbers: int = 0, views: int | None = None, saves_result: bool = False,
                pairs: tuple[Pairs, ...] = (), gates: int = 0, features: int | None = None,
                **facts: Any) -> Op:
-    """Of each token are saved q, k and v, by `views` of what gave them (None: all), `numbers`
+    """Saves q, k and v of each token, by `views` of what gave them (None: all), `numbers`
     besides, and `gates`. Without `pairs` all meet, by `features` of a head or its width. Backward
     holds `work`, and makes `out` bytes of gradients of q, k and v (None: as many as they have);
     they are turned back in float32, with halves exchanged; then their parts and the whole lie side

@@ -114,7 +114,7 @@ NORMS: dict[str, Kind] = {
     "layernorm": Kind(operations=layernorm, implementation="lpkit.nn.layers:layernorm"),
     "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
     "none": Kind(operations=no_norm, why="the stream as it is",
-                 implementation="lpkit.nn.layers:NoNorm"),
+                 implementation="torch.nn:Identity"),
 }
 MLPS: dict[str, Kind] = {
     "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.mlps:GeluMLP"),
