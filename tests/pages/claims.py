@@ -366,10 +366,14 @@ def simplified_blocks_speed() -> Numbers:
         whole = forward_flops(m, attention="causal")
         return whole / (whole - 2 * m.T * _values_and_outputs(m))
 
-    cases = [case for path in sorted(resource("data/measured").glob("blocks-*.json"))
-             for case in json.loads(path.read_text())["cases"] if case["case"].startswith("sas-p,")]
-    return Numbers(kit=_simplified(quicker),
-                   measured={case["case"].removeprefix("sas-p, "): case["ratio"] for case in cases})
+    return Numbers(kit=_simplified(quicker), measured=_by_bench("blocks", "sas-p, "))
+
+
+def _by_bench(name: str, case: str) -> dict[str, float]:
+    """Returns the ratios of cases that begin so, by what follows."""
+    return {one["case"].removeprefix(case): one["ratio"]
+            for path in sorted(resource("data/measured").glob(f"{name}-*.json"))
+            for one in json.loads(path.read_text())["cases"] if one["case"].startswith(case)}
 
 
 def _of_optimizer(lean: Callable[[Config], float]) -> dict[str, float]:
@@ -413,6 +417,8 @@ def masked_tokens() -> Numbers:
     decoder = blocks(8, 512, 196)
     return Numbers(
         kit={"75% masked": (blocks(24, 1024, 196) + decoder) / (blocks(24, 1024, 49) + decoder)},
+        measured={f"{case}, 8 x 128, CPU": ratio
+                  for case, ratio in _by_bench("masked", "seconds of an update, ").items()},
         elsewhere={"BERT-base, 15% of 512 tokens masked, and no decoder":
                    blocks(12, 768, 512) / blocks(12, 768, round(0.85 * 512))})
 
