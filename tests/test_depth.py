@@ -32,8 +32,10 @@ SMALL = Config().replace({
     "eval_every": 4, "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 1, "precision.recipe": "fp32", "system.device": "cpu",
     "system.attention": "plain"})
 SAYS = {"stochastic-depth": {}, "layer-drop": {"rate": 0.5}, "progressive-layer-drop": {"gamma": 0.5}, "stack": {"start": 1, "at": [2, 5]},
-        "stack, preserved": {"preserve": True}, "random-ltd": {"grow_steps": 6, "rises": 3}, "token-drop": {"share": 0.3}}
+        "stack, preserved": {"preserve": True}, "random-ltd": {"grow_steps": 6, "rises": 3}, "token-drop": {"share": 0.3},
+        "masked-growth": {"old": 1, "rise_steps": 5}}
 ROWS = [name for name in SAYS if "," not in name]
+LESS = [name for name in SAYS if name != "masked-growth"]       # it saves nothing by itself
 
 
 def of(name: str, config: Config = SMALL, **more) -> Config:
@@ -112,7 +114,7 @@ def test_scales_undo_the_probabilities():
 
 # ---- what it costs
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", LESS)
 def test_flops_are_those_that_are_counted(name):
     """Over all updates of a run, by torch's counter."""
     config, counted = of(name, SMALL.replace({"model.context": 64})), 0
@@ -127,7 +129,7 @@ def test_flops_are_those_that_are_counted(name):
     assert whole * STEPS > said and predict(config, "h200").flops_per_token == pytest.approx(said / STEPS / 256)
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", LESS)
 def test_predictions_are_of_what_runs(name):
     """A large model: seconds and the bill shrink with the FLOPs, parameters stay, bytes are those of the largest update."""
     config = lpkit.preset("llama-8b").replace({"steps": 1000})
@@ -302,6 +304,43 @@ def test_a_growth_copies_what_runs(preserve):
     assert not torch.equal(model.blocks[2].attention.out.weight, weights["blocks.2.attention.out.weight"])
 
 
+# ---- masks
+
+def test_masks_rise_over_what_is_new():
+    """A small model of two layers is stacked: at first the large one is that one, and at each update, and where it is evaluated, the stream is
+    x + mask (block(x) - x) in what is new."""
+    training, small = built(of("masked-growth", old=2, rise_steps=4)), built(SMALL.replace({"model.layers": 2}))
+    with torch.no_grad():
+        for name, p in small.model.named_parameters():
+            p.copy_(dict(training.model.named_parameters())[name])
+    tokens, rotated = training.batch(0).tokens, training.model.positions.rotation(32, 0, torch.zeros(1))
+
+    def masked(mask):
+        x = training.model.embed(tokens)
+        for layer, block in enumerate(blocks):
+            x = x + (mask if layer >= 2 else 1) * (block(x, rotated) - x)
+        return training.model.norm(x)
+
+    blocks, governor = list(training.model.blocks), training.governors["masked-growth"]
+    for step, mask in enumerate((0, 0.25, 0.5, 0.75, 1, 1)):
+        governor.begin(training, step)
+        torch.testing.assert_close(training.model.hidden(tokens), masked(mask), atol=2e-6, rtol=1e-5)
+        if step == 0:
+            assert torch.equal(training.model.hidden(tokens), small.model.hidden(tokens))
+        governor.end(training, step)
+        torch.testing.assert_close(training.model.hidden(tokens), masked(mask), atol=2e-6, rtol=1e-5)
+        training.update(step)
+    assert list(training.model.blocks) == blocks
+
+
+def test_a_mask_costs_what_the_whole_model_does():
+    masked = of("masked-growth")
+    assert predict(masked, "h200").flops_per_token == predict(SMALL, "h200").flops_per_token
+    assert lpkit.predict_trace(masked).peak_bytes == pytest.approx(memory(masked, room("cpu")).peak_bytes, rel=0.06)
+    said = of("masked-growth", SMALL.replace({"steps": 100}), old=0, rise_steps=None).governors[0]
+    assert [DEPTH[said.name].keeps(said, 6, 100, step)[2:4] for step in (0, 10, 50, 99)] == [(1, math.inf), (1, 5), (1, 1), (1, 1)]
+
+
 # ---- a run that goes on, and ranks
 
 @pytest.mark.parametrize("cut", [1, 2, 4, 5, 6])
@@ -317,7 +356,7 @@ def test_a_resumed_run_is_the_same_run(name, cut):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["stack", "random-ltd", "progressive-layer-drop"])
+@pytest.mark.parametrize("name", ["stack", "random-ltd", "progressive-layer-drop", "masked-growth"])
 def test_a_run_is_stopped_and_resumed(name, corpus, tmp_path):
     config = of(name, SMALL.replace({"data.source": str(corpus / "*.py")}))
     whole = lpkit.train(config, out=tmp_path / "whole")
@@ -356,7 +395,7 @@ BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"}, {"me
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
+@pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack", "masked-growth"])
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 def test_what_changes_no_number_changes_none_here(name, beside):
     one, other = built(of(name, SMALL.replace(beside))), built(of(name))
@@ -374,7 +413,7 @@ def test_others_train(name, beside):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", ["layer-drop", "stochastic-depth", "random-ltd"])
+@pytest.mark.parametrize("name", ["layer-drop", "stochastic-depth", "random-ltd", "masked-growth"])
 def test_compiled_blocks_train_the_same(name):
     one, other = built(of(name, SMALL.replace({"system.compile": "blocks"}))), built(of(name))
     assert [one.update(step).loss.item() for step in range(6)] == pytest.approx([other.update(step).loss.item() for step in range(6)], rel=1e-5)
@@ -399,6 +438,8 @@ def test_compiled_blocks_train_the_same(name):
     ({"governors": "random-ltd", "model.layers": 2}, r"governors=random-ltd is of layers between the first and the last; set model.layers=3, not 2"),
     ({"governors": "token-drop", "model.layers": 2}, r"set model.layers=3, not 2"),
     ({"governors": [{"name": "random-ltd", "grow_steps": 9}]}, r"governors=random-ltd:grow_steps=9 is after the run's end; set it to 8"),
+    ({"governors": [{"name": "masked-growth", "old": 4}]}, r"governors=masked-growth:old=4 are all of model.layers=4; set old=2"),
+    ({"governors": [{"name": "masked-growth", "rise_steps": 8}]}, r"masked-growth:rise_steps=8 is after the run's end; set it to 7"),
     ({"governors": "token-drop", "parallel.context": 2}, r"parallel.context=2 ranks have some each; set parallel.context=1"),
     ({"governors": "random-tld"}, r"random-ltd")])
 def test_what_cannot_be_is_refused_in_one_sentence(changed, sentence):

@@ -5,7 +5,7 @@ it sees in the update after `step` others; 0: it is left out, and the stream pas
 the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
 https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
 is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
-the whole model.
+the whole model, but evaluation has the masks of `masked-growth`.
 """
 
 import math
@@ -106,6 +106,25 @@ class Tokens(Settings):
                 f"parallel.context=1" if context > 1 else "")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Masks(Settings):
+    old: CountOrZero = 0                # layers from below that have no mask; 0: half
+    rise_steps: Count | None = None     # updates until masks are 1; None: half of the run
+
+    def problem(self, config: Any) -> str:
+        layers, steps = config.model.L, config.steps
+        if self.old >= layers:
+            return f":old={self.old} are all of model.layers={layers}; set old={layers // 2}"
+        return (f":rise_steps={self.rise_steps} is after the run's end; set it to {steps - 1}"
+                if (self.rise_steps or 0) >= steps else "")
+
+
+def masked(settings: Masks, layers: int, steps: int, step: int) -> Shares:
+    mask = min(1.0, step / (settings.rise_steps or max(1, steps // 2)))
+    old = settings.old or layers // 2
+    return (1.0,) * old + (1 / mask if mask else math.inf,) * (layers - old)
+
+
 def evenly(settings: Drop, layers: int, steps: int, step: int) -> Shares:
     return (1 - settings.rate,) * layers
 
@@ -155,6 +174,12 @@ DEPTH: dict[str, Governor] = {
             "before. Moments begin anew", settings=Stack(), shares=stacked,
         implementation="lpkit.training.depth:Stacking",
         source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
+    "masked-growth": Governor(
+        why="what new layers add has a mask, which rises from 0 to 1: with start.grow=stack the "
+            "small model's function goes over into the large one's", settings=Masks(),
+        shares=lambda settings, layers, *_: (1.0,) * layers, keeps=masked,
+        implementation="lpkit.training.depth:Masked",
+        source="Yao et al. 2023, arXiv:2305.02869"),
     "random-ltd": Governor(
         why="layers between the first and the last see a random part of the tokens, each another "
             "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,

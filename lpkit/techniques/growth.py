@@ -3,16 +3,17 @@
 A preserving row begins as the same function: new layers end in zeros, and copies of a neuron share
 its outgoing weights. Copies with equal shares have the same gradients and stay alike: a large model
 learns what the small one could. So shares are uneven (LEMON, https://arxiv.org/abs/2310.07999).
-Masked growth (https://arxiv.org/abs/2305.02869) multiplies what is new by a mask that goes from 0
-to 1; `identity-depth` is its beginning, with zeros that are trained. LiGO
-(https://arxiv.org/abs/2303.00980) is no row: a fit on data is not made again by who goes on.
+A linear map is a file: its fit on data is not made again by who goes on.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from lpkit.techniques.blocks import MLPS, NORMS
+from safetensors import SafetensorError, safe_open
+
+from lpkit.errors import nearest
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Rate
 
@@ -42,6 +43,44 @@ class WidthSettings(Settings):
     depth: Literal["identity-depth", "stack", "interpolate"] = "identity-depth"
 
 
+# By module: the axis that it writes (its rows), and the one that it reads (its columns).
+AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "heads"),
+        "up": ("mlp", "width"), "gate_up": ("gate_up", "width"), "down": ("width", "mlp"),
+        "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}
+
+
+def sizes(m: Any) -> dict[str, int]:
+    """Returns those of a model's axes."""
+    return {"width": m.D, "mlp": m.F, "gate_up": 2 * m.F, "heads": m.H * m.E, "groups": m.G,
+            "qkv": (m.H + 2 * m.G) * m.E, "gain": m.D if BLOCKS[m.block].channels else 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maps(Settings):
+    """`file`: safetensors. A matrix W becomes writes.AXIS W reads.AXIS^T, (large, small) each, and
+    those of a layer are first summed over the small layers by its row of depth.MODULE. What it
+    leaves out is bert2BERT's."""
+
+    file: str = ""
+
+    def problem(self, of: Any) -> str:
+        small, large = of
+        due = {f"depth.{module}": (large.L, small.L) for module in AXES}
+        for axis, size in sizes(large).items():
+            due |= dict.fromkeys((f"writes.{axis}", f"reads.{axis}"), (size, sizes(small)[axis]))
+        try:
+            with safe_open(self.file, "np") as file:
+                has = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            return f"start.grow.file={self.file!r} cannot be read ({error})"
+        for name, shape in has.items():
+            if name not in due:
+                return f"{self.file!r} has {name!r}; {nearest(name, due)}"
+            if shape != due[name]:
+                return f"{name} is {shape} in {self.file!r}; these models need {due[name]}"
+        return ""
+
+
 DEEPER = "lpkit.training.growth:deeper"
 KNOWN = {"block": ("pre-norm", "parallel", "rezero", "skipinit", "layerscale"),
          "norm": tuple(NORMS), "mlp": tuple(MLPS)}      # the kit's own
@@ -61,4 +100,8 @@ GROWTH: dict[str, Row] = {
                         grows=("layers", "width", "heads", "kv_heads", "mlp_width"),
                         multiples=("width",), implementation="lpkit.training.growth:wider",
                         source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3"),
+    "ligo": Growth(why="linear maps of the small model's tensors, from a file", settings=Maps(),
+                   grows=("layers", "width", "heads", "kv_heads", "mlp_width"), knows=KNOWN,
+                   implementation="lpkit.training.growth:linear",
+                   source="Wang et al. 2023, https://arxiv.org/abs/2303.00980, section 3"),
 }

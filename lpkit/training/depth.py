@@ -56,17 +56,20 @@ class Depth:
         return self.row.shares(self.settings, config.model.L, config.steps, config.seed, step)
 
     def begin(self, training: Any, step: int) -> None:
-        self.end(training, step)        # of an update that was given up
+        self.restore(training)      # an update may have been given up
         config, blocks = training.config, training.model.blocks
         self.whole, keeps = list(blocks), (1.0,) * len(blocks)
         if self.row.keeps:
             keeps = self.row.keeps(self.settings, len(blocks), config.steps, step)
         for layer, share in enumerate(self.shares(training, step)):
-            if share < 1 or keeps[layer] < 1:
+            if share < 1 or keeps[layer] != 1:
                 draw = hashed(config.seed, step, 0 if self.row.alike else layer, 1)
                 blocks[layer] = Partly(blocks[layer] if share else None, share, keeps[layer], draw)
 
     def end(self, training: Any, step: int) -> None:
+        self.restore(training)
+
+    def restore(self, training: Any) -> None:
         for layer, block in enumerate(self.whole):
             training.model.blocks[layer] = block
         self.whole = []
@@ -76,6 +79,11 @@ class Depth:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         pass
+
+
+class Masked(Depth):
+    def end(self, training: Any, step: int) -> None:
+        pass        # evaluation has the masks, too
 
 
 class Stacking(Depth):

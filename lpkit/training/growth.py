@@ -3,31 +3,29 @@
 In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
 column shared among the copies, so that sums stay; norms stay as each place has as many copies.
 Groups of heads are copied whole, and queries in each, so that one meets a copy of its own key. Of a
-tied head the last norm is shared: its columns are the embedding's.
+tied head the last norm is shared: its columns are the embedding's. A linear map has matrices in the place of copies.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques.blocks import BLOCKS
-from lpkit.techniques.growth import GROWTH, WidthSettings
+from lpkit.techniques.growth import AXES, GROWTH, Maps, WidthSettings, sizes
 from lpkit.techniques.row import Settings
 from lpkit.training.runs import Run
 
 Pairs = Iterator[tuple[str, Tensor]]
 ENDS = ("attention.out.", "mlp.down.")      # whose results are added to the stream
-# By module: the axis that it writes (its rows), and the one that it reads (its columns).
-AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "heads"),
-        "up": ("mlp", "width"), "gate_up": ("gate_up", "width"), "down": ("width", "mlp"),
-        "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}
 READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}
 
 
@@ -64,7 +62,7 @@ def refusal(settings: Settings, small: ModelConfig, large: ModelConfig) -> str:
     if small.tied and small.norm == "none" and large.D != small.D:
         return (f"model.width={large.D} with a tied head and no norm has other logits; set "
                 f"model.width={small.D}, or grow a run with model.tied=false")
-    return ""
+    return settings.problem((small, large))
 
 
 def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
@@ -84,11 +82,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
     axes, draw, uneven = _axes(small, large), torch.Generator().manual_seed(0), settings.uneven
 
     def made(name: str) -> Tensor:
-        t, (module, kind) = tensors[name], name.split(".")[-2:]
-        of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
-        writes, reads = AXES.get(of, ("", ""))
-        if small.tied and name.startswith("norm."):
-            writes, reads = "", "width"
+        t, (writes, reads) = tensors[name], _axes_of(name, small)
         rows = axes.get(writes)
         if rows is not None and reads and settings.aki:
             above = re.sub(r"(?<=^blocks\.)\d+", lambda layer: f"{int(layer[0]) + 1}", name)
@@ -96,12 +90,53 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
             t, rows = torch.cat((t, tensors.get(above, t))), rows + len(t) * again
         if rows is not None:
             t = t[rows]
-        if reads and (kind == "weight" or not writes):
+        if reads:
             copies = t[..., axes[reads]]
-            t = copies if module == "embed" else copies * shares(t, axes[reads], uneven, draw)
+            t = (copies if "embed." in name else
+                 copies * shares(t, axes[reads], uneven, draw))
         return t
 
     return deeper(tensors, small, large, settings, made)
+
+
+def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig, settings: Maps,
+           maps: Mapping[str, Tensor] | None = None) -> Pairs:
+    """`maps`: in the file's place, of which a gradient may be asked."""
+    maps = copying(small, large) | (load_file(settings.file) if maps is None else maps)
+
+    def made(name: str, t: Tensor) -> Tensor:
+        writes, reads = _axes_of(name, small)
+        t = maps[f"writes.{writes}"] @ t if writes else t
+        there = maps[f"{'writes' if 'embed.' in name else 'reads'}.{reads}"].T if reads else None
+        return t if there is None else t @ there
+
+    yield from ((name, made(name, t)) for name, t in tensors.items() if name[:7] != "blocks.")
+    leaves = [name.removeprefix("blocks.0.") for name in tensors if name.startswith("blocks.0.")]
+    stack = torch.eye(small.L).repeat(-(-large.L // small.L), 1)
+    for layer, leaf in itertools.product(range(large.L), leaves):
+        depth = maps.get(f"depth.{leaf.split('.')[-2].rstrip('12')}", stack)[layer]
+        mixed = sum(w * tensors.get(f"blocks.{below}.{leaf}", 0) for below, w in enumerate(depth))
+        yield f"blocks.{layer}.{leaf}", made(leaf, mixed)
+
+
+def copying(small: ModelConfig, large: ModelConfig, uneven: float = 0.0) -> dict[str, Tensor]:
+    """Returns bert2BERT's matrices, (large, small); whoever fits them begins with `uneven` ones."""
+    draw, maps = torch.Generator().manual_seed(0), {}
+    for axis, places in _axes(small, large).items():
+        copies = torch.eye(sizes(small)[axis])[places]
+        share = shares(torch.ones(copies.shape[1]), places, uneven, draw)
+        maps |= {f"writes.{axis}": copies, f"reads.{axis}": copies * share[:, None]}
+    return maps
+
+
+def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
+    """Returns what a tensor writes and reads; empty: none."""
+    module, kind = name.split(".")[-2:]
+    if small.tied and name.startswith("norm."):
+        return "", "width"
+    of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
+    writes, reads = AXES.get(of, ("", ""))
+    return writes, reads * (kind == "weight" or not writes)
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "fp8-products": ("fp8:products", "the three FP8 products of a Linear beside bf16's, on a GPU"),
     "fp8-step": ("fp8:step", "whole training steps in FP8 beside bf16, on a GPU"),
     "fsdp2": ("fsdp2:run", "ZeRO 3 beside accelerate's FSDP2"),
+    "growth": ("growth:run", "a small model that grows by each row beside a large one, in nats"),
     "import": ("imports:run", "`import lpkit` beside `import torch`"),
     "kernels": ("fused:fused", "each kernel beside eager and compiled PyTorch and other libraries"),
     "launch": ("launch:run", "how soon a rank that failed is named, and what starting ranks costs"),
