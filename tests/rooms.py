@@ -129,7 +129,10 @@ class Person:
             session = {"kernel": {"name": "python3"}, "name": name, "path": name, "type": "notebook"}
             self.kernel = self.ask(f"/user/{self.name}/api/sessions", session)["kernel"]["id"]
         with ThreadPoolExecutor(1) as pool:     # a test with a browser has a loop of its own here
-            return pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(code), seconds))).result()
+            try:
+                return pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(code), seconds))).result()
+            except TimeoutError:
+                raise AssertionError(f"{self.name}'s kernel has not ended {code[:60]!r} in {seconds:g} s") from None
 
     async def _run(self, code: str) -> str:
         address = f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels"

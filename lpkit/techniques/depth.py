@@ -5,7 +5,7 @@ it sees in the update after `step` others; 0: it is left out, and the stream pas
 the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
 https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
 is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
-the whole model, but evaluation has the masks of `masked-growth`.
+the whole model.
 """
 
 import math
@@ -178,7 +178,6 @@ DEPTH: dict[str, Governor] = {
         why="what new layers add has a mask, which rises from 0 to 1: with start.grow=stack the "
             "small model's function goes over into the large one's", settings=Masks(),
         shares=lambda settings, layers, *_: (1.0,) * layers, keeps=masked,
-        implementation="lpkit.training.depth:Masked",
         source="Yao et al. 2023, arXiv:2305.02869"),
     "random-ltd": Governor(
         why="layers between the first and the last see a random part of the tokens, each another "

@@ -56,7 +56,7 @@ class Depth:
         return self.row.shares(self.settings, config.model.L, config.steps, config.seed, step)
 
     def begin(self, training: Any, step: int) -> None:
-        self.restore(training)      # an update may have been given up
+        self.end(training, step)        # of an update that was given up
         config, blocks = training.config, training.model.blocks
         self.whole, keeps = list(blocks), (1.0,) * len(blocks)
         if self.row.keeps:
@@ -67,9 +67,6 @@ class Depth:
                 blocks[layer] = Partly(blocks[layer] if share else None, share, keeps[layer], draw)
 
     def end(self, training: Any, step: int) -> None:
-        self.restore(training)
-
-    def restore(self, training: Any) -> None:
         for layer, block in enumerate(self.whole):
             training.model.blocks[layer] = block
         self.whole = []
@@ -79,11 +76,6 @@ class Depth:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         pass
-
-
-class Masked(Depth):
-    def end(self, training: Any, step: int) -> None:
-        pass        # evaluation has the masks, too
 
 
 class Stacking(Depth):

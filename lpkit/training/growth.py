@@ -3,7 +3,8 @@
 In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
 column shared among the copies, so that sums stay; norms stay as each place has as many copies.
 Groups of heads are copied whole, and queries in each, so that one meets a copy of its own key. Of a
-tied head the last norm is shared: its columns are the embedding's. A linear map has matrices in the place of copies.
+tied head the last norm is shared: its columns are the embedding's. A linear map has matrices in the
+place of copies.
 """
 
 import itertools
@@ -90,10 +91,9 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
             t, rows = torch.cat((t, tensors.get(above, t))), rows + len(t) * again
         if rows is not None:
             t = t[rows]
-        if reads:
+        if reads and (name.endswith("weight") or not writes):
             copies = t[..., axes[reads]]
-            t = (copies if "embed." in name else
-                 copies * shares(t, axes[reads], uneven, draw))
+            t = copies if "embed." in name else copies * shares(t, axes[reads], uneven, draw)
         return t
 
     return deeper(tensors, small, large, settings, made)
@@ -107,8 +107,9 @@ def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig
     def made(name: str, t: Tensor) -> Tensor:
         writes, reads = _axes_of(name, small)
         t = maps[f"writes.{writes}"] @ t if writes else t
-        there = maps[f"{'writes' if 'embed.' in name else 'reads'}.{reads}"].T if reads else None
-        return t if there is None else t @ there
+        if reads and (name.endswith("weight") or not writes):
+            t = t @ maps[f"{'writes' if 'embed.' in name else 'reads'}.{reads}"].T
+        return t
 
     yield from ((name, made(name, t)) for name, t in tensors.items() if name[:7] != "blocks.")
     leaves = [name.removeprefix("blocks.0.") for name in tensors if name.startswith("blocks.0.")]
@@ -135,8 +136,7 @@ def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
     if small.tied and name.startswith("norm."):
         return "", "width"
     of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
-    writes, reads = AXES.get(of, ("", ""))
-    return writes, reads * (kind == "weight" or not writes)
+    return AXES.get(of, ("", ""))
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
