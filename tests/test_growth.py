@@ -198,8 +198,8 @@ def test_what_does_not_fit_is_one_sentence(name, small, large, sentence):
 
 
 @pytest.mark.parametrize(("maps", "sentence"), [
-    ({"writes.widht": (64, 32)}, "has 'writes.widht'; did you mean 'writes.width'?"), ({"depth.attention": (2, 2)}, "has 'depth.attention'; "),
-    ({"writes.width": (96, 32)}, r"writes.width is (96, 32) in "), ({"depth.up": (4, 2)}, "these models need (2, 2)"),
+    ({"writes.widht": (64, 32)}, "; did you mean 'writes.width'?"), ({"depth.attention": (2, 2)}, "'depth.attention' is (2, 2) in "),
+    ({"writes.width": (96, 32)}, r"'writes.width' is (96, 32) in "), ({"depth.up": (4, 2)}, "these models need (2, 2)"),
     (None, "cannot be read ("), (b"no file of tensors", "cannot be read (")], ids=str)
 def test_a_map_that_does_not_fit_is_one_sentence(maps, sentence, tmp_path):
     file = tmp_path / "maps.safetensors"

@@ -315,7 +315,7 @@ def test_the_command_does_the_same(stand_in, tmp_path, capsys):
     (["--processes", "3", "parallel.data=2"], "is 2 devices, not 3; use 2 devices"),
     (["--processes", "4", "parallel.data=2"], "is 2 devices, not 4; set parallel.data=4"),
     (["--processes", "3"], "global_batch=16 sequences does not split over data=3"),
-    (["--processes", "2", "parallel.tensor=2", "model.changes=lora"], "model.changes=lora change whole matrices, and a rank has parts; set"),
+    (["--processes", "2", "parallel.tensor=2", "model.changes=lora"], "model.changes=lora changes whole matrices, and a rank has parts; set"),
     (["--processes", "2", "parallel.context=2", "model.attention=delta"], "model.attention=delta takes whole sequences, and parallel.context=2 cuts"),
     (["--processes", "2", "parallel.pipeline=2"], "parallel.schedule=1f1b has no order of 1 micro-batches over 2 ranks, but of one a "
                                                   "rank or more; set grad_accum_steps=2"),

@@ -530,7 +530,7 @@ def test_an_update_of_balanced_stages_takes_no_longer(name):
     ({"parallel.shard": 2}, "parallel.zero=3 gathers weights anew for each micro-batch, and a pipeline has many under way; set parallel.zero=1"),
     ({"global_batch": 1, "grad_accum_steps": 1}, "set parallel.pipeline=1 parallel.interleave=1"),
     ({"parallel.schedule": "gpip"}, "there is no parallel.schedule 'gpip'; did you mean 'gpipe'"),
-    ({"system.kernels": "pytorch"}, "system.kernels=pytorch are tried in a whole model")])
+    ({"system.kernels": "pytorch"}, "system.kernels=pytorch is of a whole model")])
 def test_what_cannot_be_is_refused(settings, sentence):
     with pytest.raises(ConfigError) as refusal:
         refuse_untrainable(SMALL.replace({"parallel.pipeline": 2, **settings}))

@@ -325,7 +325,7 @@ def test_ranks_know_a_module_of_ones_own(own, beside, name, tmp_path):
     for zero in range(4):
         out, sharded = tmp_path / f"zero{zero}", config.replace({"parallel.shard": 2, "parallel.zero": zero})
         if config.governors and zero > 1:
-            with pytest.raises(ConfigError, match=r"governors=.* change whole weights, and a rank has rows; set governors="):
+            with pytest.raises(ConfigError, match=r"governors=.* changes whole weights, and a rank has rows; set governors="):
                 lpkit.launch(sharded, processes=2, out=out, parent=beside[1])
             assert not out.exists()
             continue

@@ -319,7 +319,7 @@ def test_a_governor_is_doubted_and_refused_where_ranks_have_rows(outside, tmp_pa
     config = SMALL.replace({"governors": "prune", "steps": 2, "data.source": str(corpus / "*.py"), "eval_batches": 1, "schedule.warmup_steps": 1})
     run = lpkit.train(config, out=tmp_path / "run")
     assert run.summary["chosen"]["governors"]["used"] == "prune" and "is as the update left it" in run.summary["chosen"]["governors"]["why"]
-    with pytest.raises(ConfigError, match=r"governors=prune change whole weights, and a rank has rows; set governors="):
+    with pytest.raises(ConfigError, match=r"governors=prune changes whole weights, and a rank has rows; set governors="):
         layouts.refuse_untrainable(config.replace({"parallel.shard": 2, "parallel.zero": 3}))
 
 

@@ -115,7 +115,7 @@ def test_what_does_not_divide_names_what_does(changes, sentence):
     ({"model.attention": "delta"}, "model.attention=delta has gates and states .*; set parallel.tensor=1"),
     ({"parallel.tensor_messages": "async"}, "async multiplies by weights alone, and model.bias=true is more .*; set parallel.tensor_messages=apart"),
     ({"parallel.tensor_messages": "async", "model.bias": False, "precision.recipe": "fp8-rowwise"}, "and precision.recipe=fp8-rowwise is more"),
-    ({"model.changes": "lora"}, "model.changes=lora change whole matrices, and a rank has parts; set model.changes="),
+    ({"model.changes": "lora"}, "model.changes=lora changes whole matrices, and a rank has parts; set model.changes="),
 ])
 def test_what_is_not_cut_so_far_is_refused(changes, sentence):
     config = SMALL.replace({"parallel.tensor": 2, **changes})

@@ -250,12 +250,13 @@ class AttentionKind(Row):
 
 def _sums(m: Any) -> int:
     """Returns the bytes of two sums in float32: features by values, and features alone."""
-    features = getattr(m.attention, "features", m.E)
-    return 4 * m.G * features * (m.E + 1)
+    return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
 
 
 OPERATIONS = "lpkit.predict.attention:"
 STATE = "lpkit.nn.kv_cache:State"
+SUMS = {"cache": STATE, "state_bytes": _sums, "operations": {
+    "plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"}}
 
 KINDS: dict[str, AttentionKind] = {
     "full": AttentionKind(why="every token so far", settings=Softmax(),
@@ -275,15 +276,11 @@ KINDS: dict[str, AttentionKind] = {
     "linear": AttentionKind(
         why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",
-        cache=STATE, state_bytes=_sums,
-        operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
-        source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
+        **SUMS, source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
     "performer": AttentionKind(
         why="as linear, with random features whose products are softmax's weights in the mean",
         settings=RandomFeatures(), implementation="lpkit.nn.linear_attention:Performer",
-        cache=STATE, state_bytes=_sums,
-        operations={"plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"},
-        source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
+        **SUMS, source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
     "delta": AttentionKind(
         why="a state from keys to values, where each token replaces a learned share of its key's",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",

@@ -115,8 +115,8 @@ class Masks(Settings):
         layers, steps = config.model.L, config.steps
         if self.old >= layers:
             return f":old={self.old} are all of model.layers={layers}; set old={layers // 2}"
-        return (f":rise_steps={self.rise_steps} is after the run's end; set it to {steps - 1}"
-                if (self.rise_steps or 0) >= steps else "")
+        late = f":rise_steps={self.rise_steps} is after the run's end; set it to {steps - 1}"
+        return late if (self.rise_steps or 0) >= steps else ""
 
 
 def masked(settings: Masks, layers: int, steps: int, step: int) -> Shares:

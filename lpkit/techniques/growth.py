@@ -66,19 +66,16 @@ class Maps(Settings):
     def problem(self, of: Any) -> str:
         small, large = of
         due = {f"depth.{module}": (large.L, small.L) for module in AXES}
-        for axis, size in sizes(large).items():
-            due |= dict.fromkeys((f"writes.{axis}", f"reads.{axis}"), (size, sizes(small)[axis]))
+        due |= {f"{way}.{axis}": (size, sizes(small)[axis])
+                for axis, size in sizes(large).items() for way in ("writes", "reads")}
         try:
             with safe_open(self.file, "np") as file:
                 has = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
         except (OSError, SafetensorError) as error:
             return f"start.grow.file={self.file!r} cannot be read ({error})"
-        for name, shape in has.items():
-            if name not in due:
-                return f"{self.file!r} has {name!r}; {nearest(name, due)}"
-            if shape != due[name]:
-                return f"{name} is {shape} in {self.file!r}; these models need {due[name]}"
-        return ""
+        wrong = next((name for name, shape in has.items() if shape != due.get(name)), "")
+        way_out = f"these models need {due[wrong]}" if wrong in due else nearest(wrong, due)
+        return wrong and f"{wrong!r} is {has[wrong]} in {self.file!r}; {way_out}"
 
 
 DEEPER = "lpkit.training.growth:deeper"

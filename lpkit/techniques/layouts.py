@@ -281,36 +281,28 @@ class Unsharded(NamedTuple):
 UNSHARDED = (
     Unsharded(0, "memory.optimizer_step", "after",
               "updates a parameter before its gradient has met those of other ranks"),
-    Unsharded(1, "memory.moment_format", "float32",
-              "has scales of blocks that cross the rows of two ranks"),
+    *(Unsharded(several, "memory.moment_format", "float32",
+                "has scales of blocks that cross the parts of two ranks")
+      for several in (1, "tensor")),
     Unsharded(1, "memory.optimizer_state", "device", "moves whole states, and a rank has a part"),
     Unsharded(2, "precision.cache_weight_casts", False,
               "keeps casts of weights that are gathered anew in each micro-batch"),
-    Unsharded(2, "precision.telemetry_every", 0, "looks at whole weights, and a rank has rows"),
+    *(Unsharded(several, "precision.telemetry_every", 0,
+                "looks at whole weights, and a rank has a part") for several in (2, "tensor")),
     Unsharded(2, "memory.param_dtype", "fp32", "leaves no float32 weights to gather from"),
     Unsharded(2, "model.init", "gpt2",
               "changes what it has filled, and ranks make one whole parameter at a time",
               lambda config: not getattr(INITS[config.model.init.name], "again", False)),
-    Unsharded(2, "governors", (), "change whole weights, and a rank has rows",
+    Unsharded(2, "governors", (), "changes whole weights, and a rank has rows",
               lambda config: len(running(config)) == len(config.governors)),
-    Unsharded("tensor", "memory.moment_format", "float32",
-              "has scales of blocks that cross the parts of two ranks"),
-    Unsharded("tensor", "precision.telemetry_every", 0,
-              "looks at whole weights, and a rank has parts"),
-    Unsharded("tensor", "governors", (), "change whole weights, and a rank has parts"),
-    Unsharded("tensor", "transforms", (), "change whole weights, and a rank has parts"),
-    Unsharded("tensor", "model.changes", (), "change whole matrices, and a rank has parts"),
+    *(Unsharded("tensor", key, (), "changes whole matrices, and a rank has parts")
+      for key in ("governors", "transforms", "model.changes")),
     Unsharded("pipeline", "memory.activation_offload", "device",
               "moves activations back as one micro-batch at a time needs them"),
-    Unsharded("pipeline", "system.kernels", "auto",
-              "are tried in a whole model, and a rank has some layers"),
-    Unsharded("pipeline", "precision.telemetry_every", 0,
-              "looks at all layers, and a rank has some"),
-    Unsharded("pipeline", "governors", (), "change whole models, and a rank has some layers"),
-    Unsharded("pipeline", "transforms", (), "change whole models, and a rank has some layers"),
-    Unsharded("pipeline", "model.changes", (), "change whole models, and a rank has some layers"),
-    Unsharded("pipeline", "objective", "next-token",
-              "reads the whole model, and a rank has some layers"),
+    *(Unsharded("pipeline", key, only, "is of a whole model, and a rank has some layers")
+      for key, only in (("system.kernels", "auto"), ("precision.telemetry_every", 0),
+                        ("objective", "next-token"), ("governors", ()), ("transforms", ()),
+                        ("model.changes", ()))),
     Unsharded("pipeline", "sizes", "constant",
               "changes the number of micro-batches, and an order is of one"),
     Unsharded("tensor", "objective", "next-token",
@@ -418,10 +410,8 @@ def refuse_untrainable(config: "Config") -> None:
     if not why:
         return
     words = " ".join(f"{key}={'' if value == () else value}" for key, value in changes.items())
-    instead = {"parallel.zero": lower}
-    other = ""
-    if 0 <= lower < layout.stage and trains(config, instead):
-        other = f", or parallel.zero={lower}"
+    less = 0 <= lower < layout.stage and trains(config, {"parallel.zero": lower})
+    other = f", or parallel.zero={lower}" if less else ""
     raise ConfigError(f"{why}; set {words}{other}")
 
 

@@ -3,8 +3,7 @@
 In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
 column shared among the copies, so that sums stay; norms stay as each place has as many copies.
 Groups of heads are copied whole, and queries in each, so that one meets a copy of its own key. Of a
-tied head the last norm is shared: its columns are the embedding's. A linear map has matrices in the
-place of copies.
+tied head the last norm is shared: its columns are the embedding's.
 """
 
 import itertools
@@ -101,7 +100,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
 def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig, settings: Maps,
            maps: Mapping[str, Tensor] | None = None) -> Pairs:
-    """`maps`: in the file's place, of which a gradient may be asked."""
+    """As `Maps` says. `maps`: in the file's place, of which a gradient may be asked."""
     maps = copying(small, large) | (load_file(settings.file) if maps is None else maps)
 
     def made(name: str, t: Tensor) -> Tensor:
