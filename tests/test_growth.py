@@ -200,7 +200,8 @@ def test_what_does_not_fit_is_one_sentence(name, small, large, sentence):
 @pytest.mark.parametrize(("maps", "sentence"), [
     ({"writes.widht": (64, 32)}, "; did you mean 'writes.width'?"), ({"depth.attention": (2, 2)}, "'depth.attention' is (2, 2) in "),
     ({"writes.width": (96, 32)}, r"'writes.width' is (96, 32) in "), ({"depth.up": (4, 2)}, "these models need (2, 2)"),
-    (None, "cannot be read ("), (b"no file of tensors", "cannot be read (")], ids=str)
+    (None, "cannot be read ("), (b"no file of tensors", "cannot be read ("), (b"", "cannot be read ("),
+    (b"\2" + bytes(7) + b"{}", ""), (b"\7" + bytes(7) + b'{"a":1}', "cannot be read (")], ids=str)
 def test_a_map_that_does_not_fit_is_one_sentence(maps, sentence, tmp_path):
     file = tmp_path / "maps.safetensors"
     if isinstance(maps, bytes):

@@ -50,10 +50,8 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
         raise ConfigError(f"optimizer={settings.name} keeps no state, so that memory.moment_format "
                           f"and memory.optimizer_state change nothing; leave them at their "
                           f"defaults")
-    groups = []
-    for group in parameter_groups:
-        groups.append({"params": [named[name] for name in group.names], "lr": group.lr,
-                       "weight_decay": group.weight_decay})
+    groups = [{"params": [named[name] for name in group.names], "lr": group.lr,
+               "weight_decay": group.weight_decay} for group in parameter_groups]
     fused = optimizers.find(settings.name).fused
     if (fused and plain and len(rows) == 1
             and all(p.dtype == torch.float32 for p in named.values())):
@@ -128,8 +126,8 @@ class Stepper(torch.optim.Optimizer):
         stored = [self._stored(p) for p in parameters]
         coming = []
         for i, tensors in enumerate(stored):
-            for j in range(i + len(coming), min(i + 2, len(stored))):   # this one and the next one
-                coming.append(self.placement.prefetch(stored[j], parameters[j].device))
+            coming += [self.placement.prefetch(stored[j], parameters[j].device)     # this, the next
+                       for j in range(i + len(coming), min(i + 2, len(stored)))]
             used = coming.pop(0)()
             yield used
             self.placement.write_back(tensors, used)

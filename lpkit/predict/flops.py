@@ -72,9 +72,8 @@ def products(model: ModelConfig, *, batch: int) -> tuple[Product, ...]:
             found.append(Product(name=op.name, M=round(M * op.tokens_share, 6) if part else M,
                                  N=N, K=K, calls=calls, cut=op.cut, trained=op.trained,
                                  density=op.density))
-        for one in op.pairs:
-            found.append(Product(**vars(one) | {"group": batch * one.group},
-                                 calls=calls, pairs=True))
+        found += [Product(**vars(one) | {"group": batch * one.group}, calls=calls, pairs=True)
+                  for one in op.pairs]
     return tuple(found)
 
 
