@@ -74,7 +74,8 @@ class Maps(Settings):
                 head = json.loads(file.read(min(length, 1 << 20)))
             has = {name: tuple(head[name]["shape"]) for name in head if name != "__metadata__"}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            return f"start.grow.file={self.file!r} cannot be read ({error})"
+            return (f"start.grow.file={self.file!r} cannot be read ({error}); `python -m "
+                    f"lessons.ligo` fits one")
         wrong = next((name for name, shape in has.items() if shape != due.get(name)), "")
         way_out = f"these models need {due[wrong]}" if wrong in due else nearest(wrong, due)
         return wrong and f"{wrong!r} is {has[wrong]} in {self.file!r}; {way_out}"

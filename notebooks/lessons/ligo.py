@@ -46,13 +46,13 @@ def fit(run: Run, config: Config, updates: int = UPDATES, lr: float = LR) -> dic
     maps = {name: t.requires_grad_() for name, t in maps.items()}
     optimizer = torch.optim.Adam(maps.values(), lr)
     for step in range(updates):
+        optimizer.zero_grad()
         batch = training.batch(step)
         made = dict(growth.linear(tensors, small, large, Maps(), maps=maps))
         logits = functional_call(training.model, made, (batch.tokens,))
         cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten()).backward()
         optimizer.step()
-        optimizer.zero_grad()
-    return {name: t.detach() for name, t in maps.items()}
+    return {name: t.detach() for name, t in maps.items() if t.grad is not None}     # that it has
 
 
 def main() -> int:
