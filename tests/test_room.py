@@ -65,8 +65,10 @@ def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
         assert served.status(f"{room['url']}/user/ben/{path}", anna.token) == 403
         assert served.status(f"{room['url']}/user/ben/{path}", ben.token) == 200
     assert anna.run("import os; print(os.getuid(), os.getgroups(), oct(os.umask(0o77)))").split() == ["52001", "[]", "0o77"]
-    connections = anna.run("import json, glob; print(json.load(open(glob.glob('../.local/share/jupyter/runtime/kernel-*.json')[0])).keys())")
-    assert "curve_publickey" in connections        # ports of 127.0.0.1 are everybody's; what goes over them is not
+    connection = "import json, glob; print(*map(json.load(open(glob.glob('/run/lpkit/*/kernel-*.json')[0])).get, ('transport', 'ip')))"
+    for one, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
+        transport, address = one.run(connection).split()
+        assert transport == "ipc" and address.startswith(f"/run/lpkit/{uid}/") and os.stat(f"/run/lpkit/{uid}").st_mode & 0o777 == 0o700
 
 
 @SERVED

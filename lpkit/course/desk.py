@@ -1,8 +1,9 @@
 """The process that a room starts for each learner, as that learner: its copies of the course are
 brought up to date, and then it becomes the hub's single-user JupyterLab.
 
-What the lab of one person does for quiet and for encrypted kernels (`lpkit.course.lab`) holds here,
-too: ports of 127.0.0.1 are open to all who sit at this machine.
+What the lab of one person does for quiet (`lpkit.course.lab`) holds here, too. Kernels have sockets
+in a folder of the learner's own: a port that is free when a kernel is given it may be another's once
+Python has started, where thirty start at once, and ports of 127.0.0.1 are everybody's.
 """
 
 import json
@@ -25,7 +26,7 @@ def main() -> None:
     write_atomically(mine / "jupyter_server_config.json", json.dumps({
         "LabApp": {key: value for key, value in QUIET_APP.items() if key != "default_url"},
         "ServerApp": {"root_dir": str(root)},
-        "KernelManager": {"transport_encryption": "auto"}}))
+        "KernelManager": {"transport": "ipc"}}))
     write_atomically(mine / "labconfig" / "default_setting_overrides.json",
                      json.dumps(QUIET_SETTINGS))
     os.environ["JUPYTER_CONFIG_PATH"] = str(mine)

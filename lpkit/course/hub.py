@@ -33,6 +33,7 @@ PROCESSES = 400         # threads count
 FILE_BYTES = 8 << 30    # the largest file
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
+SOCKETS = Path("/run/lpkit")    # of kernels, by learner: their paths must be short
 AGREE = """
 <p>May your teacher see how you get on? What you guess and measure, which exercises you solve in how
 many tries, and when, is then shown to the teacher of this room under a name that is drawn for you.
@@ -101,7 +102,8 @@ class Desk(LocalProcessSpawner):
         threads = str(room.threads)
         mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name, "SHELL": "/bin/bash",
                 "TMPDIR": f"{home}/tmp", "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
-                "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+                "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+                "JUPYTER_RUNTIME_DIR": f"{SOCKETS}/{self.member.uid}"}
         if room.gpus:
             gpu = str(self.member.uid % room.gpus)
             mine |= {"CUDA_VISIBLE_DEVICES": gpu, "LPKIT_TURNS": f"{room.folder}/turns/{gpu}"}
@@ -162,6 +164,10 @@ def _limited(group: Path, file: str = "", most: int = 0) -> Path:
 
 def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> None:
     """In the new process, before it becomes the learner's server."""
+    for folder, mode, owner in ((SOCKETS, 0o755, 0), (SOCKETS / str(uid), 0o700, uid)):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(mode)
+        os.chown(folder, owner, owner)
     for procs in groups:
         procs.write_text(str(os.getpid()))
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
