@@ -269,11 +269,8 @@ def multiplies_tiles() -> bool:
 def peak_flops(dtype: str, device: str, threads: int, *, fast: bool = True) -> float:
     """FLOP/s of the best square product in a dtype of DTYPES or LOW. Under a second, once per
     process and number of `threads`, which are PyTorch's own now. `fast`: FP8's sums."""
-    rates = []
-    for n, square in squares(dtype, torch.device(device), fast=fast).items():
-        (seconds,) = interleaved_seconds([square], rounds=9, within_seconds=0.35)
-        rates.append(2 * n**3 / min(seconds))
-    return max(rates)
+    return max(2 * n**3 / min(*interleaved_seconds([square], rounds=9, within_seconds=0.35))
+               for n, square in squares(dtype, torch.device(device), fast=fast).items())
 
 
 def squares(dtype: str, device: torch.device, *,

@@ -54,11 +54,9 @@ def text_table(rows: Iterable[Sequence[str]], *, align: str = "<", indent: str =
     rows = [[in_one_line(cell) for cell in row] for row in rows]
     sides = align + align[-1] * max(map(len, rows), default=0)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths)]
-        lines.append((indent + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
+    lines = ("  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths))
+             for row in rows)
+    return "\n".join((indent + line).rstrip() for line in lines)
 
 
 def beside(name: str, value: str, at: int, width: int) -> str:

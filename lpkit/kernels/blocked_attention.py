@@ -104,11 +104,9 @@ def _near(blocks: list[tuple[int, int, list[tuple[int, int]]]],
         return blocks
     (found, which), places = ids.unique(return_inverse=True), torch.arange(len(ids)).to(ids.device)
     firsts = places.new_full(found.shape, len(ids)).scatter_reduce(0, which, places, "amin")[which]
-    near = []
-    for first, last, spans in blocks:
-        start = int(firsts[first:last].min())
-        near.append((first, last, [(max(a, start), b) for a, b in spans if b > start]))
-    return near
+    starts = [int(firsts[first:last].min()) for first, last, _ in blocks]
+    return [(first, last, [(max(a, start), b) for a, b in spans if b > start])
+            for start, (first, last, spans) in zip(starts, blocks)]
 
 
 def _one(ids: Tensor, *spans: tuple[int, int]) -> bool:

@@ -318,11 +318,9 @@ class Telemetry:
         self._seen.add((name, tensor))
         x = value.detach().reshape(-1, value.shape[-1])
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            for role in self.roles:
-                if role == tensor:
-                    self._found.append(self._look(name, module, role, x, dtype))
-                elif role == f"{tensor}.T":
-                    self._found.append(self._look(name, module, role, x.T, dtype))
+            faces = {tensor: x, f"{tensor}.T": x.T}
+            self._found += [self._look(name, module, role, faces[role], dtype)
+                            for role in self.roles if role in faces]
 
     def _look(self, name: str, module: nn.Linear, role: str, x: Tensor,
               dtype: torch.dtype) -> Sample:

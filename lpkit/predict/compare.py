@@ -96,11 +96,9 @@ class Comparison:
 
     def to_dict(self) -> list[dict[str, Any]]:
         """JSON-ready: the error of a row that was not measured, or measured as nothing, is None."""
-        rows = []
-        for row in self.rows:
-            finite = row.error is not None and math.isfinite(row.error)
-            rows.append({**asdict(row), "error": row.error if finite else None})
-        return rows
+        finite = lambda error: error is not None and math.isfinite(error)
+        return [asdict(row) | {"error": row.error if finite(row.error) else None}
+                for row in self.rows]
 
     def _repr_html_(self) -> str:
         heads = ["", "formula", "measured", "formula is off by", "where"]

@@ -435,11 +435,9 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
                 values |= changes
         key = (decayed, values["lr_scale"], values["weight_decay"], ruled[name])
         members.setdefault(key, []).append(name)
-    groups = []
-    for (_, lr_scale, weight_decay, rule), found in members.items():
-        groups.append(ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
-                                     weight_decay=weight_decay, settings=rule))
-    return groups
+    return [ParameterGroup(names=tuple(found), lr=settings.lr * lr_scale,
+                           weight_decay=weight_decay, settings=rule)
+            for (_, lr_scale, weight_decay, rule), found in members.items()]
 
 
 def rules_of(names: Iterable[str], settings: OptimizerSettings) -> dict[str, OptimizerSettings]:
