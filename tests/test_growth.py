@@ -279,6 +279,23 @@ def test_ranks_of_zero_grow_the_same_model(base, tmp_path):
         assert again.summary["from_step"] == 2 and again.summary["status"] == "complete"
 
 
+def test_maps_of_a_run_in_16_bits(base, tmp_path):
+    """Its tensors are rounded, and what is made of them is float32 before it is rounded again; the file is part of what the run is."""
+    file = tmp_path / "maps.safetensors"
+    large = grown(base, "bert2bert").model
+    save_file(growth.copying(base.config.model, large), file)
+    low = lpkit.train(base.config.replace({"memory.param_dtype": "bf16", "precision.recipe": "bf16", "steps": 2}), out=tmp_path / "low")
+    config = low.config.replace({"start.run": str(low.path), "start.grow": {"name": "ligo", "file": str(file)}, **GROWN["bert2bert"], "model.layers": 2})
+    training = Training.build(config)
+    even = Training.build(config.replace({"start.grow": {"name": "bert2bert", "uneven": 0.0}}))
+    assert next(training.model.parameters()).dtype == torch.bfloat16
+    assert all(torch.equal(p, q) for p, q in zip(training.model.parameters(), even.model.parameters(), strict=True))
+    run = lpkit.train(config.replace({"steps": 2}), out=tmp_path / "run")
+    save_file({"depth.up": torch.eye(2)}, file)
+    with pytest.raises(ConfigError, match="was begun from weights with the SHA-256"):
+        lpkit.train(config.replace({"steps": 3}), out=run.path, resume=True)
+
+
 def test_adapters_of_a_grown_model_are_all_that_is_kept(base, tmp_path):
     config = grown(base, "bert2bert", **{"model.changes": [{"name": "lora", "rank": 2}], "steps": 4})
     run = lpkit.train(config, out=tmp_path / "run")

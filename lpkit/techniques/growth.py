@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lpkit.errors import nearest
-from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
+from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, operations
+from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Rate
 
@@ -51,8 +52,11 @@ AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "
 
 def sizes(m: Any) -> dict[str, int]:
     """Returns those of a model's axes."""
-    return {"width": m.D, "mlp": m.F, "gate_up": 2 * m.F, "heads": m.H * m.E, "groups": m.G,
-            "qkv": (m.H + 2 * m.G) * m.E, "gain": m.D if BLOCKS[m.block].channels else 1}
+    found = {"width": m.D, "gain": m.D if BLOCKS[m.block].channels else 1}
+    for op in operations(MicroBatch(model=m)).block:
+        if axes := op.matmul and AXES.get(op.name.rpartition(".")[2]):
+            found[axes[1]], found[axes[0]] = op.matmul
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig
     maps = copying(small, large) | (load_file(settings.file) if maps is None else maps)
 
     def made(name: str, t: Tensor) -> Tensor:
-        writes, reads = _axes_of(name, small)
+        t, (writes, reads) = t.float(), _axes_of(name, small)       # of 16 bits, it may be
         t = maps[f"writes.{writes}"] @ t if writes else t
         if reads and (name.endswith("weight") or not writes):
             t = t @ maps[f"{'writes' if 'embed.' in name else 'reads'}.{reads}"].T
@@ -121,10 +121,10 @@ def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig
 
 def copying(small: ModelConfig, large: ModelConfig, uneven: float = 0.0) -> dict[str, Tensor]:
     """Returns bert2BERT's matrices, (large, small); whoever fits them begins with `uneven` ones."""
-    draw, maps = torch.Generator().manual_seed(0), {}
-    for axis, places in _axes(small, large).items():
-        copies = torch.eye(sizes(small)[axis])[places]
-        share = shares(torch.ones(copies.shape[1]), places, uneven, draw)
+    draw, maps, axes = torch.Generator().manual_seed(0), {}, _axes(small, large)
+    for axis, size in sizes(small).items():
+        places, copies = axes[axis], torch.eye(size)[axes[axis]]
+        share = shares(torch.ones(size), places, uneven, draw)
         maps |= {f"writes.{axis}": copies, f"reads.{axis}": copies * share[:, None]}
     return maps
 
