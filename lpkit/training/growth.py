@@ -100,7 +100,7 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
 
 def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig, settings: Maps,
            maps: Mapping[str, Tensor] | None = None) -> Pairs:
-    """As `Maps` says. `maps`: in the file's place, of which a gradient may be asked."""
+    """Makes tensors as `Maps` says. `maps`: in place of the file, where a gradient is asked."""
     maps = copying(small, large) | (load_file(settings.file) if maps is None else maps)
 
     def made(name: str, t: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.nn.functional import cross_entropy
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError
 from lpkit.techniques.growth import AXES, Maps
+from lpkit.techniques.row import Settings
 from lpkit.training import growth
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
@@ -68,9 +69,8 @@ def main() -> int:
     try:
         run = Run.open(Path(asked.run))
         config = run.config.replace(parse_settings(asked.settings))
-        why = growth.refusal(Maps(name="ligo"), run.config.model, config.model)
-        if why and not why.startswith("start.grow.file"):
-            raise ConfigError(why)
+        if why := growth.refusal(Settings(name="ligo"), run.config.model, config.model):
+            raise ConfigError(why)      # but for the file, which is not there yet
         save_file(fit(run, config, asked.updates, asked.lr), asked.file)
     except (ConfigError, OSError) as error:
         parser.error(str(error))
