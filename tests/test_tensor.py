@@ -5,9 +5,7 @@ import torch
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.parallel.async_tensor import instead
 from lpkit.parallel.cut import Cut, Split, pieces
-from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.layouts import AXES, FASTEST_FIRST, GROUPS, Layout, check, refuse_untrainable
 from lpkit.training import build
 from tests import parity
@@ -87,16 +85,6 @@ def test_pytorchs_own_tensor_parallelism_has_these_gradients(changes, on_ranks):
         assert len(apart) > 10 and max(apart.values()) < 1e-6, apart
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("changes", [{}, {"memory.recompute": "block"}], ids=["kept", "recomputed"])
-def test_products_in_one_with_their_messages_have_these_gradients(changes, on_ranks):
-    """Two columns a block forward and two rows backward; columns once more where blocks run again."""
-    config = SMALL.replace({**LLAMA, **changes, "grad_accum_steps": 1, "parallel.tensor": 2, "parallel.tensor_messages": "async"})
-    for apart in on_ranks("asynchronous", config, 2):
-        assert apart.pop("products") == 2 * (4 + 2 * bool(changes))
-        assert len(apart) > 10 and max(apart.values()) < 1e-6, apart
-
-
 # ---- what cannot be
 
 @pytest.mark.parametrize("changes, sentence", [
@@ -113,26 +101,12 @@ def test_what_does_not_divide_names_what_does(changes, sentence):
 
 @pytest.mark.parametrize("changes, sentence", [
     ({"model.attention": "delta"}, "model.attention=delta has gates and states .*; set parallel.tensor=1"),
-    ({"parallel.tensor_messages": "async"}, "async multiplies by weights alone, and model.bias=true is more .*; set parallel.tensor_messages=apart"),
-    ({"parallel.tensor_messages": "async", "model.bias": False, "precision.recipe": "fp8-rowwise"}, "and precision.recipe=fp8-rowwise is more"),
     ({"model.changes": "lora"}, "model.changes=lora changes whole matrices, and a rank has parts; set model.changes="),
 ])
 def test_what_is_not_cut_so_far_is_refused(changes, sentence):
     config = SMALL.replace({"parallel.tensor": 2, **changes})
     with pytest.raises(ConfigError, match=sentence):
         refuse_untrainable(config)
-
-
-def test_symmetric_memory_is_a_gpus(tmp_path):
-    """And what a recipe has put where a plain Linear was is not given tokens that nobody gathered."""
-    layout = Layout(tensor=2, tensor_messages="async")
-    part = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    with pytest.raises(ConfigError, match="async is for cuda, and this is cpu; set parallel"):
-        instead(Ranks(world=2, layout=layout, device="cpu"), part, "0", column=True)
-    instead(Ranks(world=2, layout=layout, device="cuda"), part, "0", column=True)
-    part[0] = torch.nn.Linear(4, 4)
-    with pytest.raises(ConfigError, match="0 became a Linear; set parallel"):
-        part(torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("name", ["muon", "adafactor", "lamb"])

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.distributed import _symmetric_memory
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,7 +29,6 @@ from lpkit.kernels.choose import choose
 from lpkit.measure import ranks as doctor_ranks
 from lpkit.measure.messages import MessageCount
 from lpkit.measure.tracking import Tracker
-from lpkit.parallel import async_tensor
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place
@@ -131,17 +129,6 @@ def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
                 dist.all_reduce(due)
             found[name] = ((g - due).abs().max() / due.abs().max()).item()
         return found
-
-
-def asynchronous(place: Place, told: dict) -> dict[str, float]:
-    """The same of products over symmetric memory, by what PyTorch says they are: no CPU has that memory."""
-    library = torch.library.Library("symm_mem", "IMPL")
-    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
-        library.impl(name, getattr(_symmetric_memory, f"_{name}_fallback"), "CPU")
-    products = []
-    watch = patch.object(async_tensor, "gather_matmul", lambda *a, of=async_tensor.gather_matmul, **b: products.append(1) or of(*a, **b))
-    with patch.object(async_tensor, "NEEDS", "cpu"), watch:
-        return {**beside_parallelize_module(place, told), "products": len(products)}
 
 
 def late(place: Place, told: dict) -> list[float]:

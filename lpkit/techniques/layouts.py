@@ -93,23 +93,10 @@ GATHERED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorMessages(Row):
-    """`plain`: of Linears that cast nothing and have no bias."""
-
-    plain: bool = False
-
-
 TENSOR_MESSAGES = {
-    "apart": TensorMessages(
+    "apart": Row(
         implementation="lpkit.parallel.tensor:apart",
         why="a gather before the product that needs it, a scatter after"),
-    "async": TensorMessages(
-        why="in pieces, beside products of others; on CUDA, without casts and biases",
-        plain=True,
-        implementation="lpkit.parallel.async_tensor:instead",
-        source="Wang et al. 2022, https://doi.org/10.1145/3567955.3567959; PyTorch's "
-               "torch.distributed._symmetric_memory"),
 }
 
 
@@ -391,13 +378,6 @@ def refuse_untrainable(config: "Config") -> None:
     if layout.tensor * layout.context > 1 and (uncut := getattr(BLOCKS[m.block], "uncut", "")):
         why = why or f"model.block={m.block} {uncut}"
         changes |= {"parallel.tensor": 1, "parallel.context": 1}
-    recipe = RECIPES.get(config.precision.recipe.name)      # None: auto
-    if layout.tensor > 1 and TENSOR_MESSAGES[layout.tensor_messages].plain and (
-            m.bias or (recipe and recipe.products)):
-        said = "model.bias=true" if m.bias else f"precision.recipe={config.precision.recipe.name}"
-        why = why or (f"parallel.tensor_messages={layout.tensor_messages} multiplies by weights "
-                      f"alone, and {said} is more than that")
-        changes["parallel.tensor_messages"] = "apart"
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
         said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
         why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"

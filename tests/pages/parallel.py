@@ -111,8 +111,7 @@ def page() -> str:
         "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
         "attend as `parallel.attention` says:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
-        "\n\nRanks of `parallel.tensor` send as `parallel.tensor_messages` says. `async` has PyTorch's definition of "
-        "its operators as its test, and has not met a GPU yet; seconds are predicted as those of `apart`:\n\n",
+        "\n\nRanks of `parallel.tensor` send as `parallel.tensor_messages` says:\n\n",
         markdown_table(("`parallel.tensor_messages`", "", "source"), rows(TENSOR_MESSAGES)),
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
