@@ -155,9 +155,9 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     assert anna.run(f"{TAKES}\nprint(sum(takes(port) for port in {sorted(labs | service)} for _ in range(20) if not time.sleep(0.1)))").strip() == "0"
     with pytest.raises(urllib.error.HTTPError, match="403"):     # through the proxy nobody reports
         served.ask(f"{room['url']}/services/progress/report", [], token=anna.token)
-    stranger = "import os, sys; os.setuid(51_999); sys.path.insert(0, sys.argv[2]); from lpkit.course import reports; reports.send(sys.argv[1], [])"
-    done = subprocess.run([sys.executable, "-c", stranger, paths[0], str(served.HERE)], capture_output=True, text=True)
-    assert "the service answered 403" in done.stderr or "Permission" in done.stderr, done.stderr
+    stranger = "import os, sys; from lpkit.course import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
+    done = subprocess.run([sys.executable, "-c", stranger, paths[0]], capture_output=True, text=True)
+    assert "the service answered 403" in done.stderr, done.stderr
 
 
 @SERVED
