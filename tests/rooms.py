@@ -118,7 +118,8 @@ class Person:
         """Returns the seconds until the server answers."""
         begun = time.monotonic()
         self.ask(f"/hub/api/users/{self.name}/server", options)
-        while not self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("", {}).get("ready"):
+        while not (server := self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("", {})).get("ready"):
+            assert server, f"{self.name}'s server did not start"
             assert time.monotonic() - begun < 300, f"{self.name}'s server does not start"
             time.sleep(0.25)
         return time.monotonic() - begun

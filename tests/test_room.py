@@ -1,7 +1,9 @@
 """A room of learners, opened as a teacher opens it: nobody reads or starves another, and no report is lost."""
 
+import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import time
 import urllib.error
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lessons import progress
@@ -112,6 +115,51 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     assert b"03.1" not in served.ask(f"{room['url']}/services/progress/csv", token=ben.token)
 
 
+TAKES = """
+import os, socket, time
+def takes(port):
+    with socket.socket() as one:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            one.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            one.bind(("127.0.0.1", port))
+            one.listen()
+        except OSError:
+            return 0
+        return 1
+def replaces(path):
+    try:
+        os.unlink(path)
+        return 1
+    except OSError:
+        return 0
+"""
+
+
+@SERVED
+@pytest.mark.prove
+def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
+    """The one who had the port of the teacher's lab, or of a service that died, was believed."""
+    def listens(pids):
+        return {one.laddr.port for pid in pids for one in psutil.Process(pid).net_connections("tcp") if one.status == "LISTEN"}
+
+    hub = [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("course/hub.py")]
+    labs = listens(bench.pids(room["folder"], "ben")) & listens(hub)        # a kernel's debugger listens, too
+    service = listens(one.pid for one in bench.service())
+    assert len(labs) == 1 and len(service) == 1
+    paths = [f"/run/lpkit/{name}-{PORT}" for name in ("reports", "proxy")]
+    assert anna.run(f"{TAKES}\nprint(sum(map(takes, {sorted(labs | service)})), sum(map(replaces, {paths})))").split() == ["0", "0"]
+    assert anna.run(f"{TAKES}\nprint(takes({rooms.free_port(range(13_000, 14_000))}))").strip() == "1"      # so it takes what is free
+    for one in [*bench.service(), *map(psutil.Process, bench.pids(room["folder"], "ben"))]:
+        one.kill()      # the hub still sends people there: it looks each 30 s
+    assert anna.run(f"{TAKES}\nprint(sum(takes(port) for port in {sorted(labs | service)} for _ in range(20) if not time.sleep(0.1)))").strip() == "0"
+    with pytest.raises(urllib.error.HTTPError, match="403"):     # through the proxy nobody reports
+        served.ask(f"{room['url']}/services/progress/report", [], token=anna.token)
+    stranger = "import os, sys; from lpkit.course import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
+    done = subprocess.run([sys.executable, "-c", stranger, paths[0]], capture_output=True, text=True)
+    assert "the service answered 403" in done.stderr, done.stderr
+
+
 @SERVED
 @pytest.mark.prove
 def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room):
@@ -122,7 +170,7 @@ def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_say
     (home / ".room").touch()        # where a folder is needed
     for place in (home, home / "tmp", home / ".room"):
         os.chown(place, uid, uid)
-    with pytest.raises(urllib.error.HTTPError, match="500"):
+    with pytest.raises((urllib.error.HTTPError, AssertionError), match=r"500|did not start"):
         served.Person(room["url"], name, served.codes(room["folder"])[name]).start(share=False)
     log = (room["folder"] / "hub" / "hub.log").read_text()
     assert log.count(f"{name}/.room' is a file where a folder is needed") == 2
@@ -171,8 +219,8 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
     folder = ("--folder", str(tmp_path / "room"))
     assert "'../anna'" in said("../anna", *folder)
     pytest.importorskip("jupyterhub")
-    assert "did you mean 'native'" in said("anna", *folder, "--authenticator", "natives")
-    assert "module.Class" in said("anna", *folder, "--authenticator", "lpkit.nothing.Here")
+    assert "did you mean 'dummy'" in said("anna", *folder, "--authenticator", "dumy", "--teacher", "boss")
+    assert "module.Class" in said("anna", *folder, "--authenticator", "lpkit.nothing.Here", "--teacher", "boss")
     rooms.refuse_missing("jupyterhub.auth.PAMAuthenticator")
     assert "--learners is -1" in said("--learners", "-1")
     assert "this would be for 0" in said(*folder)
@@ -227,12 +275,108 @@ def test_a_store_keeps_each_report_once_and_mends_what_a_kill_cut_off(tmp_path):
     assert store.delete() == 4 and not store.events() and not store.pseudonyms()
 
 
-@pytest.mark.parametrize("bad", [None, [], {"id": "1"}, report("2", value="x" * 1000), report(["1"])])
-def test_what_is_no_report_is_kept_by_nobody(tmp_path, bad):
+BAD = [None, [], 7, {"id": "1"}, report("2", value="x" * 1000), report(["1"]), report("2", value=float("nan")), report("2", value=float("inf")),
+       report("2", seconds=10**400), report("2", notebook=5), {**report("2"), "name": None}, report("2", name=7), report("2", name="\ud800"),
+       report("2", name="\x1b[2J"), report("2", held="yes"), report("2", attempts=True), report("2", kind="party"), report("2", kind=["exercise"])]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_no_report_is_passed_over_and_stops_nothing(tmp_path, bad, capsys):
+    """One such report stopped the map, the table and the command for good."""
     store = progress.Store(tmp_path)
-    with pytest.raises(ConfigError):
-        store.add("anna", [report("9"), bad])
-    assert store.events() == []
+    assert store.add("anna", [report("9"), bad, report("8")]) == 2
+    assert [one["id"] for one in store.events()] == ["9", "8"]
+    (tmp_path / "room.json").write_text("{}")
+    assert cli.main(["progress", "--room", str(tmp_path), "--csv", str(tmp_path / "all.csv")]) == 0
+    assert len((tmp_path / "all.csv").read_text().splitlines()) == 3 and "2 reports of 1 learners" in capsys.readouterr().out
+
+
+def test_a_learner_fills_the_own_share_and_nobody_elses(tmp_path):
+    store = progress.Store(tmp_path)
+    assert store.add("anna", [report(str(n)) for n in range(progress.EACH + 50)]) == progress.EACH
+    assert store.add("anna", [report("late")]) == 0 and store.add("ben", [report("b")]) == 1
+    again = progress.Store(tmp_path)        # a service that was started again counts on
+    assert again.add("anna", [report("later")]) == 0 and again.add("ben", [report("b"), report("c")]) == 1
+
+
+def test_a_store_sees_what_the_command_deleted(tmp_path):
+    store = progress.Store(tmp_path)
+    store.add("anna", [report("1")])
+    assert progress.Store(tmp_path).delete() == 1
+    assert store.add("anna", [report("1")]) == 1 and len(store.events()) == 1
+
+
+@pytest.mark.parametrize("way", ["flip", "cut", "drop", "double", "swap", "garbage"])
+def test_an_altered_report_is_named_and_stops_nothing(tmp_path, way, capsys):
+    store, chance = progress.Store(tmp_path), random.Random(way)
+    store.add("anna", [report(str(n)) for n in range(6)])
+    whole = store.path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for _ in range(20):
+        n = chance.randrange(1, 5)
+        at = len(b"".join(lines[:n])) + chance.randrange(len(lines[n]) - 2)
+        changed = {"flip": whole[:at] + bytes([whole[at] ^ 1 << chance.randrange(7)]) + whole[at + 1:], "cut": whole[:at] + whole[at + 5:],
+                   "drop": b"".join(lines[:n] + lines[n + 1:]), "double": b"".join([*lines[:n], lines[n - 1], *lines[n:]]),
+                   "swap": b"".join([*lines[:n], lines[n + 1] if n < 5 else lines[0], lines[n], *lines[n + 2:]]),
+                   "garbage": b"".join([*lines[:n], b"[" * 5000 + b"\n", *lines[n:]])}[way]
+        store.path.write_bytes(changed)
+        kept = store.events()
+        assert store.problems and {one["id"] for one in kept} <= set("012345") and len(kept) >= 3
+        assert all(one == report(one["id"], pseudonym=one["pseudonym"]) for one in kept)
+    (tmp_path / "room.json").write_text("{}")
+    assert cli.main(["progress", "--room", str(tmp_path)]) == 0 and "progress.jsonl" in capsys.readouterr().out
+
+
+def test_damaged_pseudonyms_are_set_aside(tmp_path, capsys):
+    store = progress.Store(tmp_path)
+    store.add("anna", [report("1")])
+    store.names.write_text(store.names.read_text().replace("anna", "ben"))
+    assert store.pseudonyms() == {} and store.names.with_suffix(".damaged").exists() and "checksum" in capsys.readouterr().err
+    assert store.add("anna", [report("2")]) == 1
+
+
+def test_an_empty_code_signs_in_as_nobody(tmp_path):
+    """A member who signed up at another authenticator has no code."""
+    hub = pytest.importorskip("lpkit.course.hub")
+    members = {"anna": rooms.Member(uid=52001, code=""), "ben": rooms.Member(uid=52002, code=rooms.new_code())}
+    rooms.write(rooms.Room(folder=str(tmp_path), members=members, memory_bytes=1, threads=1, gpus=0, port=1))
+    codes = hub.Codes(folder=str(tmp_path))
+
+    def enters(name, code):
+        return asyncio.run(codes.authenticate(None, {"username": name, "password": code}))
+
+    assert enters("anna", "") is None and enters("ben", "") is None and enters("cleo", "") is None
+    assert enters("ben", members["ben"].code.upper()) == "ben"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no Unix users here")
+def test_another_authenticator_needs_the_teachers_own_name(monkeypatch, tmp_path, capsys):
+    """Whoever is called teacher there would rule the room."""
+    assert cli.main(["room", "anna", "--authenticator", "dummy", "--folder", str(tmp_path / "room")]) == 2
+    assert "--teacher" in capsys.readouterr().err and not (tmp_path / "room").exists()
+
+
+def test_a_report_carries_no_token(tmp_path, monkeypatch):
+    """It went to whoever had taken the port of a service that had died."""
+    monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "secret-of-anna")
+    heard = []
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path := str(tmp_path / "socket"))
+        server.listen()
+
+        def answer():
+            end, _ = server.accept()
+            with end:
+                heard.append(end.recv(1 << 16))
+                end.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        reports.send(path, ['{"id": "1"}'])
+        thread.join(20)
+    assert b"POST /services/progress/report" in heard[0] and b"secret-of-anna" not in heard[0]
+    with pytest.raises(OSError):
+        reports.send(str(tmp_path / "nobody"), ["{}"])
 
 
 def test_a_report_has_known_fields_alone_and_no_formula(tmp_path):
@@ -284,7 +428,7 @@ def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "send", send)
     reports.report("exercise", name="03.cast", verdict="right")
     assert not reports._outbox().exists()       # nobody asked
-    monkeypatch.setenv("LPKIT_PROGRESS", "http://127.0.0.1:1/")
+    monkeypatch.setenv("LPKIT_PROGRESS", "/nowhere")
     for n in range(3):
         reports.report("exercise", name=f"03.{n}", verdict="right")
     deadline = time.monotonic() + 20
@@ -307,7 +451,7 @@ def test_a_report_that_finds_the_sender_at_its_end_is_sent_too(tmp_path, monkeyp
     monkeypatch.setattr(reports, "_empty", late)
     reports._outbox().parent.mkdir(parents=True)
     reports._outbox().write_text("first\n")
-    reports._send_all("http://127.0.0.1:1/")
+    reports._send_all("/nowhere")
     assert sent == ["first", "second"] and not reports._outbox().read_text() and not reports._sending.locked()
 
 
@@ -356,14 +500,11 @@ def test_what_begins_in_a_turn_has_it_and_a_cpu_waits_for_nobody(tmp_path, monke
         pass
 
 
-def test_no_two_servers_share_a_port_and_linux_gives_none_of_them_away():
-    """JupyterHub's own choice is free when it is made, and may be another's seconds later, when the server has been imported."""
-    mine = [port for uid in rooms.UIDS for port in rooms.ports(uid)]
-    assert len(set(mine)) == len(mine)
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert 15_999 < min(mine) and max(mine) < min(first, 32_768)
+def test_a_taken_port_is_passed_over():
     with socket.create_server(("127.0.0.1", 13_001)):
-        assert rooms.free_port((13_001, 13_002)) == 13_002
+        assert {rooms.free_port((13_001, 13_002)) for _ in range(8)} == {13_002}
+        with pytest.raises(ConfigError, match="no port"):
+            rooms.free_port((13_001,))
 
 
 def test_the_page_has_what_was_measured():

@@ -33,9 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(), help="PEM files")
     parser.add_argument("--no-tls", action="store_true", help="another address without encryption")
     parser.add_argument("--authenticator", default="", metavar="NAME", help="of JupyterHub's, in "
-                        "place of codes: native, github, a class")
-    parser.add_argument("--teacher", default="teacher", metavar="NAME", help="who sees the map and "
-                        "every lab (default teacher)")
+                        "place of codes, as github or a class; then --teacher is due")
+    parser.add_argument("--teacher", default="", metavar="NAME", help="sees the map and every lab "
+                        "(default teacher)")
     parser.add_argument("--config", default="", metavar="FILE", help="a JupyterHub configuration, "
                         "read after the room's; it is executed")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
@@ -59,12 +59,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
         raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
                           f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or say --no-tls")
+    if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
+        raise ConfigError(f"with --authenticator {args.authenticator}, whoever has the teacher's name "
+                          f"there rules the room; give your own name there as --teacher NAME")
     for path in filter(None, (*args.tls, args.config)):
         if not Path(path).is_file():
             raise ConfigError(f"there is no file {named(path)}")
     digits = len(str(args.learners))
     names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
-    room = rooms.opened(args.folder, names, teacher=args.teacher, port=args.port,
+    room = rooms.opened(args.folder, names, teacher=args.teacher or rooms.Room.teacher, port=args.port,
                         address=args.address,
                         tls=[str(Path(path).resolve()) for path in args.tls],
                         proxy=args.proxy, authenticator=args.authenticator,

@@ -8,7 +8,6 @@ Python has started, where thirty start at once, and ports of 127.0.0.1 are every
 
 import json
 import os
-import sys
 from pathlib import Path
 
 from lpkit.course import copies
@@ -31,7 +30,13 @@ def main() -> None:
                      json.dumps(QUIET_SETTINGS))
     os.environ["JUPYTER_CONFIG_PATH"] = str(mine)
     os.chdir(root)
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "jupyterhub.singleuser", *sys.argv[1:]])
+    from jupyterhub.singleuser.extension import JupyterHubSingleUser
+
+    from lpkit.course.server import OnSocket
+
+    OnSocket.inherit(int(os.environ.pop("LPKIT_LISTENER")))
+    JupyterHubSingleUser.serverapp_class = OnSocket
+    JupyterHubSingleUser.launch_instance()
 
 
 if __name__ == "__main__":

@@ -8,19 +8,25 @@ Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
 import asyncio
+import contextlib
+import json
 import os
 import resource
+import secrets
 import shutil
+import socket
 import sys
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from hmac import compare_digest
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jupyterhub.auth import Authenticator
-from jupyterhub.spawner import LocalProcessSpawner
-from jupyterhub.utils import can_connect
+from jupyterhub.spawner import LocalProcessSpawner, SpawnException
+from jupyterhub.utils import wait_for_http_server
+from tornado.netutil import bind_unix_socket
 from traitlets import Unicode
 
 from lpkit import files
@@ -29,11 +35,11 @@ from lpkit.course.lab import FIRST, LOCAL
 from lpkit.processes import prctl
 
 PR_SET_NO_NEW_PRIVS = 38
+LOOK_SECONDS = 1.0      # until we look whether a server that starts has ended
 PROCESSES = 400         # threads count
 FILE_BYTES = 8 << 30    # the largest file
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
-SOCKETS = Path("/run/lpkit")    # of kernels, by learner: their paths must be short
 AGREE = """
 <p>May your teacher see how you get on? What you guess and measure, which exercises you solve in how
 many tries, and when, is then shown to the teacher of this room under a name that is drawn for you.
@@ -51,8 +57,9 @@ class Codes(Authenticator):
 
     async def authenticate(self, handler: Any, data: dict[str, str]) -> str | None:
         member = rooms.read(Path(self.folder)).members.get(data["username"])
-        right = compare_digest((member.code if member else rooms.new_code()).encode(),
-                               data["password"].strip().lower().encode())
+        # a member who signed up at another authenticator has no code, and "" must not be one
+        code = member.code if member and member.code else rooms.new_code()
+        right = compare_digest(code.encode(), data["password"].strip().lower().encode())
         return data["username"] if member and right else None
 
 
@@ -80,15 +87,27 @@ class Desk(LocalProcessSpawner):
             self.log.warning("%s's server ended while it started, and is started once more; what it "
                              "said stands above", self.user.name)
             address = await self._sit_down()
+        if self.proc.poll() is not None:        # else the hub would ask the held socket for minutes
+            raise SpawnException(f"{self.user.name}'s server ended twice while it started")
         return address
 
+    @cached_property
+    def listener(self) -> socket.socket:
+        """The socket of the learner's server. The hub holds it as long as it sends anybody there, so
+        no other user can take the port of a server that has died."""
+        return socket.create_server((LOCAL, 0), backlog=128)
+
     async def _sit_down(self) -> tuple[str, int]:
-        """Returns when the server listens, or has ended."""
-        self.port = rooms.free_port(rooms.ports(self.member.uid))
-        address = await super().start()
-        while self.proc.poll() is None and not can_connect(*address):
-            await asyncio.sleep(0.2)
-        return address
+        """Return when the server answers, or has ended."""
+        self.port = self.listener.getsockname()[1]
+        self.popen_kwargs = {"pass_fds": (self.listener.fileno(),)}
+        ip, port = await super().start()
+        url = f"http://{ip}:{port}{self.server.base_url}api"
+        while self.proc.poll() is None:
+            with contextlib.suppress(TimeoutError):     # the held socket always lets us connect
+                await asyncio.wait_for(wait_for_http_server(url), LOOK_SECONDS)
+                break
+        return ip, port
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
         most = self.room.memory_bytes
@@ -103,12 +122,13 @@ class Desk(LocalProcessSpawner):
         mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name, "SHELL": "/bin/bash",
                 "TMPDIR": f"{home}/tmp", "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
                 "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
-                "JUPYTER_RUNTIME_DIR": f"{SOCKETS}/{self.member.uid}"}
+                "JUPYTER_RUNTIME_DIR": f"{rooms.SOCKETS}/{self.member.uid}",
+                "LPKIT_LISTENER": str(self.listener.fileno())}
         if room.gpus:
             gpu = str(self.member.uid % room.gpus)
             mine |= {"CUDA_VISIBLE_DEVICES": gpu, "LPKIT_TURNS": f"{room.folder}/turns/{gpu}"}
         if self.user_options.get("share"):
-            mine["LPKIT_PROGRESS"] = room.progress_url
+            mine["LPKIT_PROGRESS"] = str(room.socket_path("reports"))
         return env | mine
 
     options_form = AGREE
@@ -164,10 +184,9 @@ def _limited(group: Path, file: str = "", most: int = 0) -> Path:
 
 def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> None:
     """In the new process, before it becomes the learner's server."""
-    for folder, mode, owner in ((SOCKETS, 0o755, 0), (SOCKETS / str(uid), 0o700, uid)):
-        folder.mkdir(exist_ok=True)
-        folder.chmod(mode)
-        os.chown(folder, owner, owner)
+    (kernels := rooms.SOCKETS / str(uid)).mkdir(exist_ok=True)
+    kernels.chmod(0o700)
+    os.chown(kernels, uid, uid)
     for procs in groups:
         procs.write_text(str(os.getpid()))
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
@@ -183,13 +202,13 @@ def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> Non
     os.chdir(home)
 
 
-def configure(c: Any, room: rooms.Room) -> None:
+def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None:
     hub = Path(room.folder, "hub")
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
-    own = rooms.free_port(range(14_000, 15_000))
-    c.JupyterHub.hub_bind_url = f"http://{LOCAL}:{own}/"
-    c.ConfigurableHTTPProxy.api_url = f"http://{LOCAL}:{rooms.free_port(range(own + 1, 15_000))}"
+    c.JupyterHub.hub_bind_url = f"http://{LOCAL}:{rooms.free_port(range(10_000, 32_000))}/"
+    # whoever answers here gets the proxy's token: a socket in a folder of root's, and no port
+    c.ConfigurableHTTPProxy.api_url = f"http+unix://{quote(str(room.socket_path('proxy')), safe='')}"
     if room.tls:
         c.JupyterHub.ssl_cert, c.JupyterHub.ssl_key = room.tls
     c.JupyterHub.db_url = f"sqlite:///{hub}/hub.sqlite"
@@ -215,14 +234,44 @@ def configure(c: Any, room: rooms.Room) -> None:
     c.JupyterHub.services = [
         {"name": "culler", "command": [sys.executable, "-m", "jupyterhub_idle_culler",
                                        f"--timeout={room.idle_seconds}"]},
-        {"name": "progress", "url": room.progress_url.partition("/services")[0],
-         "command": [sys.executable, "-P", str(files.resource("notebooks") / "lessons" / "progress.py")],
-         "environment": {"LPKIT_ROOM": room.folder, "LPKIT_TEACHER": room.teacher},
+        {"name": "progress", "url": f"http://{LOCAL}:{page.getsockname()[1]}", "api_token": token,
          "oauth_no_confirm": True}]
 
 
-if "get_config" in globals():       # JupyterHub's, when it reads this file
-    config = globals()["get_config"]()
-    configure(config, told := rooms.read(Path(os.environ["LPKIT_ROOM"]).parent))
+async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Sequence[socket.socket]
+                        ) -> None:
+    """Run the service of reports, again whenever it ends, on sockets that the hub holds: no other
+    user can take them while it is away, and requests wait."""
+    scopes = json.dumps(["access:services", "access:services!service=progress"])
+    env = os.environ | {
+        "JUPYTERHUB_API_TOKEN": token, "JUPYTERHUB_API_URL": f"{hub_url}hub/api",
+        "JUPYTERHUB_BASE_URL": "/", "JUPYTERHUB_CLIENT_ID": "service-progress",
+        "JUPYTERHUB_SERVICE_NAME": "progress", "JUPYTERHUB_OAUTH_ACCESS_SCOPES": scopes,
+        "JUPYTERHUB_SERVICE_PREFIX": "/services/progress/", "LPKIT_ROOM": room.folder,
+        "LPKIT_SOCKETS": ",".join(str(one.fileno()) for one in sockets),
+        "LPKIT_TEACHER": room.teacher}
+    script = files.resource("notebooks") / "lessons" / "progress.py"
+    while True:
+        service = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", str(script), env=env, pass_fds=[one.fileno() for one in sockets])
+        print(f"the service of reports ended with {await service.wait()}", file=sys.stderr)
+        await asyncio.sleep(1.0)
+
+
+def listeners(room: rooms.Room) -> list[socket.socket]:
+    """Listen for the teacher's page, and for reports, on a Unix socket in a folder of root's."""
+    rooms.SOCKETS.mkdir(mode=0o755, exist_ok=True)
+    os.chown(rooms.SOCKETS, 0, 0)
+    rooms.SOCKETS.chmod(0o755)
+    reports = bind_unix_socket(str(room.socket_path("reports")), mode=0o666)
+    return [socket.create_server((LOCAL, 0), backlog=128), reports]
+
+
+if "get_config" in globals():       # JupyterHub's, when it reads this file, in its event loop
+    config, told = globals()["get_config"](), rooms.read(Path(os.environ["LPKIT_ROOM"]).parent)
+    sockets, secret = listeners(told), secrets.token_hex(32)
+    configure(config, told, sockets[0], secret)
+    service = asyncio.ensure_future(        # noqa: RUF006  the event loop keeps it: it waits there
+        keep_progress(told, config.JupyterHub.hub_bind_url, secret, sockets))
     if told.config:
         globals()["load_subconfig"](told.config)

@@ -17,6 +17,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import secrets
 import shutil
@@ -26,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -41,6 +42,7 @@ from lpkit.errors import ConfigError, named, nearest, shown
 FOLDER = Path("/srv/lpkit-room")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 LETTERS = "abcdefghkmnpqrstuvwxyz23456789"      # none that is read as another
+SOCKETS = Path("/run/lpkit")    # of rooms, and a folder for each learner's kernels: short paths
 UIDS = range(52_000, 60_000)                    # Debian gives accounts 1,000 to 59,999, from below
 MOST = 500
 HUB_BYTES = 1 << 30                             # of the hub, its proxy and the page cache
@@ -70,11 +72,10 @@ class Room:
     teacher: str = "teacher"
     config: str = ""            # a file of JupyterHub's, read after ours
     idle_seconds: int = 3600
-    progress_port: int = 0
 
-    @property
-    def progress_url(self) -> str:
-        return f"http://{LOCAL}:{self.progress_port}/services/progress/"
+    def socket_path(self, name: str) -> Path:
+        """Returns the path of a Unix socket of this room, in a folder that only root may change."""
+        return SOCKETS / f"{name}-{self.port}"
 
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
@@ -108,8 +109,7 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
-                progress_port=free_port(range(15_000, 16_000)), proxy=_proxy(proxy),
-                authenticator=authenticator, **how)
+                proxy=_proxy(proxy), authenticator=authenticator, **how)
     for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
@@ -145,8 +145,9 @@ def read(folder: Path) -> Room:
     path = folder / "room.json"
     try:
         told = json.loads(files.read_private(path, 1 << 24))
-        return Room(**told | {"members": {name: Member(**one)
-                                          for name, one in told["members"].items()}})
+        known = {one.name: told[one.name] for one in fields(Room) if one.name in told}
+        return Room(**known | {"members": {name: Member(**one)
+                                           for name, one in told["members"].items()}})
     except FileNotFoundError:
         raise ConfigError(f"there is no room in {named(folder)}; `lpkit room` opens one") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -168,20 +169,15 @@ def _free_uid(members: Mapping[str, Member]) -> int:
     return min(set(UIDS) - {one.uid for one in members.values()})
 
 
-def free_port(candidates: Iterable[int]) -> int:
-    """The first that nobody listens on. Those below 32,768 Linux gives to nobody unasked: a server
-    that was told its number some seconds ago finds it free, also among thirty that start at once.
-    Raises ConfigError."""
-    for port in candidates:
+def free_port(candidates: Sequence[int]) -> int:
+    """Return a port that nobody listens on, drawn at random: another user cannot guess and take it.
+
+    Raises ConfigError.
+    """
+    for port in random.SystemRandom().sample(candidates, len(candidates)):
         with contextlib.suppress(OSError), socket.create_server((LOCAL, port)):
             return port
-    raise ConfigError("no port of this machine is free for a server of the room; close others")
-
-
-def ports(uid: int) -> tuple[int, int]:
-    """The ports of a learner's server: nobody else's in this room."""
-    nth = uid - UIDS.start
-    return 16_000 + nth, 24_000 + nth
+    raise ConfigError("no port of this machine is free for the room's hub; close other servers")
 
 
 def new_code() -> str:
@@ -243,7 +239,14 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
                 raise ConfigError(f"the hub did not start; the end of its log:\n"
                                   f"{keeper.stdout.read().strip()}")
             time.sleep(0.2)
-        yield keeper
+        try:
+            yield keeper
+        finally:
+            processes.end(keeper)
+            for one in read(Path(room.folder)).members.values():    # sockets of kernels
+                shutil.rmtree(SOCKETS / str(one.uid), ignore_errors=True)
+            for name in ("proxy", "reports"):
+                room.socket_path(name).unlink(missing_ok=True)
 
 
 def refuse_taken(room: Room) -> None:

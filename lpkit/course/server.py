@@ -43,10 +43,28 @@ class KnownNoise(logging.Filter):
         return not record.getMessage().startswith("The websocket_ping_timeout")
 
 
-class LockedServer(ServerApp):
-    """`listener` and `locked`, which are traits by class, are set before it is initialized."""
+class OnSocket(ServerApp):
+    """A server on `listener`, a socket that another process opened and hands down."""
 
     listener: socket.socket
+
+    @classmethod
+    def inherit(cls, fd: int) -> None:
+        cls.listener = socket.socket(fileno=fd)
+        cls.listener.set_inheritable(False)
+        cls.listener.setblocking(False)
+
+    def _find_http_port(self) -> None:
+        """The socket has its port already."""
+
+    def _bind_http_server_tcp(self) -> bool:
+        self.http_server.add_socket(self.listener)
+        return True
+
+
+class LockedServer(OnSocket):
+    """`locked`, which are traits by class, is set before it is initialized."""
+
     locked: dict[str, dict]
 
     def init_configurables(self) -> None:
@@ -68,20 +86,12 @@ class LockedServer(ServerApp):
             if settings[name] != getattr(self, name):
                 self.exit(f"a Jupyter extension or setting changed {name} to {settings[name]!r}")
 
-    def _find_http_port(self) -> None:
-        """It is found."""
-
-    def _bind_http_server_tcp(self) -> bool:
-        self.http_server.add_socket(self.listener)
-        return True
-
 
 def main(path: Path) -> None:
     told = json.loads(path.read_text())
+    LockedServer.inherit(told["fd"])
     app = LockedServer.instance(jpserver_extensions={"jupyterlab": True})
-    app.listener, app.locked = socket.socket(fileno=told["fd"]), told["traits"]
-    app.listener.set_inheritable(False)
-    app.listener.setblocking(False)
+    app.locked = told["traits"]
     # cookies of an earlier server, or of who knows the user's secret, are worth nothing
     app.locked["ServerApp"]["cookie_secret"] = secrets.token_bytes(32)
     app.initialize(argv=[], starter_extension="lab")

@@ -1,6 +1,7 @@
 """The service of a room that keeps what learners report, under pseudonyms, and shows it to the teacher.
 
-    POST report       a learner's reports, kept when the answer is 200
+    POST report       a learner's reports, kept when the answer is 200: on the Unix socket alone, of
+                      whose other end the kernel tells the user. No token travels
     GET  .            the map, which asks for `now` as long as it is open
     GET  now          all reports: the teacher's; a learner gets the own ones
     GET  csv          the same as a table: the teacher's
@@ -11,25 +12,36 @@ Sources: JupyterHub 6, `HubOAuthenticated`; MDN, Content-Security-Policy.
 """
 
 import argparse
+import contextlib
 import csv
 import io
 import json
 import os
 import secrets
+import socket
+import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lpkit import records
+from lpkit.course import room as rooms
 from lpkit.course.room import FOLDER
 from lpkit.errors import ConfigError, named
-from lpkit.files import locked, sync, whole_file, write_atomically
+from lpkit.files import locked, sync, whole_file
 from lpkit.tables import text_table
 
+TEXTS = ("id", "kind", "notebook", "name", "verdict", "unit")
+NUMBERS = ("attempts", "seconds", "value", "factor", "measured", "time")
 FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "seconds", "value", "unit",
           "factor", "measured", "held", "time")
-MOST_BYTES = 1 << 20        # of a request
-MOST_EVENTS = 50_000        # of a room
+NEEDED = {"exercise": {"name", "verdict"}, "guess": {"name"}, "claim": {"name", "verdict"}}
+MOST_BYTES = 1 << 17        # of a request: of `reports.AT_ONCE` reports
+EACH = 2_000                # reports of a learner; a course makes some 500
 MOST_TEXT = 300             # characters of a field
+LARGEST = 1e300
+CHAIN = "progress"          # names the chain of lines
 FIRST = "amber azure bold brisk calm clear coral eager early fair fleet gold green jade keen kind".split()
 SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor heron iris larch lark "
           "lynx maple marsh meadow newt otter owl pine plover quartz reed robin sage stone swift "
@@ -37,52 +49,82 @@ SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor her
 
 
 class Store:
-    """What learners reported, on disk when `add` has returned."""
+    """Reports of learners, on disk when `add` has returned. Lines are a chain with checksums
+    (`lpkit.records`): a line that was altered is passed over, and named in `problems`."""
 
     def __init__(self, folder: Path):
         self.path, self.names = folder / "progress.jsonl", folder / "pseudonyms.json"
+        self._known: dict[str, set[str]] = {}       # ids by pseudonym, of the file as `_seen` has it
+        self._seen: tuple[int, int] | None = None
+        self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns them in the order in which they came. What a kill cut off is left out."""
-        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []
-        return [json.loads(line) for line in lines]
+        """Returns the reports in the order in which they came, without lines that a kill cut off."""
+        events, self.problems = records.read_lines(self.path, CHAIN)
+        return [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
 
     def pseudonyms(self) -> dict[str, str]:
-        return json.loads(self.names.read_text()) if self.names.exists() else {}
+        """Returns pseudonyms by name. A damaged file is set aside, and names are drawn again."""
+        if not self.names.exists():
+            return {}
+        try:
+            return records.read(self.names)["names"]
+        except (ConfigError, KeyError) as error:
+            aside = self.names.with_suffix(".damaged")
+            self.names.replace(aside)
+            print(f"{error}. It is {named(aside)} now, and names are drawn again", file=sys.stderr)
+            return {}
 
     def pseudonym(self, name: str) -> str:
-        """The same for the same name until all is deleted, and drawn: not to be calculated."""
+        """Returns the same pseudonym for the same name until all is deleted. It is drawn, so that
+        nobody can calculate it."""
         known = self.pseudonyms()
         while name not in known:
             drawn = f"{secrets.choice(FIRST)}-{secrets.choice(SECOND)}"
-            drawn += f"-{secrets.randbelow(100)}" if len(known) > 100 else ""
+            drawn += f"-{secrets.randbelow(10_000)}" if len(known) > 100 else ""
             if drawn not in known.values():
                 known[name] = drawn
-                write_atomically(self.names, json.dumps(known))
+                records.write(self.names, {"names": known})
         return known[name]
 
-    def add(self, name: str, reports: Iterable[Mapping[str, Any]]) -> None:
-        """Raises ConfigError for what is no report, and then keeps none of them."""
+    def add(self, name: str, reports: Iterable[Any]) -> int:
+        """Keeps the new reports among these, and returns how many. What is no report, and what is
+        beyond a learner's share, is passed over: nobody can fill the room for others."""
         with locked(self.path.with_suffix(".lock")):
-            there, new = self.events(), []
-            ids = {one["id"] for one in there}
-            who = self.pseudonym(name)
-            for one in map(checked, reports):
-                if one["id"] not in ids:
-                    ids.add(one["id"])
-                    new.append(one | {"pseudonym": who})
-            if len(there) + len(new) > MOST_EVENTS:
-                raise ConfigError(f"a room keeps {MOST_EVENTS:,} reports; collect and delete them")
+            who, mine = self.pseudonym(name), []
+            self._look()
+            ids = self._known.setdefault(who, set())
+            for one in reports:
+                with contextlib.suppress(ConfigError):
+                    if (one := checked(one))["id"] not in ids and len(ids) < EACH:
+                        ids.add(one["id"])
+                        mine.append(one | {"pseudonym": who})
             with self.path.open("r+b" if self.path.exists() else "w+b") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
+                chain = records.Chain(self.path, CHAIN)
                 file.seek(0, os.SEEK_END)
-                file.write(b"".join(json.dumps(one).encode() + b"\n" for one in new))
+                file.write("".join(map(chain.line, mine)).encode())
                 file.flush()
                 os.fsync(file.fileno())
             sync(self.path.parent)
+            self._seen = self._stamp()
+        return len(mine)
+
+    def _look(self) -> None:
+        """Reads which reports the file has, where another process changed it."""
+        if self._stamp() != self._seen:
+            self._known = {}
+            for one in self.events():
+                self._known.setdefault(one["pseudonym"], set()).add(one["id"])
+
+    def _stamp(self) -> tuple[int, int] | None:
+        if not self.path.exists():
+            return None
+        stat = self.path.stat()
+        return stat.st_ino, stat.st_size
 
     def delete(self) -> int:
-        """Deletes all of it. Returns how many reports there were."""
+        """Deletes all reports and pseudonyms. Returns how many reports there were."""
         with locked(self.path.with_suffix(".lock")):
             events = len(self.events())
             for path in (self.names, self.path):
@@ -92,14 +134,23 @@ class Store:
 
 def checked(report: Any) -> dict[str, Any]:
     """Returns the known fields of a learner's report, which may be anything. Raises ConfigError."""
-    plain = isinstance(report, dict) and {
-        key: value for key, value in report.items()
-        if key in (*FIELDS, "id") and isinstance(value, (str, int, float, bool))}
-    if not plain or not {"id", "kind", "notebook"} <= plain.keys():
-        raise ConfigError("a report is a JSON object with id, kind and notebook")
-    if any(len(str(value)) > MOST_TEXT for value in plain.values()):
-        raise ConfigError(f"a field of a report has at most {MOST_TEXT} characters")
-    return plain
+    if not isinstance(report, dict) or report.get("kind") not in list(NEEDED):
+        raise ConfigError(f"a report is a JSON object of kind {', '.join(NEEDED)}")
+    kept = {key: report[key] for key in (*TEXTS, *NUMBERS, "held") if report.get(key) is not None}
+    needed = {"id", "notebook"} | NEEDED[report["kind"]]
+    if wrong := [key for key, value in kept.items() if not fits(key, value)] or needed - kept.keys():
+        raise ConfigError(f"a report has {', '.join(sorted(needed))}, texts of at most {MOST_TEXT} "
+                          f"characters and finite numbers; {', '.join(sorted(wrong))} is not so")
+    return kept
+
+
+def fits(key: str, value: Any) -> bool:
+    """Returns True for a value that a field of this name may have."""
+    if key in TEXTS:        # half of a surrogate pair is not printable
+        return isinstance(value, str) and len(value) <= MOST_TEXT and value.isprintable()
+    if key == "held":
+        return isinstance(value, bool)
+    return type(value) in (int, float) and abs(value) < LARGEST     # NaN is not
 
 
 def table(events: Iterable[Mapping[str, Any]]) -> str:
@@ -139,13 +190,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.csv:
         with whole_file(args.csv) as temporary:
             temporary.write_text(table(events))
-    return {"reports": len(events), "learners": len({one["pseudonym"] for one in events}),
+    return {"problems": store.problems, "reports": len(events), "learners": len({one["pseudonym"] for one in events}),
             "exercises": stops(events), "csv": str(args.csv or ""),
             "deleted": store.delete() if args.delete else 0}
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = [f"{result['reports']} reports of {result['learners']} learners"]
+    lines = [*result["problems"], f"{result['reports']} reports of {result['learners']} learners"]
     if result["exercises"]:
         lines += ["", text_table([("exercise", "right", "not yet"), *(
             (name, str(one["right"]), str(one["not_yet"])) for name, one in
@@ -227,18 +278,23 @@ def main() -> None:
             self.set_header("Content-Type", "text/csv; charset=utf-8")
             self.write(table(self.visible()))
 
-    class Report(Handler):
+    class Report(web.RequestHandler):
         def check_xsrf_cookie(self) -> None:
-            """A kernel has a token and no cookie; a page of another site has no token."""
-            if not self.request.headers.get("Authorization", "").startswith("token "):
-                raise web.HTTPError(403)
+            """No browser reaches the Unix socket."""
 
-        @web.authenticated
         def post(self) -> None:
+            end = self.request.connection.stream.socket
+            if end.family != socket.AF_UNIX:
+                raise web.HTTPError(403)
+            _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            members = rooms.read(store.path.parent).members
+            if (name := {one.uid: name for name, one in members.items()}.get(uid)) is None:
+                raise web.HTTPError(403)
             try:
-                store.add(self.who, json.loads(self.request.body))
-            except (ConfigError, ValueError, TypeError) as error:
-                raise web.HTTPError(400, reason="no report") from error
+                said = json.loads(self.request.body)
+            except (ValueError, RecursionError):
+                said = None
+            self.write({"kept": store.add(name, said if isinstance(said, list) else [])})
 
     handlers = {"": Map, "now": Now, "csv": Table, "report": Report,
                 "oauth_callback": HubOAuthCallbackHandler}
@@ -246,7 +302,9 @@ def main() -> None:
         [(url_path_join(prefix, path).rstrip("/") + ("/?" if not path else ""), handler)
          for path, handler in handlers.items()], cookie_secret=secrets.token_bytes(32))
     server = httpserver.HTTPServer(app, max_body_size=MOST_BYTES)
-    server.listen(int(os.environ["JUPYTERHUB_SERVICE_URL"].rpartition(":")[2].strip("/")), "127.0.0.1")
+    for fd in map(int, os.environ["LPKIT_SOCKETS"].split(",")):
+        (listener := socket.socket(fileno=fd)).setblocking(False)
+        server.add_socket(listener)
     ioloop.IOLoop.current().start()
 
 
