@@ -7,11 +7,13 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is imported, here and in children
 
+import psutil
 import pytest
 import torch
 
@@ -59,6 +61,37 @@ class Module(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path, parent):
     return Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """A limit finds what hangs, and no test that other work beside it makes slow."""
+    from tests.attack import patience
+
+    own = item.get_closest_marker("timeout")
+    seconds = own.args[0] if own else float(item.config.getini("timeout") or 0)
+    item.add_marker(pytest.mark.timeout(seconds * (1 + patience())), append=False)
+    return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_waits():
+    """So it is for children: seconds in which they have to end are those of a machine that does nothing else."""
+    from tests.attack import patience
+
+    def patient(wait, at):
+        def call(*given, **named):
+            given = [one * patience() if place == at and one and one >= 5 else one for place, one in enumerate(given)]
+            if (named.get("timeout") or 0) >= 5:
+                named["timeout"] *= patience()
+            return wait(*given, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, at in ((subprocess.Popen, "wait", 1), (subprocess.Popen, "communicate", 2), (psutil, "wait_procs", 1), (psutil.Process, "wait", 1)):
+            patch.setattr(owner, name, patient(getattr(owner, name), at))
+        yield
 
 
 @pytest.hookimpl(wrapper=True)

@@ -109,7 +109,7 @@ def test_what_a_check_raises_is_its_reason(error, why):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("function, works, why", [("crash", False, "died at step 0 in start of SIGKILL"), ("wrong", False, "AssertionError: the sum is wrong"),
-                                                  ("hang", None, "not known: rank 0 of 2 got no further for 3 s")])
+                                                  ("hang", None, "not known: ranks 0 and 1 of 2 got no further for 3 s")])
 def test_processes_that_crash_or_hang_are_a_row(function, works, why, monkeypatch, parent):
     monkeypatch.setattr(doctor, "_warm_parent", lambda: parent)
     monkeypatch.setattr(doctor, "PROGRAM", f"tests.rank_functions:{function}")

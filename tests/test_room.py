@@ -22,6 +22,7 @@ from lpkit.course import reports
 from lpkit.course import room as rooms
 from lpkit.errors import ConfigError
 from tests import rooms as served
+from tests.attack import patience
 from tests.bench import room as bench
 
 PORT = 8573
@@ -101,7 +102,7 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     sent = bench.SENT
     threading.Thread(target=lambda: [time.sleep(0.5) or [one.kill() for one in bench.service()] for _ in range(3)]).start()
     assert anna.run(bench.REPORT.format(sent)) == ""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120 * patience()
     while len(now(teacher)["events"]) < before + sent and time.monotonic() < deadline:
         time.sleep(0.5)
     events = now(teacher)["events"][before:]
@@ -431,7 +432,7 @@ def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
     monkeypatch.setenv("LPKIT_PROGRESS", "/nowhere")
     for n in range(3):
         reports.report("exercise", name=f"03.{n}", verdict="right")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * patience()
     while reports._outbox().read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(json.loads(one)["name"] for one in sent) == ["03.0", "03.1", "03.2"]
