@@ -3,7 +3,7 @@
 # make prove   the rest that proves the project: attacks, planted faults, mutants, browsers, other processors' rounding
 # make flakes  the tests of several ranks 50 times, and how many were green: 2 hours; less: make flakes RUNS=5
 # make isa     the numeric tests and the notebooks' claims as other processors round: hours
-# make isa-quick what decides an exercise's verdict, as one other processor rounds: minutes
+# make isa-quick what decides an exercise's verdict, as one other processor rounds and as `auto` chooses on others: minutes
 # make docs    build the site into docs/_build/html
 # make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
 # make upgrade renew constraints.txt

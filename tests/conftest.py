@@ -20,7 +20,7 @@ import torch
 from tests import NOTEBOOKS, processors
 
 # Before lpkit is imported, here and in children: `auto` chooses as on one kind of processor, whichever the machine has.
-os.environ.setdefault(processors.VARIABLE, "AVX512")
+os.environ.setdefault(processors.VARIABLE, processors.DEFAULT)
 processors.install()
 sys.path.insert(0, processors.AT_START)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (processors.AT_START, os.environ.get("PYTHONPATH"))))

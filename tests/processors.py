@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-VARIABLE = "TESTS_PROCESSOR"
+VARIABLE, DEFAULT = "TESTS_PROCESSOR", "AVX512"
 AT_START = os.path.join(os.path.dirname(__file__), "at_start")      # for PYTHONPATH
 
 

@@ -197,11 +197,11 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
     pages[0].click("#spawn_form [type=submit]")
     pages[1].goto(f"{room['url']}/user/ben/lab/tree/01_memory_math.ipynb")
     for page in pages:
-        page.wait_for_selector(".jp-Notebook", timeout=120_000)
+        page.wait_for_selector(".jp-Notebook", timeout=120_000 * patience())
     anna.run("from lpkit.course.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
     teacher = signed_in("teacher")
     teacher.goto(f"{room['url']}/services/progress/")
-    teacher.wait_for_selector("#guesses circle", timeout=30_000)
+    teacher.wait_for_selector("#guesses circle", timeout=30_000 * patience())
     assert "1 of 1 held" in teacher.inner_text("#guesses")
 
 
