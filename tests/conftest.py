@@ -69,7 +69,7 @@ def pytest_runtest_protocol(item):
     from tests.attack import patience
 
     own = item.get_closest_marker("timeout")
-    seconds = own.args[0] if own else float(item.config.getini("timeout") or 0)
+    seconds = own.args[0] if own else float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
     item.add_marker(pytest.mark.timeout(seconds * (1 + patience())), append=False)
     return (yield)
 

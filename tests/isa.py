@@ -47,8 +47,8 @@ NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner",
 # (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to it
 NO_PATH = "rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or into_a_kernel or interpreter or whatever_a_kernel_does"
 HERE = Path(__file__).parent
-# The files with the most results that may depend on `auto`, and of their tests those that are about 16 bits and are quick.
-OF_AUTO = ("adapters", "blocked_attention", "depth", "fit", "predict", "processors", "qlora", "split_memory", "trace", "tracking", "wide_product")
+# Files whose results depend on what `auto` chooses in 16 bits, and words in the names of those tests. Others have `each_processor`.
+OF_AUTO = ("depth", "fit", "memory", "qlora", "split_memory", "trace", "tracking", "wide_product")
 QUICK = "bf16 or 16_bits or fp8 or bfloat16 or auto or fit or held or wide or trace"
 
 
