@@ -365,13 +365,14 @@ def others_bytes(device: torch.device | str) -> int:
 def room(device: torch.device | str, processes: int = 1) -> Machine:
     """This device by what a run can still take of its memory, a CPU's shared by `processes`. Its
     speeds are one round figure, that techniques may be put into an order at once: `machine`
-    measures."""
+    measures. Of a CPU they say whether it multiplies tiles, which decides on the attention."""
     device = torch.device(device)
     return Machine(
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",
         memory_bytes=available_bytes(device) // (processes if device.type == "cpu" else 1),
         bytes_per_second=2e12, link_bytes_per_second=1e11, network_bytes_per_second=1e11,
-        flops=dict.fromkeys(RATES, 5e14), source="what is left of this machine's memory")
+        flops=dict.fromkeys(RATES, 5e14) | {"fp32": 5e13 if multiplies_tiles() else 5e14},
+        source="what is left of this machine's memory")
 
 
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -6,13 +6,24 @@
 import functools
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")       # before torch is imported, here and in children
+
+import psutil
 import pytest
 import torch
 
-from tests import NOTEBOOKS
+from tests import NOTEBOOKS, processors
 
+# Before lpkit is imported, here and in children: `auto` chooses as on one kind of processor, whichever the machine has.
+os.environ.setdefault(processors.VARIABLE, processors.DEFAULT)
+processors.install()
+sys.path.insert(0, processors.AT_START)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (processors.AT_START, os.environ.get("PYTHONPATH"))))
 if not torch.cuda.is_available():       # before anybody imports a kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -23,6 +34,11 @@ PROOF = {f"test_{name}" for name in (
     "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather compiled docs drawn evidence exercises fake_gpus faults "
     "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels ledger leaks meeting messages mutants parity planner promise "
     "published setup stops targets telemetry").split()}
+# Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that they start. A handler is not
+# inherited: these tests still outlive a terminal, and their children and what they train hear the signal.
+for ignored, instead in (("SIGHUP", lambda *heard: None), ("SIGINT", signal.default_int_handler)):
+    if hasattr(signal, ignored) and signal.getsignal(getattr(signal, ignored)) is signal.SIG_IGN:
+        signal.signal(getattr(signal, ignored), instead)
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
 
 
@@ -45,6 +61,37 @@ class Module(pytest.Module):
 
 def pytest_pycollect_makemodule(module_path, parent):
     return Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """A limit finds what hangs, and no test that other work beside it makes slow."""
+    from tests.attack import patience
+
+    own = item.get_closest_marker("timeout")
+    seconds = own.args[0] if own else float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
+    item.add_marker(pytest.mark.timeout(seconds * (1 + patience())), append=False)
+    return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_waits():
+    """So it is for children: seconds in which they have to end are those of a machine that does nothing else."""
+    from tests.attack import patience
+
+    def patient(wait, at):
+        def call(*given, **named):
+            given = [one * patience() if place == at and one and one >= 5 else one for place, one in enumerate(given)]
+            if (named.get("timeout") or 0) >= 5:
+                named["timeout"] *= patience()
+            return wait(*given, **named)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, at in ((subprocess.Popen, "wait", 1), (subprocess.Popen, "communicate", 2), (psutil, "wait_procs", 1), (psutil.Process, "wait", 1)):
+            patch.setattr(owner, name, patient(getattr(owner, name), at))
+        yield
 
 
 @pytest.hookimpl(wrapper=True)
@@ -93,14 +140,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(said, yellow=True)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def multiplies_bf16():
-    """What a step holds and rounds is tested as CPUs have it that multiply bf16; with AVX2 alone the kit widens even small products."""
-    from lpkit.kernels import wide_product
+@pytest.fixture(params=processors.KINDS)
+def each_processor(request, monkeypatch):
+    """For a test whose result may depend on what `auto` chooses: it runs once with the choices of each kind of processor."""
+    monkeypatch.setenv(processors.VARIABLE, request.param)
+    return request.param
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wide_product, "in_a_loop", lambda: False)
-        yield
+
+@pytest.fixture
+def this_machine(monkeypatch):
+    """For tests of what is asked of the machine at hand, and of races."""
+    monkeypatch.delenv(processors.VARIABLE)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,8 +1,9 @@
 """Do the kit's answers hang on one processor's rounding? `python -m tests.isa [--only TEXT] [--on TEXT]`, hours; with `--quick`
-what decides an exercise's verdict, on one other path than this machine's own, minutes, as pytest says it.
+what decides an exercise's verdict, on one other path than this machine's own, and tests whose results may depend on `auto` with
+the choices of each other kind of processor (processors.py), minutes, as pytest says it.
 
 Runs the numeric tests, and every notebook's claim with seeds 0 to 4, as other processors and other
-numbers of threads would round them, and prints which fail where (exit code 1). What fails here was
+numbers of threads would round them, and as `auto` chooses on other kinds, and prints which fail where (exit code 1). What fails here was
 luck: mend its statement (more seeds, a noise floor, "cannot tell"), not its tolerance.
 A setting that changes no bit of `probe` here (an AMD processor takes MKL's AVX2, AVX512 and SSE4_2 for one path) is named and left out.
 oneDNN reads ONEDNN_MAX_CPU_ISA, https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
@@ -21,6 +22,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 
+from tests import processors
+
 SETTINGS = {
     "as it is": {},
     **{f"MKL {path}": {"MKL_CBWR": path} for path in ("COMPATIBLE", "SSE4_2", "AVX2", "AVX2,STRICT", "AVX512", "AVX512,STRICT")},
@@ -31,6 +34,7 @@ SETTINGS = {
     "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
     "2 threads": {"OMP_NUM_THREADS": "2"},
     "4 threads": {"OMP_NUM_THREADS": "4"},
+    **{f"auto of {kind}": {processors.VARIABLE: kind, "PYTHONPATH": processors.AT_START} for kind in processors.KINDS},
 }
 # Another whole path, by what ATen takes here: the next older one.
 OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
@@ -43,6 +47,9 @@ NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner",
 # (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to it
 NO_PATH = "rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or into_a_kernel or interpreter or whatever_a_kernel_does"
 HERE = Path(__file__).parent
+# Files whose results depend on what `auto` chooses in 16 bits, and words in the names of those tests. Others have `each_processor`.
+OF_AUTO = ("depth", "fit", "memory", "qlora", "split_memory", "trace", "tracking", "wide_product")
+QUICK = "bf16 or 16_bits or fp8 or bfloat16 or auto or fit or held or wide or trace"
 
 
 def named(says: re.Pattern) -> list[str]:
@@ -87,7 +94,13 @@ def quick() -> int:
     print(f"{', '.join(VERDICTS)}, once more under {' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True)
     words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-k", f"not ({NO_PATH})",
              *(f"tests/test_{name}.py" for name in VERDICTS)]
-    return subprocess.run(words, env=other).returncode
+    codes = [subprocess.run(words, env=other).returncode]
+    for kind in sorted(processors.KINDS.keys() - {environment.get(processors.VARIABLE, processors.DEFAULT)}):
+        print(f"{', '.join(OF_AUTO)}, once more as `auto` chooses with {kind}", flush=True)
+        words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "not prove", "-k", QUICK,
+                 *(f"tests/test_{name}.py" for name in OF_AUTO)]
+        codes.append(subprocess.run(words, env=environment | {processors.VARIABLE: kind}).returncode)
+    return max(codes)
 
 
 def tests(names: list[str], environment: dict[str, str]) -> dict[str, list[str]]:
@@ -150,7 +163,7 @@ def main() -> int:
             continue
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
         print(f"\n{setting}", flush=True)
-        if "OMP_NUM_THREADS" not in changes and (like := seen.setdefault(bits(environment), setting)) != setting:
+        if not changes.keys() & {"OMP_NUM_THREADS", processors.VARIABLE} and (like := seen.setdefault(bits(environment), setting)) != setting:
             print(f"  rounds as {like!r} does here: left out", flush=True)
             continue
         if files:

@@ -27,6 +27,7 @@ from tornado.httpclient import HTTPRequest
 from tornado.websocket import WebSocketClosedError, websocket_connect
 
 from lpkit import files
+from tests.attack import patience
 
 HERE = Path(__file__).parents[1]
 PROXY = "configurable-http-proxy"
@@ -120,7 +121,7 @@ class Person:
         self.ask(f"/hub/api/users/{self.name}/server", options)
         while not (server := self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("", {})).get("ready"):
             assert server, f"{self.name}'s server did not start"
-            assert time.monotonic() - begun < 300, f"{self.name}'s server does not start"
+            assert time.monotonic() - begun < 300 * patience(), f"{self.name}'s server does not start"
             time.sleep(0.25)
         return time.monotonic() - begun
 

@@ -14,6 +14,7 @@ from unittest import mock
 from urllib.parse import quote
 
 from lpkit.course.lab import Server, serve
+from tests.attack import patience
 
 HERE = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]|data:|blob:|about:")
 SETTINGS = {   # quiet, and every cell in the page whether it is in the viewport or not
@@ -59,12 +60,12 @@ class Notebook:
         self.page.on("request", self._note_request)
         self.page.on("websocket", self._note_request)
         self.page.goto(server.url_of(quote(name)) + "&reset")
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000 * patience())
         # the toolbar says idle before a kernel is attached; running would open a dialog
         self.page.wait_for_function("""() => {
             const context = window.jupyterapp?.shell.currentWidget?.sessionContext;
             return context?.isReady && context.session?.kernel?.status === 'idle'
-            }""", timeout=90_000)
+            }""", timeout=90_000 * patience())
 
     def _note_error(self, error: object) -> None:
         # anywidget's clock, on a page that was busy: a figure waits for nothing that it guards
@@ -89,12 +90,12 @@ class Notebook:
     def run(self, *, seconds: float = 120) -> None:
         """Run all cells, and wait until the last has ended or one has failed."""
         self.command("notebook:run-all-cells")
-        self.page.wait_for_function("() => window.lpkitDone", timeout=seconds * 1000)
+        self.page.wait_for_function("() => window.lpkitDone", timeout=seconds * 1000 * patience())
 
     def settle(self) -> None:
         """Until every figure of the kit is drawn."""
         self.page.wait_for_function("""() => [...document.querySelectorAll('.lpkit-figure')].every(
-            figure => figure.dataset.drawn)""", timeout=60_000)
+            figure => figure.dataset.drawn)""", timeout=60_000 * patience())
 
     def outputs(self) -> list[dict]:
         """Of all code cells, as nbformat has them, each with the number of its `cell`."""

@@ -24,6 +24,7 @@ from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training
+from tests import processors
 from tests.resuming import in_parts
 from tests.test_promise import _cpu
 
@@ -86,9 +87,18 @@ def test_merged_it_is_one_linear(name, shared):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-@pytest.mark.parametrize("changes", [{}, {"precision.recipe": "bf16"}, {"memory.recompute": "block"}, {"memory.cross_entropy": "chunked"}],
-                         ids=["fp32", "bf16", "recompute", "chunked"])
+@pytest.mark.parametrize("changes", [{}, {"memory.recompute": "block"}, {"memory.cross_entropy": "chunked"}], ids=["fp32", "recompute", "chunked"])
 def test_the_peak_is_within_two_hundredths_of_the_trace(name, changes):
+    near_the_trace(name, changes)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_peak_in_16_bits_is_near_the_trace_on_each_processor(name, each_processor):
+    """Attention and products are others there; a wide product saves no input of a frozen weight."""
+    near_the_trace(name, {"precision.recipe": "bf16"})
+
+
+def near_the_trace(name, changes):
     config = of(name, SMALL.replace({"model.width": 96, "model.context": 128, "global_batch": 4, **changes}))
     formula, trace = memory(config, _cpu()).peak_bytes, lpkit.predict_trace(config).peak_bytes
     assert formula == pytest.approx(trace, rel=0.02)
@@ -150,9 +160,10 @@ def drawn(seed):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", range(40))
-def test_peaks_of_drawn_configs(seed):
+def test_peaks_of_drawn_configs(seed, monkeypatch):
     """In 8 bits the formula says a doubt, and how far it was off."""
     config = drawn(seed)
+    monkeypatch.setenv(processors.VARIABLE, ("AVX512", "AMX")[seed % 2])      # with AVX2 blocked attention works in float32
     formula, trace = memory(config, _cpu()), lpkit.predict_trace(config)
     low = config.precision.recipe.name == "fp8-tensorwise"
     assert ("an adapter's forward pass in low precision" in formula.doubt) == low

@@ -18,6 +18,7 @@ from lpkit.training.data import Prefetched
 from lpkit.training.loop import fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training
+from tests.attack import patience
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ def test_the_next_batch_is_made_before_it_is_asked_for():
 
     ahead_of = Prefetched(Signalling(), torch.device("cpu"), Lane())
     ahead_of.batch(0)
-    assert made.wait(10)
+    assert made.wait(10 * patience())
 
 
 def test_a_run_with_prefetched_batches_is_the_same_run(tiny, tmp_path, monkeypatch):
@@ -229,5 +230,5 @@ def test_nothing_is_left_of_it():
     gone = weakref.ref(policy)
     del policy
     gc.collect()
-    thread.join(10)
+    thread.join(10 * patience())
     assert gone() is None and not thread.is_alive()

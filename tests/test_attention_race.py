@@ -7,9 +7,11 @@ from functools import partial
 import pytest
 import torch
 
+from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose, wrong
+from lpkit.measure import trace
 from lpkit.nn.attention import CAUSAL, plain, sdpa
 from lpkit.predict import predict
 from lpkit.techniques.attention import Rule
@@ -115,7 +117,7 @@ def zeros_(q, k, v, documents=None, sinks=None, *, rule=CAUSAL):
     return sdpa(q, k, v, documents, rule=rule) * 0
 
 
-def test_a_race_refuses_names_and_remembers(planted, monkeypatch):
+def test_a_race_refuses_names_and_remembers(planted, monkeypatch, this_machine):
     given = asked("window")
     choice = attention.race(given, 2, CPU)
     assert choice.used in attention.candidates(given) and choice.used != "planted"
@@ -134,7 +136,7 @@ def test_what_is_asked_for_by_name_is_verified(planted):
         build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
 
 
-def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
+def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch, this_machine):
     config = Config().replace({"system.device": "cpu", "precision.recipe": "fp32", "steps": 20})
     races = []
     monkeypatch.setattr(attention, "race", lambda *a: races.append(a) or attention.Choice(asked="auto", used="sdpa", why="raced"))
@@ -149,7 +151,7 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("context", [16, 300])
-def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, context):
+def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, context, this_machine):
     """As many sequences and heads as a call of 4 GFLOP has; `plain` where its scores are no more than q."""
     given, seen = asked(dtype=dtype, context=context, head_dim=16), {}
     monkeypatch.setattr("lpkit.kernels.choose.choose", lambda *a, **told: seen.update(told) or choose(*a, **told))
@@ -165,7 +167,7 @@ def test_a_cpu_races_at_a_runs_shape_what_keeps_no_scores(monkeypatch, dtype, co
     assert seen["raced"][0][0].shape == (1, 2, round(context / 2**0.5 - 0.5), 16), "half of one group's pairs: fewer tokens"
 
 
-def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch):
+def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch, this_machine):
     """With AMX PyTorch's kernel was 1.45 times as fast as blocks at 1,024 tokens; without, blocks are faster."""
     config = Config().replace({"system.device": "cpu", "precision.recipe": "bf16", "steps": 1})
     for tiles, path, used in ((True, "AVX512", "sdpa"), (False, "AVX512", "blocked"), (True, "AVX2", "blocked")):
@@ -175,6 +177,15 @@ def test_a_short_run_is_ruled_by_what_multiplies_bf16(monkeypatch):
         there = Machine(name="here", title="here", kind="cpu", memory_bytes=2**36, bytes_per_second=1e10,
                         flops={"fp32": 1e11, "bf16": 8e11 if used == "sdpa" else 1.9e11}, source="")
         assert predict(config, there).assumptions["attention"] == used
+        assert predict(config, hardware.room("cpu")).assumptions["attention"] == used, "whether a run fits is asked of this"
+
+
+@pytest.mark.parametrize("context, used", [(1016, "blocked"), (1017, "sdpa")])
+def test_a_trace_counts_the_tokens_of_a_prefix_as_the_run_does(context, used):
+    config = Config().replace({"system.device": "cpu", "precision.recipe": "bf16", "model.context": context, "model.position": "rope",
+                               "model.changes": [{"name": "prefix", "length": 8}]})
+    for decided in (build.decide(config), trace._decide(config, "cpu")):
+        assert decided.choices["attention"].used == used
 
 
 def test_fp8_is_never_raced():

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from lessons import learner
+from tests.attack import patience
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
@@ -114,7 +115,7 @@ def notebook(lab):
 def press_until(page, handle, key, changed, seconds=10):
     handle.focus()
     handle.press(key)
-    page.wait_for_function(changed, timeout=seconds * 1000)
+    page.wait_for_function(changed, timeout=seconds * 1000 * patience())
 
 
 def printed(page, code):
@@ -189,7 +190,7 @@ def test_stop_is_heard_while_a_cell_awaits(notebook):
     opened.page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 20")
     opened.page.wait_for_function("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status == 'busy'")
     opened.page.get_by_role("button", name="Stop").click()
-    opened.page.wait_for_function("() => window.lpkitDone", timeout=20_000)
+    opened.page.wait_for_function("() => window.lpkitDone", timeout=20_000 * patience())
     assert [output["text"] for output in opened.outputs() if "text" in output] == ["awaits\nended\n"]
 
 
@@ -207,7 +208,7 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
     slider.focus()
     slider.press("ArrowRight")
     opened.page.wait_for_function(
-        f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before, timeout=10_000)
+        f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before, timeout=10_000 * patience())
 
 
 GUESSED = ["""
@@ -252,7 +253,7 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     opened.command("docmanager:save")
     page.wait_for_function("() => window.lpkitDone")
     page.reload()       # the page again, and the same kernel
-    text("and your 90% held.").wait_for(timeout=90_000)
+    text("and your 90% held.").wait_for(timeout=90_000 * patience())
     again = notebook("again.ipynb", GUESSED)        # another kernel, Run All
     again.run()
     for words in ("Locked on", "-20.0%, inside your 90%", "the formula says 110 MB"):
@@ -453,8 +454,8 @@ def test_a_figure_follows_on_a_page_that_is_slow_to_load_it(lab):
     opened.page.evaluate(SLOW)
     opened.run()
     opened.settle()
-    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.2')", timeout=20_000)
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.2')", timeout=20_000 * patience())
     opened.page.locator(".noUi-handle").first.press("ArrowLeft")        # refused
     opened.page.locator(".noUi-handle").first.press("ArrowLeft")
-    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.333')", timeout=20_000)
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.333')", timeout=20_000 * patience())
     opened.close()

@@ -22,6 +22,7 @@ from lpkit.kernels.cast import Noise
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES
+from tests.attack import patience
 from tests.test_formats import hard_cases
 
 ELEMENTS = ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e3m2", "e2m3", "e2m1", "int8", "int4"]
@@ -611,7 +612,7 @@ def test_odd_compilers_are_survived(script, said, kernel, tmp_path, monkeypatch)
     opened, _, cache = kernel
     began = time.monotonic()
     library, choice = opened(compilers=(str(compiler),))
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 50 * patience()
     assert library is None and choice.used == "torch" and "odd-cc" in choice.why
     assert len(choice.why) < 500 and choice.why.isprintable()
     assert said in choice.why and list(cache.glob("*")) == []

@@ -16,6 +16,7 @@ from lessons.attempts import asked
 from lpkit import cli, files
 from lpkit.course import copies
 from lpkit.errors import ConfigError
+from tests import processors
 
 NAME = "03_formats.ipynb"
 TAGS = {"p": ["parameters"], "e": ["exercise"], "f": ["exercise"]}
@@ -323,7 +324,7 @@ def lessons(tmp_path):
 
     def say(code: str) -> str:
         done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                              env=os.environ | {"PYTHONPATH": str(NOTEBOOKS.parent)})
+                              env=os.environ | {"PYTHONPATH": os.pathsep.join([processors.AT_START, str(NOTEBOOKS.parent)])})
         return (done.stdout + done.stderr).strip().splitlines()[-1]
 
     return say

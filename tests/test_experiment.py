@@ -15,7 +15,7 @@ from lpkit.claims import protocol
 from lpkit.commands import new
 from lpkit.files import resource
 from lpkit.techniques import outside
-from tests import NOTEBOOKS
+from tests import NOTEBOOKS, processors
 from tests import test_notebooks as form
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def own():
 
 def lpkit(folder: Path, *words: str) -> subprocess.CompletedProcess:
     """As somebody types it there, who has installed the package."""
-    path = os.pathsep.join([str(ROOT), str(folder)])
+    path = os.pathsep.join([processors.AT_START, str(ROOT), str(folder)])
     return subprocess.run([sys.executable, "-m", *words], cwd=folder, capture_output=True, text=True,
                           env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
 

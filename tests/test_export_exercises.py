@@ -12,7 +12,7 @@ import pytest
 
 from lessons import export_exercises as e
 from lpkit.course import notebooks
-from tests import NOTEBOOKS
+from tests import NOTEBOOKS, processors
 from tests.course import EXERCISES
 
 RIGHT = "    sign = 1\n    field, fraction = code >> mantissa_bits, code % 2**mantissa_bits / 2**mantissa_bits\n" \
@@ -30,7 +30,7 @@ def answered(book):
 
 def environment() -> dict:
     root = Path(NOTEBOOKS).parent
-    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{NOTEBOOKS}", "OMP_NUM_THREADS": "1"}
+    return os.environ | {"PYTHONPATH": os.pathsep.join([processors.AT_START, str(root), NOTEBOOKS]), "OMP_NUM_THREADS": "1"}
 
 
 def told(*command, cwd) -> str:

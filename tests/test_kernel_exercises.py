@@ -41,6 +41,7 @@ from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import Cast
+from tests.attack import patience
 from tests.course import EXERCISES, PUZZLES
 
 tl = pytest.importorskip("triton.language")
@@ -511,7 +512,7 @@ def test_whatever_a_kernel_does_is_a_sentence_and_nothing_stays():
     found = run([("10.copy", source) for source in LOOPS], seconds=2) + run([("10.copy", source) for source in ENDS])
     for (source, said), one in zip({**LOOPS, **ENDS}.items(), found, strict=True):
         assert one["status"] == "wrong" and said in one["detail"], (source, one)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * patience()
     while (left := judging()) and time.monotonic() < deadline:
         time.sleep(0.05)        # the last judge says its finding before it ends
     assert not left

@@ -152,7 +152,7 @@ def test_a_browser_is_not_told_the_token_on_its_command_line(server, monkeypatch
     opened = queue.Queue()
     monkeypatch.setattr(lab.webbrowser, "open", opened.put)
     server.open_browser()
-    page = opened.get(timeout=10)
+    page = opened.get(timeout=10 * patience())
     assert server.token not in page and server.token in Path(page.removeprefix("file://")).read_text()
 
 

@@ -117,9 +117,10 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
         matrix.Trial("fp8-delayed", "emulated", CPU).recompute()
 
 
-@pytest.mark.parametrize("ends, why", [("import os; os.kill(os.getpid(), 9)", "ended with -9"),
-                                       ("import time; time.sleep(60)", "no answer within 0.5 s")])
-def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, why):
+@pytest.mark.parametrize("ends, works, why", [("import os; os.kill(os.getpid(), 9)", False, "ended with -9"),
+                                              ("import time; time.sleep(60)", None, "not known: no answer within 0.5 s")])
+def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, works, why):
+    """A machine that was too busy to answer has not said no."""
     real, calls = subprocess.run, []
 
     def run(command, **options):
@@ -131,14 +132,33 @@ def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, why):
     monkeypatch.setattr(subprocess, "run", run)
     found = matrix.probes(CPU, seconds=0.5, only=["nvfp4, emulated", "mxfp8, emulated"])
     assert [one.name for one in found] == ["nvfp4, emulated", "mxfp8, emulated"] and found[1].works
-    assert why in found[0].why and found[0].nearest and len(calls) == 2
+    assert found[0].works is works and why in found[0].why and found[0].nearest and len(calls) == 2
+
+
+def test_each_probe_has_the_whole_time(monkeypatch):
+    """One process tries all of them, and beside other work they may take longer together."""
+    real, calls = subprocess.run, []
+
+    def run(command, **options):
+        waiting = json.loads(command[-1])
+        calls.append(waiting)
+        right = json.dumps(asdict(Probe(name=waiting[0], kind="recipe", works=True, detail="emulated, x")))
+        program = f"print({right!r}, flush=True); import time; time.sleep({60 * (len(waiting) > 1)})"
+        return real([sys.executable, "-c", program], **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    names = ["nvfp4, emulated", "mxfp8, emulated", "int8, emulated"]
+    found = matrix.probes(CPU, seconds=2, only=names)
+    assert [(one.name, one.works) for one in found] == [(name, True) for name in names] and calls == [names, names[1:], names[2:]]
 
 
 def test_the_grid_says_what_fails():
-    probes = [{"name": "fp8-tensorwise, scaled_mm", "detail": "native, relative error 1e-2"},
-              {"name": "fp8-tensorwise, torchao", "detail": "native, relative error 1e-2; no compile: y"},
-              {"name": "fp8-tensorwise, emulated", "detail": ""}]
-    assert _grid(probes) == [("recipe", "scaled_mm", "torchao", "emulated"), ("fp8-tensorwise", "native", "native, no compile", "-")]
+    probes = [{"name": "fp8-tensorwise, scaled_mm", "works": True, "detail": "native, relative error 1e-2"},
+              {"name": "fp8-tensorwise, torchao", "works": True, "detail": "native, relative error 1e-2; no compile: y"},
+              {"name": "fp8-tensorwise, emulated", "works": False, "detail": ""},
+              {"name": "fp8-tensorwise, transformer-engine", "works": None, "detail": ""}]
+    assert _grid(probes) == [("recipe", "scaled_mm", "torchao", "emulated", "transformer-engine"),
+                             ("fp8-tensorwise", "native", "native, no compile", "-", "not known")]
 
 
 @pytest.mark.parametrize("feature", matrix.FEATURES)

@@ -63,7 +63,7 @@ def test_race_alternates_and_drops_the_first_round():
     assert [len(times) for times in interleaved_seconds([lambda: None], rounds=100, within_seconds=0)] == [1]
 
 
-def test_bf16_is_chosen_with_its_reason():
+def test_bf16_is_chosen_with_its_reason(this_machine):
     choice = bf16_choice("cpu", size=256)
     assert choice.asked == "auto" and choice.used in ("bf16", "fp32") and "the speed of fp32" in choice.why
 
@@ -108,18 +108,20 @@ def test_a_gpu_asks_nobody_for_threads(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an affinity is Linux's")
-def test_a_busy_neighbour_is_seen_and_oneself_is_not():
+def test_a_busy_neighbour_is_seen_and_oneself_is_not(tmp_path, this_machine):
     """On one core, which both share: each gets half of it."""
     allowed, core = os.sched_getaffinity(0), min(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {core})
+    (busy := tmp_path / "busy").touch()
     try:
         # a daemon is nobody's child, as another user's process is
-        spin = f"import os, time\nos.fork() and os._exit(0)\nwhile time.time() < {time.time() + 3}: pass"
+        spin = f"import os\nos.fork() and os._exit(0)\nwhile os.path.exists({str(busy)!r}): pass"
         subprocess.run([sys.executable, "-c", spin], check=True)
         share, end = hardware.others(), time.perf_counter() + 1.5
         while time.perf_counter() < end:
             pass
         with_it, again = share(), share()
+        busy.unlink()
         # a child is one's own, as the ranks of a launch are
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
             share, began = hardware.others(), time.perf_counter()
@@ -128,6 +130,7 @@ def test_a_busy_neighbour_is_seen_and_oneself_is_not():
             taken = its / (time.perf_counter() - began)
             child.kill()
     finally:
+        busy.unlink(missing_ok=True)
         os.sched_setaffinity(0, allowed)
     assert 0.25 < with_it < 1.01 and abs(again - with_it) < 0.1, (with_it, again)
     assert beside <= 1.1 - taken, (beside, taken)

@@ -17,6 +17,7 @@ import pytest
 
 from lpkit.cli import main
 from lpkit.errors import ConfigError
+from tests.attack import patience
 from tests.bench import planner as bench
 from tests.bench.browser import static
 from tests.served import HERE
@@ -261,7 +262,7 @@ def test_two_configurations_stand_side_by_side_and_a_link_holds_both(page, conte
     other = context.new_page()
     try:
         other.goto(page.url)
-        other.wait_for_function("() => performance.getEntriesByName('first').length", timeout=120_000)
+        other.wait_for_function("() => performance.getEntriesByName('first').length", timeout=120_000 * patience())
         assert other.evaluate(ROWS) == page.evaluate(ROWS) and other.locator("#layers").input_value() == "40"
     finally:
         other.close()

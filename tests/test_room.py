@@ -22,6 +22,7 @@ from lpkit.course import reports
 from lpkit.course import room as rooms
 from lpkit.errors import ConfigError
 from tests import rooms as served
+from tests.attack import patience
 from tests.bench import room as bench
 
 PORT = 8573
@@ -101,7 +102,7 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     sent = bench.SENT
     threading.Thread(target=lambda: [time.sleep(0.5) or [one.kill() for one in bench.service()] for _ in range(3)]).start()
     assert anna.run(bench.REPORT.format(sent)) == ""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 120 * patience()
     while len(now(teacher)["events"]) < before + sent and time.monotonic() < deadline:
         time.sleep(0.5)
     events = now(teacher)["events"][before:]
@@ -196,11 +197,11 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
     pages[0].click("#spawn_form [type=submit]")
     pages[1].goto(f"{room['url']}/user/ben/lab/tree/01_memory_math.ipynb")
     for page in pages:
-        page.wait_for_selector(".jp-Notebook", timeout=120_000)
+        page.wait_for_selector(".jp-Notebook", timeout=120_000 * patience())
     anna.run("from lpkit.course.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
     teacher = signed_in("teacher")
     teacher.goto(f"{room['url']}/services/progress/")
-    teacher.wait_for_selector("#guesses circle", timeout=30_000)
+    teacher.wait_for_selector("#guesses circle", timeout=30_000 * patience())
     assert "1 of 1 held" in teacher.inner_text("#guesses")
 
 
@@ -431,7 +432,7 @@ def test_reports_wait_for_a_service_that_is_away(tmp_path, monkeypatch):
     monkeypatch.setenv("LPKIT_PROGRESS", "/nowhere")
     for n in range(3):
         reports.report("exercise", name=f"03.{n}", verdict="right")
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * patience()
     while reports._outbox().read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert sorted(json.loads(one)["name"] for one in sent) == ["03.0", "03.1", "03.2"]

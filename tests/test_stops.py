@@ -169,7 +169,7 @@ def test_the_handle_of_a_notebook_stops_a_long_step_and_a_long_evaluation(tiny, 
     monkeypatch.setattr(Transformer, "hidden", slowed(calls, number))
     handle = start(tiny.replace({"global_batch": 400, "grad_accum_steps": 200, "eval_batches": 200} if number == 2 else {"eval_batches": 200}),
                    out=tmp_path / "run")
-    assert reached.wait(60)
+    assert reached.wait(60 * patience())
     begun = time.monotonic()
     handle.stop()
     assert handle.result().summary["status"] == "stopped" and time.monotonic() - begun < SECONDS * patience()
@@ -192,12 +192,12 @@ def test_a_signal_breaks_off_what_is_not_saved(tiny, tmp_path, monkeypatch, numb
     """The first step, which may compile for minutes, and a batch of an evaluation that takes longer than all of it."""
     def long():
         threading.Timer(0.1, os.kill, (os.getpid(), number_of)).start()
-        time.sleep(30)
+        time.sleep(280)
 
     at_forward(monkeypatch, number, long)
     begun = time.monotonic()
     run = lpkit.train(tiny, out=tmp_path / "run")
-    assert time.monotonic() - begun < 25
+    assert time.monotonic() - begun < min(25 * patience(), 270)
     assert run.summary["status"] == "stopped" and run.summary["stopped_by"] == number_of.name and run.problems == []
     assert run.summary["steps"] == (0 if number == 1 else 3)
 

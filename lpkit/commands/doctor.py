@@ -52,7 +52,7 @@ def text(result: dict[str, Any]) -> str:
         lines += ["", kind.capitalize()]
         for row in probes:
             nearest = f" -> {row['nearest']}" if row["nearest"] else ""
-            lines.append(_row(("+ " if row["works"] else "- ") + row["name"],
+            lines.append(_row({True: "+ ", None: "? "}.get(row["works"], "- ") + row["name"],
                               row["detail"] or row["why"] + nearest, 16))
     if recipes:
         lines += ["", "Recipes, forward and backward; the reasons are in --json",
@@ -70,7 +70,8 @@ def _grid(probes: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
     words: dict[str, dict[str, str]] = {}
     for row in probes:
         recipe, backend = row["name"].split(", ")
-        how = [row["detail"].partition(",")[0] or "-", *re.findall(r"no \w+(?=:)", row["detail"])]
+        how = [row["detail"].partition(",")[0] or {None: "not known"}.get(row["works"], "-"),
+               *re.findall(r"no \w+(?=:)", row["detail"])]
         words.setdefault(recipe, {})[backend] = ", ".join(how)
     backends = list(dict.fromkeys(backend for of_recipe in words.values() for backend in of_recipe))
     return [("recipe", *backends), *((recipe, *(of_recipe.get(backend, "") for backend in backends))

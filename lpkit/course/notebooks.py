@@ -454,7 +454,7 @@ class Attempt:
         self.executed = with_parameters(self.book, self.job.values)
         client = NotebookClient(
             self.executed, manager, store_widget_state=False, raise_on_iopub_timeout=True,
-            resources={"metadata": {"path": str(self.job.path.parent)}},
+            resources={"metadata": {"path": str(self.job.path.parent)}}, iopub_timeout=60,
             on_notebook_start=lambda notebook: self.kernel.started(manager.provisioner.process),
             on_cell_start=self.cell_starts, on_cell_executed=self.cell_ended)
         ending: dict[str, Any] = {"status": "killed"}

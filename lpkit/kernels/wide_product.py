@@ -55,7 +55,8 @@ class WideProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w)
+        needs_x, needs_w, _ = ctx.needs_input_grad      # a frozen weight needs no x
+        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
         return multiply(x, w, bias, None)
 
     @staticmethod

@@ -2,17 +2,16 @@
 and now.
 
 A row that does not work says why, in the library's own words where it has some, and names the
-nearest thing that does. To add a row, add a `Check` to `CHECKS`: its `run` takes the device,
-returns a detail and raises when it cannot. What may crash or hang (processes that talk to each
-other, the recipes of `matrix`) runs in a process of its own with a time limit.
+nearest thing that does; one without an answer in time is not known. To add a row, add a `Check` to
+`CHECKS`: its `run` takes the device, returns a detail and raises when it cannot. What may crash or
+hang (processes that talk to each other, the recipes of `matrix`) runs in its own process.
 """
 
-import functools
 import platform
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,9 @@ def _triton(device: torch.device) -> str:
 
 def _interpreter(device: torch.device) -> str:
     _installed("triton")
-    return "; ".join(defects.defects()) or "right wherever it was tried"
+    if "did not end" in (found := "; ".join(defects.defects())):
+        raise TimeoutError(found)
+    return found or "right wherever it was tried"
 
 
 def _versions(device: torch.device) -> str:
@@ -137,10 +138,9 @@ def fp8_stores(device: torch.device,
     return f"compiled casts to E4M3 and E5M2 of {len(FP8_SHAPES)} shapes are PyTorch's own bits"
 
 
-# Parallel modes: each in processes of its own, so that a crash or a hang is a row and not the end
-# of the doctor.
+# Parallel modes: each in processes of its own, so that a crash or a hang is a row.
 
-_warm_parent = functools.cache(WarmParent)      # until this process ends
+_warm_parent = cache(WarmParent)      # until this process ends
 
 
 def _processes(program: str, backend: str, device: torch.device, world: int = 2) -> str:
@@ -191,8 +191,7 @@ def machine() -> dict[str, Any]:
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags],
             "cores": cores(), "memory_bytes": memory.total,
-            "memory_available_bytes": memory.available,
-            "memory_limit_bytes": memory_limit_bytes(),
+            "memory_available_bytes": memory.available, "memory_limit_bytes": memory_limit_bytes(),
             "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
                       "memory_bytes": gpu.total_memory,
                       "multiprocessors": gpu.multi_processor_count} for gpu in gpus],
@@ -224,8 +223,7 @@ def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[s
     for some seconds.
     """
     device = torch.device(hardware.usable())
-    # while all is quiet
-    choice, here = hardware.bf16_choice(device), hardware.machine(str(device))
+    choice, here = hardware.bf16_choice(device), hardware.machine(str(device))  # while all is quiet
     with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
         pairs = beside.submit(matrix.probes, device) if recipes else None
         probes = [probe(check, device) for check in checks]

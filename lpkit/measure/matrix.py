@@ -58,8 +58,8 @@ def checks() -> dict[str, Check]:
 
 def probes(device: torch.device | str, *, seconds: float = PROBE_SECONDS,
            only: Iterable[str] | None = None) -> list[Probe]:
-    """Tries each in another process. One that crashes it or takes longer than `seconds`
-    does not work, for that reason, and a fresh process goes on behind it."""
+    """Tries each in another process. One that crashes it does not work, for that reason; one that
+    takes longer than `seconds` alone is not known. A fresh process goes on behind it."""
     known, found = checks(), []
     waiting = list(known if only is None else only)
     while waiting:
@@ -67,16 +67,16 @@ def probes(device: torch.device | str, *, seconds: float = PROBE_SECONDS,
                    json.dumps(waiting)]
         try:
             done = subprocess.run(command, capture_output=True, timeout=seconds)
-            out, why = done.stdout, f"the process that tried it ended with {done.returncode}"
+            out, works, why = done.stdout, False, f"its process ended with {done.returncode}"
         except subprocess.TimeoutExpired as late:
-            out, why = late.stdout or b"", f"no answer within {seconds:g} s"
-        for line in out.decode(errors="replace").splitlines():
-            if line.startswith('{"name"'):
-                found.append(Probe(**json.loads(line)))
-                waiting.pop(0)
-        if waiting:
+            out, works, why = late.stdout or b"", None, f"not known: no answer within {seconds:g} s"
+        answers = [Probe(**json.loads(line)) for line in out.decode(errors="replace").splitlines()
+                   if line.startswith('{"name"')]
+        found += answers
+        del waiting[:len(answers)]
+        if waiting and (works is False or not answers):     # else it had a part of the time
             name = waiting.pop(0)
-            found.append(Probe(name=name, kind=KIND, works=False, why=why,
+            found.append(Probe(name=name, kind=KIND, works=works, why=why,
                                nearest=known[name].nearest))
     return found
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+LATE = ("gave no sign of life for", "got no further for")       # ranks, says their supervisor
 
 class UnavailableError(Exception):
     """Not here. The message is the reason, for a person."""
@@ -29,7 +30,7 @@ class Probe:
 
     name: str
     kind: str
-    works: bool
+    works: bool | None      # None: not known, because no answer came in time
     detail: str = ""        # how it was found to work
     why: str = ""           # why it does not
     nearest: str = ""       # and what to use instead
@@ -49,7 +50,9 @@ def probe(check: Check, device: torch.device) -> Probe:
             warnings.simplefilter("ignore")
             return found(works=True, detail=check.run(device))
     except Exception as error:
-        return found(works=False, why=reason(error), nearest=check.nearest)
+        late = isinstance(error, TimeoutError) or any(words in str(error) for words in LATE)
+        return found(works=None if late else False, nearest=check.nearest,
+                     why="not known: " * late + reason(error))
 
 
 def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: float) -> str:

@@ -44,6 +44,7 @@ from lpkit.predict.compare import Comparison, percent
 from lpkit.predict.ledger import MOMENTS, memory
 from lpkit.predict.units import quantity
 from lpkit.tables import html_table
+from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.layouts import Layout, check
 from lpkit.training.attention import of_parts
@@ -95,7 +96,7 @@ def _decide(config: Config, device: str) -> Decisions:
         chosen["precision"] = Choice(asked=asked, used=used,
                                      why="assumed: a run decides by a race where it runs")
     attention = config.system.attention
-    used, why = choose_attention(attention, device=device, model=config.model,
+    used, why = choose_attention(attention, device=device, model=attended(config.model),
                                  low_precision=decisions.recipe.compute == "bfloat16",
                                  tiles=hardware.multiplies_tiles())
     chosen["attention"] = of_parts(config) or Choice(asked=attention, used=used, why=why)

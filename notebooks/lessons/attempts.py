@@ -46,7 +46,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from lpkit.errors import ConfigError
-from lpkit.machine_facts import status_bytes
+from lpkit.machine_facts import cores, status_bytes
 from lpkit.parallel.processes import WarmParent
 from lpkit.processes import end_with_parent
 
@@ -298,7 +298,7 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
     with line:
         with theirs:
             parents[key].start(name, [theirs.fileno()])
-        line.settimeout(START_SECONDS + 5 * seconds)
+        line.settimeout((START_SECONDS + 5 * seconds) * patience())
         with contextlib.suppress(OSError):
             line.sendall(job)
             if line.recv(1) == b"?":            # no attempt is left that could hear it
@@ -341,6 +341,11 @@ def line_of(error: BaseException | None) -> str:
     return ""
 
 
+def patience() -> float:
+    """How many times its seconds an attempt has: beside more work than cores each gets a share of them."""
+    return max(1.0, os.getloadavg()[0] / cores())
+
+
 class Attempt:
     """A fork in which `work` gives answers. `with` it, nothing of it outlives the block.
 
@@ -348,7 +353,7 @@ class Attempt:
     """
 
     def __init__(self, work: Callable[[], Iterable[Answer]], seconds: float, hung_up: int = -1):
-        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds * patience()
         self._hung_up = [hung_up] if hung_up >= 0 else []
         self._printed = tempfile.TemporaryFile()
         reader, writer = os.pipe()
@@ -361,8 +366,8 @@ class Attempt:
 
     @property
     def printed(self) -> str:
-        self._printed.seek(0)
-        words = self._printed.read(4 * SHOWN).decode(errors="replace").strip()
+        # the fork may still print, at an offset that both have
+        words = os.pread(self._printed.fileno(), 4 * SHOWN, 0).decode(errors="replace").strip()
         return words and f". It printed: {words[:SHOWN]}"
 
     def __iter__(self) -> Iterator[Answer]:

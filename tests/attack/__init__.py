@@ -26,7 +26,7 @@ def patience() -> float:
 
 
 def until(there: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 60 * patience()
     while not there():
         assert time.monotonic() < deadline
         time.sleep(0.005)
