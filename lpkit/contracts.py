@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,9 @@ Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
+
+
+IGNORED = -100      # a target that does not count, as in PyTorch and transformers
 
 
 class Stage(IntEnum):
@@ -92,7 +95,7 @@ class Batch:
     it here."""
 
     tokens: Tensor                      # int64
-    targets: Tensor                     # int64, `tokens` shifted by one
+    targets: Tensor     # int64, `tokens` shifted by one; IGNORED ones have no loss and no weight
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
     places: Tensor | None = None        # int64, in the sequence, alike in all; None: in order
@@ -122,6 +125,19 @@ class Batch:
         """The arguments that a model reads besides tokens."""
         found = {} if self.document_ids is None else {"documents": self.document_ids}
         return found if self.places is None else found | {"places": self.places[0]}
+
+    @property
+    def weight(self) -> Tensor | int:
+        """Returns the sum of the weights of its targets."""
+        return self.targets.numel() if self.weights is None else self.weights.sum()
+
+    def counted(self) -> Batch:
+        """Returns it with IGNORED targets as targets of weight 0, where it has some. A batch on a
+        GPU is returned as it is: looking would wait for the GPU."""
+        if self.targets.device.type != "cpu" or not int((out := self.targets == IGNORED).sum()):
+            return self
+        weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
+        return replace(self, targets=self.targets.masked_fill(out, 0), weights=weights)
 
     def to(self, device: torch.device) -> Batch:
         if self.tokens.device == device:        # all of a batch lies in one place

@@ -104,7 +104,7 @@ class Claim(Made):
         if evaluated_text(self.config(first)) != evaluated_text(self.config(other)):
             raise ConfigError(f"{first} and {other} are evaluated on other text; make data.source, "
                               f"data.tokenizer, data.val_fraction, model.context and eval_batches "
-                              f"* global_batch / grad_accum_steps the same")
+                              f"* global_batch the same")
 
     @property
     def level(self) -> float:
@@ -172,9 +172,8 @@ def step_flops(config: Config) -> float:
 
 def evaluated_text(config: Config) -> tuple:
     """Returns what decides the text of an evaluation."""
-    piece = config.global_batch // config.grad_accum_steps
     return (config.data.source, config.data.tokenizer, config.data.val_fraction,
-            config.model.context, config.eval_batches * piece)
+            config.model.context, config.eval_batches * config.global_batch)
 
 
 def _modules(value: Any, named: bool = False) -> Iterator[str]:

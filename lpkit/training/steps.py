@@ -95,13 +95,12 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     """
     sharding = sharding or Sharding()
     ranks, losses = sharding.ranks, []
-    whole_weight = None if batch.weights is None else ranks.mean(batch.weights.sum())
+    whole_weight = batch.weight     # makes the mean of the batch of means of micro-batches
+    if batch.weights is not None:
+        whole_weight = counting(ranks.mean(whole_weight))
     for i, piece in enumerate(batch.chunk(parts)):
         with phases("forward"):
-            whole_over_piece = parts        # makes the mean of the batch of means of micro-batches
-            if whole_weight is not None:
-                whole_over_piece = whole_weight / piece.weights.sum()
-            part = loss(model, piece) / whole_over_piece
+            part = loss(model, piece) / (whole_weight / piece.weight)
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
             # of fewer micro-batches each is a larger part, and overflows at the scale of one device
@@ -113,6 +112,12 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     if scaler is not None:
         scaler.unscale(sharding.owned.values() or model.parameters(), ranks)
     return ranks.mean(torch.stack(losses).sum())
+
+
+def counting(weight: Tensor) -> Tensor:
+    """Returns the weight of a whole batch, to divide by: if no token of it counts, its loss and its
+    gradients are 0, not 0 / 0."""
+    return weight.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from lpkit import records
 from lpkit.config import Config
-from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
+from lpkit.contracts import IGNORED, Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
+from lpkit.errors import ConfigError
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.cut import Cut
@@ -182,7 +183,14 @@ class Training:
 
     def batch(self, step: int) -> Batch:
         """The part of a batch that this rank reads."""
-        return self.data.batch(step).to(self.device)
+        return self._read(self.data, step)
+
+    def _read(self, policy: DataPolicy, step: int) -> Batch:
+        found = policy.batch(step)
+        if (counted := found.counted()) is not found and self.ranks.world > 1:
+            raise ConfigError(f"batch {step + 1} of this rank has targets of {IGNORED}, and other "
+                              f"ranks may have none; give every batch weights, 0 for these targets")
+        return counted.to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
@@ -255,24 +263,28 @@ class Training:
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
         """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
-        batches of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
+        batches of the validation data, of `global_batch` sequences each: the weighted sum of losses
+        over the sum of weights, however many ranks and micro-batches share them. `phases` as in
+        `update`: each micro-batch is an "evaluation". Raises RunFailedError if no token counts.
+        """
         self.model.eval()
-        losses, weights = [], []
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             with self.evaluated():
                 for i in range(self.config.eval_batches):
-                    with phases("evaluation"):
-                        batch = self.val.batch(i).to(self.device)
-                        losses.append(self.executor.loss(self, batch))
-                        weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
-                                       else batch.weights.sum())
+                    batch = self._read(self.val, i)
+                    # a micro-batch's logits fit, and those of a whole batch may not
+                    for piece in batch.chunk(-(-len(batch.tokens) // self.config.micro_batch)):
+                        with phases("evaluation"):
+                            nats = self.executor.loss(self, piece).double()
+                            total += torch.stack((nats, torch.ones_like(nats))) * piece.weight
         finally:
             self.model.train()
-        if self.ranks.world == 1:
-            return torch.stack(losses).mean().item()
-        total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
-                                             torch.stack(weights)]))
-        return (total[0] / total[1]).mean().item()
+        nats, weight = self.ranks.mean(total).tolist()
+        if not weight:
+            raise RunFailedError("no token of the validation data counts: every target has weight "
+                                 "0; raise eval_batches, or give data whose targets count")
+        return nats / weight
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
