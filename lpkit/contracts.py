@@ -126,20 +126,13 @@ class Batch:
         found = {} if self.document_ids is None else {"documents": self.document_ids}
         return found if self.places is None else found | {"places": self.places[0]}
 
-    @property
-    def weight(self) -> Tensor | int:
-        """Returns the sum of the weights of its targets."""
-        return self.targets.numel() if self.weights is None else self.weights.sum()
-
-    def counted(self) -> Batch:
-        """Returns it with IGNORED targets as targets of weight 0, where it has some. A batch on a
-        GPU is returned as it is: looking would wait for the GPU."""
-        if self.targets.device.type != "cpu" or not int((out := self.targets == IGNORED).sum()):
-            return self
-        weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
-        return replace(self, targets=self.targets.masked_fill(out, 0), weights=weights)
-
     def to(self, device: torch.device) -> Batch:
+        """Returns it on `device`, with IGNORED targets as targets of weight 0 where it has some. Those
+        that are on a GPU already stay as they are: looking would wait for the GPU."""
+        if self.tokens.is_cpu and int((out := self.targets == IGNORED).sum()):
+            weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
+            counted = replace(self, targets=self.targets.masked_fill(out, 0), weights=weights)
+            return counted.to(device)
         if self.tokens.device == device:        # all of a batch lies in one place
             return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
@@ -166,6 +159,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]      # of the whole parameter
     fused: tuple[int, ...] = field(default=(), kw_only=True)   # as `techniques.operation.fused`
+    # True if weight decay applies; None: to matrices and embeddings, and to no vector
+    decays: bool | None = field(default=None, kw_only=True)
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum of what each rank has."""

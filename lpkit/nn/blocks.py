@@ -44,6 +44,8 @@ class Shape(nn.Module):
     that memory stays linear in T with any backend.
     """
 
+    decays = False      # the rows of `weight` are gains
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3, config.H))

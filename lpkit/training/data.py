@@ -68,7 +68,8 @@ class Share(DataPolicy):
         self.sizes = sizes or (lambda step: (sequences, 0))
 
     def batch(self, step: int) -> Batch:
-        batch, (sequences, _) = self.policy.batch(step).counted(), self.sizes(step)
+        batch, (sequences, _) = self.policy.batch(step), self.sizes(step)
+        batch = batch.to(batch.tokens.device)       # weights are alike on all ranks
         if len(batch.tokens) != sequences:
             raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
                               f"sequences, and all are to have {sequences}; let it begin "

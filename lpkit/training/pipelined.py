@@ -68,8 +68,8 @@ class PipelineExecutor(Executor):
         scale = 1.0 if scaler is None else scaler.scale / ranks.layout.replicas
         share = [1 / m] * m         # of a micro-batch's loss in that of the batch
         if batch.weights is not None:
-            whole = counting(ranks.mean(batch.weight))
-            share = [piece.weight / whole for piece in pieces]
+            whole = counting(ranks.mean(batch.weights.sum()))
+            share = [piece.weights.sum() / whole for piece in pieces]
         draws = [(t, t.clone()) for name, t in model.named_buffers() if name.endswith(".draws")]
 
         def before(action: Action) -> None:

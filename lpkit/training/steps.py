@@ -95,12 +95,12 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     """
     sharding = sharding or Sharding()
     ranks, losses = sharding.ranks, []
-    whole_weight = batch.weight     # makes the mean of the batch of means of micro-batches
-    if batch.weights is not None:
-        whole_weight = counting(ranks.mean(whole_weight))
+    whole_weight = None if batch.weights is None else counting(ranks.mean(batch.weights.sum()))
     for i, piece in enumerate(batch.chunk(parts)):
-        with phases("forward"):
-            part = loss(model, piece) / (whole_weight / piece.weight)
+        with phases("forward"):     # to the mean of the batch, of means of micro-batches
+            whole_over_piece = (len(batch.tokens) / len(piece.tokens) if whole_weight is None
+                                else whole_weight / piece.weights.sum())
+            part = loss(model, piece) / whole_over_piece
         with phases("backward"):
             sharding.backward(last=i == parts - 1)
             # of fewer micro-batches each is a larger part, and overflows at the scale of one device

@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from lpkit import records
 from lpkit.config import Config
-from lpkit.contracts import IGNORED, Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
-from lpkit.errors import ConfigError
+from lpkit.contracts import Batch, DataPolicy, Governor, Loss, Schedule, StatePlacement
 from lpkit.optim import stepper
 from lpkit.optim.stepper import Stepper
 from lpkit.parallel.cut import Cut
@@ -141,11 +140,14 @@ class Training:
             scaler.to(device)
             step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
         placement = rows["optimizer_state"].load()(device)
+        decays = {f"{prefix}.{name}": module.decays for prefix, module in model.named_modules()
+                  if hasattr(module, "decays") for name, _ in module.named_parameters(recurse=False)}
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
                                   told=lambda name: replace(
-                                      shards.told(name), fused=fused(config.model, name)))
+                                      shards.told(name), fused=fused(config.model, name),
+                                      decays=decays.get(name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
@@ -183,14 +185,7 @@ class Training:
 
     def batch(self, step: int) -> Batch:
         """The part of a batch that this rank reads."""
-        return self._read(self.data, step)
-
-    def _read(self, policy: DataPolicy, step: int) -> Batch:
-        found = policy.batch(step)
-        if (counted := found.counted()) is not found and self.ranks.world > 1:
-            raise ConfigError(f"batch {step + 1} of this rank has targets of {IGNORED}, and other "
-                              f"ranks may have none; give every batch weights, 0 for these targets")
-        return counted.to(self.device)
+        return self.data.batch(step).to(self.device)
 
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
@@ -272,12 +267,14 @@ class Training:
         try:
             with self.evaluated():
                 for i in range(self.config.eval_batches):
-                    batch = self._read(self.val, i)
+                    batch = self.val.batch(i).to(self.device)
                     # a micro-batch's logits fit, and those of a whole batch may not
                     for piece in batch.chunk(-(-len(batch.tokens) // self.config.micro_batch)):
                         with phases("evaluation"):
+                            weight = (piece.targets.numel() if piece.weights is None
+                                      else piece.weights.sum())
                             nats = self.executor.loss(self, piece).double()
-                            total += torch.stack((nats, torch.ones_like(nats))) * piece.weight
+                            total += torch.stack((nats, torch.ones_like(nats))) * weight
         finally:
             self.model.train()
         nats, weight = self.ranks.mean(total).tolist()
