@@ -219,7 +219,7 @@ class StepRecord:
 
     step: int
     loss: float             # nats per token, mean over the batch, before the update
-    grad_norm: float        # before clipping
+    grad_norm: float        # before clipping; inf (null in JSON): overflowed, so nothing was updated
     lr: float
     tokens: int
     step_seconds: float

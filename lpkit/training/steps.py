@@ -22,14 +22,19 @@ class LossScaler(nn.Module):
 
     Gradients that overflowed are dropped, so that there is nothing to clip and the optimizer
     leaves every parameter and its moments alone; the scale is halved. At a scale of `least` none
-    are dropped: then it is the run that diverges. The state is in buffers, for the checkpoint.
+    are dropped: then it is the run that diverges. A schedule counts dropped updates, too, as in
+    PyTorch's recipe, where `scheduler.step()` follows each `scaler.step()`: the rate of a step follows
+    from the config alone. The state is in buffers, for the checkpoint.
     """
+
+    most = 2.0**100     # of the scale, which gradients of 0 would double for ever
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
         super().__init__()
         self.growth_steps, self.least = growth_steps, least
         self.register_buffer("scale", torch.tensor(float(initial)))
         self.register_buffer("good_steps", torch.tensor(0))     # in a row
+        self.register_buffer("dropped", torch.tensor(0.0), persistent=False)    # 1: the latest was
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
@@ -39,10 +44,12 @@ class LossScaler(nn.Module):
         torch._foreach_mul_(grads, ranks.layout.replicas / scale)
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
-        if not ranks.largest(self.scale.new_tensor(overflowed)).item() or scale <= self.least:
+        dropped = ranks.largest(self.scale.new_tensor(overflowed)).item() and scale > self.least
+        self.dropped.fill_(dropped)
+        if not dropped:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
-                self.scale *= 2
+                self.scale.mul_(2).clamp_(max=self.most)
                 self.good_steps.zero_()
             return
         for p in parameters:

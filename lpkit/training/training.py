@@ -72,7 +72,7 @@ class Update:
     """An update's own account. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
-    grad_norm: Tensor       # before clipping
+    grad_norm: Tensor       # before clipping; inf: it overflowed, and nothing was updated
     lr: float
     extra: dict[str, float | Tensor]
 
@@ -138,7 +138,8 @@ class Training:
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
             scaler.to(device)
-            step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
+            step_metrics |= {"loss_scale": partial(Tensor.clone, scaler.scale),
+                             "dropped": partial(Tensor.clone, scaler.dropped)}
         placement = rows["optimizer_state"].load()(device)
         decays = {f"{prefix}.{name}": module.decays for prefix, module in model.named_modules()
                   if hasattr(module, "decays") for name, _ in module.named_parameters(recurse=False)}
@@ -204,6 +205,8 @@ class Training:
             loss = self.forward_backward(batch := self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
+            if self.scaler is not None:
+                grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
             if self.estimating:
