@@ -16,25 +16,26 @@ from lpkit.techniques.row import Row, Settings
 class Policy(Row):
     """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read."""
+    run's validation data are read. `seeded`: another seed gives other batches."""
 
     gives_ids: bool = False
     hides: bool = False
     evaluation: str = "spread-windows"
+    seeded: bool = True
 
 
 POLICIES: dict[str, Policy] = {
     "random-windows": Policy(why="windows drawn uniformly, with replacement",
                              implementation="lpkit.datasets.policies:RandomWindows"),
     "spread-windows": Policy(why="every window once, any few of them a fair sample of the corpus",
-                             implementation="lpkit.datasets.policies:SpreadWindows"),
+                             implementation="lpkit.datasets.policies:SpreadWindows", seeded=False),
     "random-documents": Policy(why="random windows that say which document a token is of; the "
                                "first token of the next is nobody's target",
                                implementation="lpkit.datasets.policies:RandomDocuments",
                                gives_ids=True, evaluation="spread-documents"),
     "spread-documents": Policy(why="spread windows that say the same",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
-                               gives_ids=True, evaluation="spread-documents"),
+                               gives_ids=True, evaluation="spread-documents", seeded=False),
     "masked": Policy(why="random windows, of which some tokens are hidden and asked for, also in "
                          "evaluation: of the validation text, by the seed", hides=True,
                      settings=Hiding(), evaluation="masked",
