@@ -131,8 +131,8 @@ class Batch:
         that are on a GPU already stay as they are: looking would wait for the GPU."""
         if self.tokens.is_cpu and int((out := self.targets == IGNORED).sum()):
             weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
-            counted = replace(self, targets=self.targets.masked_fill(out, 0), weights=weights)
-            return counted.to(device)
+            targets = self.targets.masked_fill(out, 0)
+            return replace(self, targets=targets, weights=weights).to(device)
         if self.tokens.device == device:        # all of a batch lies in one place
             return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}

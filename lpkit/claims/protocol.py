@@ -17,7 +17,7 @@ from lpkit.predict.governed import governed
 from lpkit.predict.params import optimizer_work, parameter_count
 from lpkit.presets import resolve
 from lpkit.techniques import outside
-from lpkit.techniques.data import POLICIES
+from lpkit.techniques.data import POLICIES, evaluating
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
 NEEDED = {"arms": "two or more names, each with a mapping of settings",
@@ -71,7 +71,6 @@ class Claim(Made):
         for other in others:
             self._check_pair(first, other, ours, flat(self.config(other)))
         for arm, point in itertools.product(self.arms, ({}, *self.points)):
-            # it may lack a setting, or refuse a value
             if keys := other_text(self.config(first), self.config(arm, point)):
                 raise ConfigError(f"{first} and {arm}{f' with {point}' * bool(point)} are evaluated on "
                                   f"other text, where losses do not compare; make {keys} the same")
@@ -170,20 +169,15 @@ def step_flops(config: Config) -> float:
             + (work.flops * parameter_count(config.model) if work.flops else 0))
 
 
-def _evaluation(config: Config) -> dict[str, Any]:
-    """Returns the policy that reads the validation data, as `training.data` has it."""
-    policy, row = config.data.policy, POLICIES[config.data.policy.name]
-    return (vars(policy) if row.evaluation == policy.name else {}) | {"name": row.evaluation}
-
-
 # what decides which tokens an evaluation counts, and what a token is, by the settings that say it
 EVALUATED = {
     "data.source": lambda c: c.data.source, "data.tokenizer": lambda c: c.data.tokenizer,
-    "data.val_fraction": lambda c: c.data.val_fraction, "data.policy": _evaluation,
+    "data.val_fraction": lambda c: c.data.val_fraction,
+    "data.policy": lambda c: evaluating(c.data.policy),
     "model.context": lambda c: c.model.context,
     "model.vocab": lambda c: c.data.tokenizer == "bpe" and c.model.vocab,   # it learns as many
     "eval_batches * global_batch": lambda c: c.eval_batches * c.global_batch,
-    "seed": lambda c: POLICIES[_evaluation(c)["name"]].seeded and c.seed,
+    "seed": lambda c: POLICIES[evaluating(c.data.policy).name].seeded and c.seed,
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.masked import Hiding
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Row, Settings, chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,12 @@ class Sizes(Row):
 SIZES: dict[str, Sizes] = {
     "constant": Sizes(why="every update has global_batch sequences of model.context tokens"),
 }
+
+
+def evaluating(policy: Settings) -> Settings:
+    """Returns the policy that reads the validation data of a run."""
+    other = POLICIES[policy.name].evaluation
+    return policy if other == policy.name else chosen(POLICIES, other)
 
 
 def cannot_train(model: Any, policy: Settings) -> str:

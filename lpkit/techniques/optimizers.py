@@ -9,10 +9,8 @@ Weight decay is decoupled, and no part of the gradient: w <- w (1 - lr weight_de
 Hutter 2019, https://arxiv.org/abs/1711.05101). LAMB's is part of the step
 that it scales, and Adam's of the gradient.
 
-It applies to parameters of two dimensions or more (matrices, embeddings), as in nanoGPT, because it
-pulls biases, gains and scales to 0. transformers' Trainer leaves out biases and norms alone, and so
-decays IA3's scales and DoRA's magnitudes. A module's attribute `decays` (True or False) decides for
-its own parameters, and `optimizer.groups` for those of a name.
+It applies to parameters of two dimensions or more, as in nanoGPT: it pulls gains and scales to 0. A
+module's attribute `decays` (True or False) and `optimizer.groups` decide otherwise.
 """
 
 import math

@@ -327,9 +327,8 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", number("val_loss", ".4f", "nats per token")),
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if dropped := summary.get("dropped_updates"):
-        none = "; no weight has moved: lower precision.recipe.loss_scale, or train in bf16"
-        rows.append(("dropped updates", f"{dropped:,}, whose gradients overflowed float16"
-                     + none * (dropped == summary["steps"])))
+        none = "; no weight has moved: lower precision.recipe.loss_scale" * (dropped == summary["steps"])
+        rows.append(("dropped updates", f"{dropped:,}, as gradients overflowed float16{none}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))

@@ -15,6 +15,8 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.data import SIZES
 
+LEAST_WEIGHT = 1e-37    # of a batch, to divide by: where no token counts, the loss is 0, not 0 / 0
+
 
 class LossScaler(nn.Module):
     """Dynamic loss scaling: gradients that float16 would lose are multiplied by `scale`, and
@@ -22,12 +24,9 @@ class LossScaler(nn.Module):
 
     Gradients that overflowed are dropped, so that there is nothing to clip and the optimizer
     leaves every parameter and its moments alone; the scale is halved. At a scale of `least` none
-    are dropped: then it is the run that diverges. A schedule counts dropped updates, too, as in
-    PyTorch's recipe, where `scheduler.step()` follows each `scaler.step()`: the rate of a step follows
-    from the config alone. The state is in buffers, for the checkpoint.
+    are dropped: then it is the run that diverges. Schedules count dropped updates, as PyTorch's do.
+    The state is in buffers, for the checkpoint.
     """
-
-    most = 2.0**100     # of the scale, which gradients of 0 would double for ever
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
         super().__init__()
@@ -49,7 +48,7 @@ class LossScaler(nn.Module):
         if not dropped:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
-                self.scale.mul_(2).clamp_(max=self.most)
+                self.scale.mul_(2).clamp_(max=2.0**100)     # gradients of 0 would double it for ever
                 self.good_steps.zero_()
             return
         for p in parameters:
@@ -102,7 +101,8 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     """
     sharding = sharding or Sharding()
     ranks, losses = sharding.ranks, []
-    whole_weight = None if batch.weights is None else counting(ranks.mean(batch.weights.sum()))
+    whole_weight = None if batch.weights is None else (
+        ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT))
     for i, piece in enumerate(batch.chunk(parts)):
         with phases("forward"):     # to the mean of the batch, of means of micro-batches
             whole_over_piece = (len(batch.tokens) / len(piece.tokens) if whole_weight is None
@@ -119,12 +119,6 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     if scaler is not None:
         scaler.unscale(sharding.owned.values() or model.parameters(), ranks)
     return ranks.mean(torch.stack(losses).sum())
-
-
-def counting(weight: Tensor) -> Tensor:
-    """Returns the weight of a whole batch, to divide by: if no token of it counts, its loss and its
-    gradients are 0, not 0 / 0."""
-    return weight.clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def advance(model: nn.Module, agree: Callable[[Tensor], Tensor] | None = None) -> None:

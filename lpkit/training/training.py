@@ -261,17 +261,14 @@ class Training:
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
         """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
-        batches of the validation data, of `global_batch` sequences each: the weighted sum of losses
-        over the sum of weights, however many ranks and micro-batches share them. `phases` as in
-        `update`: each micro-batch is an "evaluation". Raises RunFailedError if no token counts.
-        """
+        batches of `global_batch` sequences: the weighted sum of losses over the sum of weights, on any
+        ranks and micro-batches, which are an "evaluation" each for `phases`, as in `update`."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             with self.evaluated():
                 for i in range(self.config.eval_batches):
                     batch = self.val.batch(i).to(self.device)
-                    # a micro-batch's logits fit, and those of a whole batch may not
                     for piece in batch.chunk(-(-len(batch.tokens) // self.config.micro_batch)):
                         with phases("evaluation"):
                             weight = (piece.targets.numel() if piece.weights is None
@@ -282,8 +279,7 @@ class Training:
             self.model.train()
         nats, weight = self.ranks.mean(total).tolist()
         if not weight:
-            raise RunFailedError("no token of the validation data counts: every target has weight "
-                                 "0; raise eval_batches, or give data whose targets count")
+            raise RunFailedError("no token of the validation data counts; raise eval_batches")
         return nats / weight
 
     @contextmanager
