@@ -123,8 +123,8 @@ class Run(Checked):
         if now["steps"] == was["steps"]:
             return {}
         return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
-                            f"learning rate follows the schedule of {now['steps']} steps, as if "
-                            f"the run had been begun with them"}
+                            f"learning rate follows the schedule of {now['steps']} steps, and so "
+                            f"does weight decay, as if the run had been begun with them"}
 
     @property
     def config(self) -> Config:
