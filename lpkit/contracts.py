@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,9 @@ Attend = Callable[["Tensor", "Tensor", "Tensor", "Tensor | None", "Tensor | None
 Partial = Callable[..., "tuple[Tensor, Tensor]"]
 Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by the batch's weights
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
+
+
+IGNORED = -100      # a target that does not count, as in PyTorch and transformers
 
 
 class Stage(IntEnum):
@@ -92,7 +95,7 @@ class Batch:
     it here."""
 
     tokens: Tensor                      # int64
-    targets: Tensor                     # int64, `tokens` shifted by one
+    targets: Tensor     # int64, `tokens` shifted by one; IGNORED ones have no loss and no weight
     document_ids: Tensor | None = None  # which document a token is from
     weights: Tensor | None = None       # of each target in the loss; None: all alike
     places: Tensor | None = None        # int64, in the sequence, alike in all; None: in order
@@ -124,6 +127,12 @@ class Batch:
         return found if self.places is None else found | {"places": self.places[0]}
 
     def to(self, device: torch.device) -> Batch:
+        """Returns it on `device`, with IGNORED targets as targets of weight 0 where it has some. Those
+        that are on a GPU already stay as they are: looking would wait for the GPU."""
+        if self.tokens.is_cpu and int((out := self.targets == IGNORED).sum()):
+            weights = (~out).float() if self.weights is None else self.weights.masked_fill(out, 0)
+            targets = self.targets.masked_fill(out, 0)
+            return replace(self, targets=targets, weights=weights).to(device)
         if self.tokens.device == device:        # all of a batch lies in one place
             return self
         there = {name: t.to(device, non_blocking=True) for name, t in self.present.items()}
@@ -150,6 +159,8 @@ class Parameter:
     name: str
     shape: tuple[int, ...]      # of the whole parameter
     fused: tuple[int, ...] = field(default=(), kw_only=True)   # as `techniques.operation.fused`
+    # True if weight decay applies; None: to matrices and embeddings, and to no vector
+    decays: bool | None = field(default=None, kw_only=True)
 
     def sum(self, t: Tensor) -> Tensor:
         """The sum of what each rank has."""
@@ -208,7 +219,7 @@ class StepRecord:
 
     step: int
     loss: float             # nats per token, mean over the batch, before the update
-    grad_norm: float        # before clipping
+    grad_norm: float        # before clipping; inf (null in JSON): overflowed, so nothing was updated
     lr: float
     tokens: int
     step_seconds: float

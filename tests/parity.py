@@ -372,7 +372,7 @@ def _row(recipe: str, layout: str, case: Case, found: dict[Any, Any], orders: in
 
 
 def _distance(found: dict[str, Any], due: dict[str, Any]) -> Distance:
-    loss, norm = ([0.0 if a == b else (a - b) / b if b else math.inf
+    loss, norm = ([0.0 if a == b else (a - b) / b if b and math.isfinite(b) else math.inf
                    for a, b in zip(found[key], due[key], strict=True)]
                   for key in ("losses", "norms"))       # no norm: the update overflowed
     return Distance(loss=_rms(loss), grad_norm=_rms(norm), weights=found["weights"],

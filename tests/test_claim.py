@@ -167,7 +167,12 @@ WRONG = [
     ({"arms": {"a": {}, "b": {"seed": 3}}}, "b sets seed, which the claim's seeds decides"),
     ({"arms": {"a": {}, "b": 3}}, "b must be a mapping of settings, got 3"),
     ({"arms": {"a": {}, "b": {"model.context": 8}}, "differ": ["model.context"]}, "evaluated on other text"),
-    ({"arms": {"a": {}, "b": {"global_batch": 8}}, "differ": ["global_batch"]}, "evaluated on other text"),
+    *(({"arms": {"a": {}, "b": {key: value}}, "differ": [key]}, f"a and b are evaluated on other text, where losses do not compare; make {said}")
+      for key, value, said in (
+          ("global_batch", 8, "eval_batches * global_batch"), ("eval_batches", 4, "eval_batches * global_batch"), ("data.source", "x", "data.source"),
+          ("data.tokenizer", "bpe", "data.tokenizer and model.vocab"), ("data.val_fraction", 0.2, "data.val_fraction"),
+          ("data.policy", "random-documents", "data.policy"))),
+    ({"tuning": {"optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0], "eval_batches": [2, 4]}}, "adamw and adamw with {'eval_batches': 4, 'optimizer.lr': 0.001, 'optimizer.weight_decay': 0.0} are evaluated on other text"),
     ({"tuning": {"optimizer.lr": [1e-3]}}, "tuning.optimizer.weight_decay must be a list of values, got None"),
     ({"tuning": {"optimizer.lr": 1e-3, "optimizer.weight_decay": [0.0]}}, "tuning.optimizer.lr must be a list of values, got 0.001"),
     ({"tuning": {"optimizer.lr": [-1.0], "optimizer.weight_decay": [0.0]}}, "optimizer.lr must be positive"),

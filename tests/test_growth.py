@@ -243,6 +243,19 @@ def loss_of(training, batch):
     return training.loss(training.model, batch).item()
 
 
+@pytest.mark.parametrize("how", [{}, {"start.grow": "identity-depth", "model.layers": 4},
+                                 {"model.changes": [{"name": "lora", "rank": 4}], "optimizer": "schedule-free"}])
+def test_a_start_has_the_weights_that_evaluation_reads(base, how, tmp_path):
+    """A schedule-free run trains others: at a rate of 1e-12 the new run must have its val_loss."""
+    averaged = lpkit.train(base.config.replace({"optimizer": "schedule-free", "optimizer.lr": 0.01, "schedule": "constant"}),
+                           out=tmp_path / "averaged")
+    still = averaged.config.replace({"start.run": str(averaged.path), "optimizer": "adamw", "optimizer.lr": 1e-12, "steps": 2, **how})
+    begun = lpkit.train(still, out=tmp_path / "begun")
+    assert begun.summary["val_loss"] == pytest.approx(averaged.summary["val_loss"], rel=1e-6)
+    trained = load_latest(averaged.checkpoints, only="model/")[0].tensors
+    assert any(not torch.equal(t, Training.build(still).model.state_dict().get(name[6:], t)) for name, t in trained.items())
+
+
 @pytest.mark.parametrize("name", GROWN)
 def test_a_grown_run_goes_on_where_the_small_one_ended(base, name, tmp_path):
     config = grown(base, name)

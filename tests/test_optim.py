@@ -301,9 +301,54 @@ def test_groups_by_name_are_those_by_axes_for_todays_models(name):
         assert [id(p) for p in group["params"]] == [id(p) for p in wanted]
 
 
-def test_a_vector_that_is_no_gain_and_no_bias_is_decayed():
-    decayed, rest = parameter_groups(["mixer.decay", "norm.weight", "q_norm.weight", "up.bias"], AdamWSettings(name="adamw"))
-    assert decayed.names == ("mixer.decay",) and rest.names == ("norm.weight", "q_norm.weight", "up.bias")
+def test_matrices_are_decayed_whatever_they_are_called_and_vectors_are_not():
+    told = [Parameter("mixer.decay", (4,)), Parameter("norm.weight", (4,)), Parameter("up.bias", (4, 4)), Parameter("norm.map", (2, 2)),
+            Parameter("gains", (3, 2), decays=False), Parameter("own", (4,), decays=True)]
+    decayed, rest = parameter_groups(told, AdamWSettings(name="adamw"))
+    assert decayed.names == ("up.bias", "norm.map", "own") and rest.names == ("mixer.decay", "norm.weight", "gains")
+    decayed, rest, asked = parameter_groups(told, AdamWSettings(name="adamw", groups=("mixer.*:weight_decay=0.2",)))
+    assert asked.names == ("mixer.decay",) and asked.weight_decay == 0.2
+
+
+STILL = Config().replace({"model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 8, "model.vocab": 32, "global_batch": 1,
+                          "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
+# what a model has besides matrices, each in a model or an adapter that has it
+GAINS = {"ia3": {"model.changes": "ia3"}, "dora": {"model.changes": "dora:rank=4"}, "gains": {"model.block": "layerscale"},
+         "shaped attention": {"model.block": "skipless"}, "sinks": {"model.attention.sinks": True}}
+
+
+@pytest.mark.parametrize("name", GAINS)
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "schedule-free"])
+def test_gains_and_scales_stay_where_they_are_without_gradients(name, optimizer):
+    """1,000 updates (of AdamW) with gradients of 0: all that is no matrix keeps its bits, and matrices shrink as decay says. Those of
+    schedule-free are averages, which shrink later."""
+    training = Training.build(STILL.replace({"optimizer": optimizer, "optimizer.lr": 3e-3, "optimizer.weight_decay": 0.1, **GAINS[name]}),
+                              data=RandomTokens(STILL))
+    named = {key: p for key, p in training.model.named_parameters() if p.requires_grad}
+    gains = [key for key in named if not key.endswith((".weight", ".bias")) or "gain" in key or "shape" in key]
+    assert gains        # else this asks nothing
+    before = {key: p.detach().clone() for key, p in named.items()}
+    updates = 1000 if optimizer == "adamw" else 100
+    for _ in range(updates):
+        for p in named.values():
+            p.grad = torch.zeros_like(p)
+        training.optimizer.step()
+    for key, p in named.items():
+        if p.ndim < 2 or "shape" in key:
+            assert torch.equal(p, before[key]), key
+        elif optimizer != "schedule-free":
+            torch.testing.assert_close(p, before[key] * (1 - 3e-3 * 0.1)**updates, rtol=1e-4, atol=0, msg=key)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}, {"tensor": 2}])
+def test_cut_parameters_decay_as_whole_ones_do(on_ranks, layout):
+    """A rank may have one row of a matrix, or a part of it, and of a vector as well."""
+    config = STILL.replace({"global_batch": 2, "model.bias": True, "model.changes": "ia3"} if "tensor" not in layout else {"global_batch": 2})
+    training = Training.build(config, data=RandomTokens(config))
+    names = {p: name for name, p in training.model.named_parameters()}
+    due = sorted(names[p] for p in training.optimizer.param_groups[0]["params"])
+    assert on_ranks("decayed", config.replace({f"parallel.{axis}": n for axis, n in layout.items()})) == [due] * 2
 
 
 def test_patterns_change_learning_rate_and_decay():
@@ -335,7 +380,7 @@ def test_patterns_change_learning_rate_and_decay():
 }.items())
 def test_a_group_that_is_wrong_says_the_way_out(group, said):
     with pytest.raises(ConfigError, match=said):
-        parameter_groups(["head.weight", "embed.weight"], AdamWSettings(name="adamw", groups=(group,)))
+        parameter_groups([Parameter("head.weight", (2, 2)), Parameter("embed.weight", (2, 2))], AdamWSettings(name="adamw", groups=(group,)))
 
 
 @pytest.mark.parametrize("name, values, said", [
@@ -493,7 +538,8 @@ def test_adams_kernels_are_its_rule(function):
     """One parameter by the kernel, and all by `fused`, which float32 weights on the device take: through the stepper's own choice."""
     fused = function == "adam_fused"
     ours = two_sizes(torch.float32, VECTORS)
-    optimizer = build({f"p{i}.weight": p for i, p in enumerate(ours)}, settings_of("adam", weight_decay=0.1),
+    named = {f"p{i}.weight": p for i, p in enumerate(ours)}
+    optimizer = build(named, settings_of("adam", weight_decay=0.1), told=lambda name: Parameter(name, named[name].shape, decays=True),
                       moment_format="float32", placement=None if fused else OPTIMIZER_STATE["disk"].load()(CPU))
     assert isinstance(optimizer, torch.optim.Adam if fused else Stepper)
     for update in range(20):
@@ -841,7 +887,7 @@ def test_what_is_no_matrix_is_no_parameter_of_muons():
     with pytest.raises(ConfigError, match=f"updates matrices, and own.norm1.weight has the shape .4,.; {way}"):
         optimizer.step()
     with pytest.raises(ConfigError, match="no parameter is called 'hed"):       # the rule's own groups may match nothing, a user's may not
-        parameter_groups(["blocks.0.up.weight"], settings_of("muon", groups=("hed*:lr_scale=0.1",)))
+        parameter_groups([Parameter("blocks.0.up.weight", (2, 2))], settings_of("muon", groups=("hed*:lr_scale=0.1",)))
 
 
 @pytest.mark.parametrize("name", TOLD)

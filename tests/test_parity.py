@@ -58,7 +58,7 @@ def test_distances_and_tolerances():
     due = {"losses": [2.0, 1.0], "norms": [1.0, 1.0], "weights": 0.0}
     far = parity._distance({"losses": [2.0, 1.1], "norms": [1.0, 0.9], "weights": 0.5}, due)
     assert asdict(far) == pytest.approx({"loss": 0.1 / 2**0.5, "grad_norm": 0.1 / 2**0.5, "weights": 0.5, "last_loss": 0.1})
-    dropped = [parity._distance({**due, "norms": norms}, {**due, "norms": [0.0, 1.0]}) for norms in ([0.0, 1.0], [1.0, 1.0])]
+    dropped = [parity._distance({**due, "norms": norms}, {**due, "norms": [math.inf, 1.0]}) for norms in ([math.inf, 1.0], [1.0, 1.0])]
     assert [one.grad_norm for one in dropped] == [0.0, math.inf]        # an overflow here is one there
     sigma = parity.Distance(loss=0.05, grad_norm=0.05, weights=0.1, last_loss=1.0)
     row = parity.Row(recipe="bf16", layout="replicas", distance=far, sigma=sigma, norm=False, apart=0.0)

@@ -1,5 +1,6 @@
 """Recipes as rows and settings, and every one of them in the trainer: what it learns, what it saves, what it refuses."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -19,9 +20,10 @@ from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.recipes import RECIPES, SCALES, kept, resolve
 from lpkit.training import checkpoint
 from lpkit.training.background import start, train
-from lpkit.training.runs import RunFailedError
+from lpkit.training.runs import RunFailedError, described
 from lpkit.training.steps import LossScaler, accumulate
 from lpkit.training.training import Training
+from tests.resuming import in_parts
 
 CPU = torch.device("cpu")
 
@@ -275,11 +277,39 @@ def test_at_the_least_scale_divergence_is_no_longer_hidden():
     assert model.w.grad.isnan().all()
 
 
+def test_dropped_updates_are_counted_over_all_starts(tiny, tmp_path):
+    """The scale begins 2^3 too high: three updates are dropped, before and after the run was stopped."""
+    config = tiny.replace({"precision.recipe": "fp16", "precision.recipe.loss_scale": 2.0**30, "steps": 30, "checkpoint_every": 5, "eval_every": 0})
+    seen = []
+    whole = train(config, out=tmp_path / "whole", observers=[seen.append])
+    gone = [record.step for record in seen if record.grad_norm == math.inf]
+    assert gone == [*range(1, len(gone) + 1)] and 4 < len(gone) < 30 and whole.summary["dropped_updates"] == len(gone)
+    assert "no weight" not in dict(described(whole.summary))["dropped updates"]
+    parts = in_parts(config, tmp_path / "parts", 5)
+    assert parts.summary["dropped_updates"] == len(gone) and [line["loss"] for line in parts.metrics] == [line["loss"] for line in whole.metrics]
+
+
+def test_the_scale_stays_finite_and_positive():
+    model, scaler = Square(), LossScaler(initial=1.0, growth_steps=1)
+    for _ in range(200):
+        model.w.grad = torch.zeros(4)
+        scaler.unscale(model.parameters(), Ranks())
+        assert 1 <= scaler.scale.item() < math.inf and model.w.grad.tolist() == [0] * 4
+    for _ in range(200):
+        model.w.grad = torch.full((4,), torch.inf)
+        scaler.unscale(model.parameters(), Ranks())
+    assert scaler.scale == 1
+
+
 def test_a_skipped_update_changes_nothing_and_is_not_divergence(tiny, tmp_path):
     config = tiny.replace({"precision.recipe": "fp16", "precision.recipe.loss_scale": 2.0**30, "steps": 4})
     run = train(config, out=tmp_path / "run")
     assert [line["extra"]["loss_scale"] for line in run.metrics] == [2.0**29, 2.0**28, 2.0**27, 2.0**26]
-    assert [line["grad_norm"] for line in run.metrics] == [0.0] * 4
+    assert [line["grad_norm"] for line in run.metrics] == [None] * 4      # inf, which JSON does not have
+    json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
+    assert run.summary["dropped_updates"] == 4 and run.summary["status"] == "complete" and "val_loss" in run.metrics[-1]
+    assert "4, as gradients overflowed float16; no weight has moved" in dict(described(run.summary))["dropped updates"]
+    assert [line["lr"] for line in run.metrics] == [line["lr"] for line in train(config.replace({"precision.recipe": "fp32"}), out=tmp_path / "fp32").metrics]
     fresh = dict(Training.build(config).model.named_parameters())
     saved = checkpoint.load_latest(run.checkpoints)[0].tensors
     assert all(torch.equal(p, saved[f"model/{name}"]) for name, p in fresh.items())

@@ -38,6 +38,7 @@ def written(folder, **changes):
 
 # the file
 
+MASKED = {"data.policy": "masked", "model.vocab": 257, "model.attention": "bidirectional"}
 WRONG = [
     ({"search": None}, "says no search; give search: a mapping of settings, each to {low: 1e-4"),
     ({"search": {}}, "says no search; give search"),
@@ -70,8 +71,22 @@ WRONG = [
     ({"search": {"model.layers": {"low": 0.5, "high": 3}}}, "search.model.layers.low must be a whole number, got 0.5"),
     ({"search": {"optimizer.lr": {"low": -1, "high": 1}}}, "optimizer.lr must be positive, got -1.0"),
     ({"search": {"imports": {"choices": [["strangers_rows"], []]}}}, "imports='strangers_rows': a file imports nothing by itself"),
-    ({"search": {"model.context": {"choices": [16, 32]}}}, "search.model.context would evaluate trials on other text"),
+    *(({"settings": TINY["settings"] | settings, "search": {key: {"choices": choices}}}, f"search.{key} would evaluate trials on other text")
+      for key, choices, settings in (
+          ("data.source", ["python-stdlib", "README.md"], {}), ("data.tokenizer", ["bytes", "bpe"], {"model.vocab": 300}),
+          ("data.val_fraction", [0.1, 0.2], {}), ("data.policy", ["random-windows", "random-documents"], {}),
+          ("data.policy.share", [0.15, 0.75], MASKED), ("seed", [0, 1], MASKED), ("model.context", [16, 32], {}),
+          ("model.vocab", [300, 400], {"data.tokenizer": "bpe"}), ("eval_batches", [2, 4], {}), ("global_batch", [4, 8], {}))),
+    ({"settings": TINY["settings"] | MASKED, "search": {"data.policy.share": {"low": 0.15, "high": 0.75}}},
+     "search.data.policy.share would evaluate trials on other text"),
 ]
+
+
+@pytest.mark.parametrize("key, choices", [
+    ("data.policy", ["random-windows", "spread-windows"]), ("model.vocab", [300, 400]), ("seed", [0, 1]), ("grad_accum_steps", [1, 2]),
+    ("sizes", ["constant"]), ("optimizer", ["adamw", "lion"]), ("model.layers", [1, 2])])
+def test_what_leaves_the_text_as_it_is_may_be_searched(key, choices):
+    sweep.Sweep(**TINY | {"settings": TINY["settings"] | {"model.vocab": 300}, "search": {key: {"choices": choices}}})
 
 
 @pytest.mark.parametrize("changes, said", WRONG, ids=[f"{next(iter(one))}-{i}" for i, (one, _) in enumerate(WRONG)])

@@ -178,6 +178,15 @@ def differs(place: Place, told: dict) -> None:
         pass
 
 
+def decayed(place: Place, told: dict) -> list[str]:
+    """The names of the parameters that this rank decays."""
+    config = Config.from_dict(told["config"])
+    with _meet(place, config) as ranks:
+        training = Training.build(config, ranks=ranks, data=RandomTokens(config))
+        names = {p: name for name, p in training.sharding.owned.items()}
+        return sorted(names[p] for p in training.optimizer.param_groups[0]["params"])
+
+
 def weights_and_zeros(place: Place, told: dict) -> list[float]:
     """Loss and gradient norm of a weighted batch, where one rank has less to say."""
     config = Config.from_dict(told["config"])

@@ -17,6 +17,7 @@ from lpkit.predict.governed import governed
 from lpkit.predict.params import optimizer_work, parameter_count
 from lpkit.presets import resolve
 from lpkit.techniques import outside
+from lpkit.techniques.data import POLICIES, evaluating
 from lpkit.values import Checked, Count, InnerShare, Positive, Text, between, convert, positive
 
 NEEDED = {"arms": "two or more names, each with a mapping of settings",
@@ -69,8 +70,10 @@ class Claim(Made):
                 pick(ours, key, "setting")
         for other in others:
             self._check_pair(first, other, ours, flat(self.config(other)))
-        for arm, point in itertools.product(self.arms, self.points):
-            self.config(arm, point)     # it may lack a setting, or refuse a value
+        for arm, point in itertools.product(self.arms, ({}, *self.points)):
+            if keys := other_text(self.config(first), self.config(arm, point)):
+                raise ConfigError(f"{first} and {arm}{f' with {point}' * bool(point)} are evaluated on "
+                                  f"other text, where losses do not compare; make {keys} the same")
         if self.sigma is not None:
             self.seeds_to_see(self.sigma)
 
@@ -101,10 +104,6 @@ class Claim(Made):
                 raise ConfigError(f"{first} and {other} differ in {key} ({shown(ours.get(key))} "
                                   f"and {shown(theirs.get(key))}), which was not declared; make "
                                   f"it the same, or add it to differ")
-        if evaluated_text(self.config(first)) != evaluated_text(self.config(other)):
-            raise ConfigError(f"{first} and {other} are evaluated on other text; make data.source, "
-                              f"data.tokenizer, data.val_fraction, model.context and eval_batches "
-                              f"* global_batch / grad_accum_steps the same")
 
     @property
     def level(self) -> float:
@@ -170,11 +169,21 @@ def step_flops(config: Config) -> float:
             + (work.flops * parameter_count(config.model) if work.flops else 0))
 
 
-def evaluated_text(config: Config) -> tuple:
-    """Returns what decides the text of an evaluation."""
-    piece = config.global_batch // config.grad_accum_steps
-    return (config.data.source, config.data.tokenizer, config.data.val_fraction,
-            config.model.context, config.eval_batches * piece)
+# what decides which tokens an evaluation counts, and what a token is, by the settings that say it
+EVALUATED = {
+    "data.source": lambda c: c.data.source, "data.tokenizer": lambda c: c.data.tokenizer,
+    "data.val_fraction": lambda c: c.data.val_fraction,
+    "data.policy": lambda c: evaluating(c.data.policy),
+    "model.context": lambda c: c.model.context,
+    "model.vocab": lambda c: c.data.tokenizer == "bpe" and c.model.vocab,   # it learns as many
+    "eval_batches * global_batch": lambda c: c.eval_batches * c.global_batch,
+    "seed": lambda c: POLICIES[evaluating(c.data.policy).name].seeded and c.seed,
+}
+
+
+def other_text(a: Config, b: Config) -> str:
+    """Returns the settings by which two evaluations are of other text; empty: losses compare."""
+    return " and ".join(key for key, of in EVALUATED.items() if of(a) != of(b))
 
 
 def _modules(value: Any, named: bool = False) -> Iterator[str]:

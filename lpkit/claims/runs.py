@@ -217,7 +217,8 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             sys.exit(1)
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]
-        if last.get("loss", 0) is not None and last.get("grad_norm", 0) is not None:
+        if last.get("loss", 0) is not None and (last.get("grad_norm", 0) is not None
+                                                or last.get("extra", {}).get("dropped")):
             raise
         # a loss that is no number is a result
         found = last | {"val_loss": None, "error": str(error)}

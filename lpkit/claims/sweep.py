@@ -48,10 +48,9 @@ class Sweep(protocol.Made):
             raise ConfigError(f"pruner={self.pruner} asks at evaluations on the way, and eval_every="
                               f"{here.eval_every} of {here.steps} steps has none; set settings."
                               f"eval_every to {max(1, here.steps // 10)}")
-        text = protocol.evaluated_text(here)
         for key in self.search:
             for value in (one := self.domain(key)[1]).get("choices") or (one["low"], one["high"]):
-                if protocol.evaluated_text(self.config({key: value})) != text:
+                if protocol.other_text(self.config({key: value}), here):
                     raise ConfigError(f"search.{key} would evaluate trials on other text, where "
                                       f"losses do not compare; leave it out")
 

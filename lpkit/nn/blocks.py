@@ -46,7 +46,7 @@ class Shape(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, config.H))
+        self.weight, self.decays = nn.Parameter(torch.ones(3, config.H)), False     # gains
 
     def reset(self, init: Settings) -> None:
         start = torch.tensor(getattr(INITS[init.name], "shape", Init.shape))

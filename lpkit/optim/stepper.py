@@ -41,7 +41,8 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
     Raises ConfigError for an unknown name or pattern, and for a format or place of state that the
     optimizer does not keep.
     """
-    parameter_groups = optimizers.parameter_groups(list(named), settings)
+    told = told or (lambda name: Parameter(name, tuple(named[name].shape)))
+    parameter_groups = optimizers.parameter_groups(map(told, named), settings)
     rows = {group.settings: optimizers.find(group.settings.name) for group in parameter_groups}
     placement = placement or StatePlacement()
     stays = placement.name == StatePlacement.name
@@ -58,7 +59,6 @@ def build(named: Mapping[str, nn.Parameter], settings: OptimizerSettings, *,
         return resolve_name(fused)(groups, settings)
     for group, of in zip(groups, parameter_groups):
         group["settings"] = of.settings
-    told = told or (lambda name: Parameter(name, tuple(named[name].shape)))
     return Stepper(groups, settings, moment_format=moment_format, placement=placement, seed=seed,
                    kernels=kernels, by_first=by_first,
                    told={p: told(name) for name, p in named.items()})

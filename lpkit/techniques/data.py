@@ -9,32 +9,33 @@ from typing import Any
 
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.masked import Hiding
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Row, Settings, chosen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Row):
     """`gives_ids`: its batches say which document a token is of. `hides`: they show no target among
     the tokens, so that attention to keys to come can be trained. `evaluation`: the row by which a
-    run's validation data are read."""
+    run's validation data are read. `seeded`: another seed gives other batches."""
 
     gives_ids: bool = False
     hides: bool = False
     evaluation: str = "spread-windows"
+    seeded: bool = True
 
 
 POLICIES: dict[str, Policy] = {
     "random-windows": Policy(why="windows drawn uniformly, with replacement",
                              implementation="lpkit.datasets.policies:RandomWindows"),
     "spread-windows": Policy(why="every window once, any few of them a fair sample of the corpus",
-                             implementation="lpkit.datasets.policies:SpreadWindows"),
+                             implementation="lpkit.datasets.policies:SpreadWindows", seeded=False),
     "random-documents": Policy(why="random windows that say which document a token is of; the "
                                "first token of the next is nobody's target",
                                implementation="lpkit.datasets.policies:RandomDocuments",
                                gives_ids=True, evaluation="spread-documents"),
     "spread-documents": Policy(why="spread windows that say the same",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
-                               gives_ids=True, evaluation="spread-documents"),
+                               gives_ids=True, evaluation="spread-documents", seeded=False),
     "masked": Policy(why="random windows, of which some tokens are hidden and asked for, also in "
                          "evaluation: of the validation text, by the seed", hides=True,
                      settings=Hiding(), evaluation="masked",
@@ -54,6 +55,12 @@ class Sizes(Row):
 SIZES: dict[str, Sizes] = {
     "constant": Sizes(why="every update has global_batch sequences of model.context tokens"),
 }
+
+
+def evaluating(policy: Settings) -> Settings:
+    """Returns the policy that reads the validation data of a run."""
+    other = POLICIES[policy.name].evaluation
+    return policy if other == policy.name else chosen(POLICIES, other)
 
 
 def cannot_train(model: Any, policy: Settings) -> str:

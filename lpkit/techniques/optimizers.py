@@ -8,10 +8,13 @@ any rule in any format.
 Weight decay is decoupled, and no part of the gradient: w <- w (1 - lr weight_decay) (Loshchilov &
 Hutter 2019, https://arxiv.org/abs/1711.05101). LAMB's is part of the step
 that it scales, and Adam's of the gradient.
+
+It applies to parameters of two dimensions or more, as in nanoGPT: it pulls gains and scales to 0. A
+module's attribute `decays` (True or False) and `optimizer.groups` decide otherwise.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -369,9 +372,6 @@ def find_format(name: str) -> MomentFormat:
 
 # Groups of parameters by name.
 
-WITHOUT_DECAY = ("*.bias", "*norm*.weight")     # of biases and gains of norms: it pulls them to 0
-
-
 def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None]:
     """"head.*:lr_scale=0.1": the pattern, its changes, and the rule of its own, if it names one.
     Raises ConfigError."""
@@ -414,13 +414,15 @@ class ParameterGroup:
     settings: OptimizerSettings
 
 
-def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[ParameterGroup]:
-    """Decayed ones first, then those without decay, then those of `settings.groups`.
+def parameter_groups(parameters: Iterable[Any], settings: OptimizerSettings) -> list[ParameterGroup]:
+    """Returns the decayed parameters first, then those without decay, then those of
+    `settings.groups`. `parameters`: `contracts.Parameter`s, of whole parameters.
 
     The first two are always there, empty or not, so that the first one has the run's lr.
     Raises ConfigError for a pattern that matches no name.
     """
-    special = _groups(settings)
+    decays = {p.name: len(p.shape) > 1 if p.decays is None else p.decays for p in parameters}
+    special, names = _groups(settings), list(decays)
     for pattern, *_ in special[len(find(settings.name).groups):]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(f"optimizer.groups: no parameter is called {shown(pattern)}; "
@@ -428,7 +430,7 @@ def parameter_groups(names: Sequence[str], settings: OptimizerSettings) -> list[
     ruled = rules_of(names, settings)
     members = {(True, 1.0, settings.weight_decay, settings): [], (False, 1.0, 0.0, settings): []}
     for name in names:
-        decayed = not any(fnmatchcase(name, pattern) for pattern in WITHOUT_DECAY)
+        decayed = decays[name]
         values = {"lr_scale": 1.0, "weight_decay": settings.weight_decay if decayed else 0.0}
         for pattern, changes, _ in special:
             if fnmatchcase(name, pattern):

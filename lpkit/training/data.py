@@ -21,8 +21,8 @@ from lpkit.errors import ConfigError
 from lpkit.files import sha256
 from lpkit.memory.state import on_host
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.data import POLICIES, SIZES
-from lpkit.techniques.row import Settings, chosen
+from lpkit.techniques.data import POLICIES, SIZES, evaluating
+from lpkit.techniques.row import Settings
 
 VALIDATION = 1 << 63    # added to the seed: what is drawn for it is not what is trained on
 
@@ -47,12 +47,8 @@ def corpus(config: Config, ranks: Ranks, device: torch.device) -> Corpus:
     if SIZES[config.sizes.name].at:
         data = Ramped(data, batch, config.sizes_at)
     data = prefetched(Share(data, ranks, batch, config.sizes_at), device)
-    # no gradients, but the logits of a whole batch may not fit where a micro-batch's do
-    other = POLICIES[asked.name].evaluation
-    piece = batch // config.grad_accum_steps        # on any number of ranks
-    piece = -(-piece // ranks.layout.batch_ranks) * ranks.layout.batch_ranks
-    val = Share(_policy(config, asked if other == asked.name else chosen(POLICIES, other),
-                        files.val, piece, config.seed + VALIDATION), ranks, piece)
+    val = Share(_policy(config, evaluating(asked), files.val, batch, config.seed + VALIDATION),
+                ranks, batch)
     return Corpus(data=data, val=val, tokenizer=files.tokenizer.to_dict(), tokens=tokens)
 
 
@@ -71,7 +67,7 @@ class Share(DataPolicy):
         self.sizes = sizes or (lambda step: (sequences, 0))
 
     def batch(self, step: int) -> Batch:
-        batch, (sequences, _) = self.policy.batch(step), self.sizes(step)
+        batch, (sequences, _) = self.policy.batch(step).to(torch.device("cpu")), self.sizes(step)
         if len(batch.tokens) != sequences:
             raise ConfigError(f"batch {step + 1} of the data policy has {len(batch.tokens)} "
                               f"sequences, and all are to have {sequences}; let it begin "

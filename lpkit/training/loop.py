@@ -364,7 +364,8 @@ def _refuse_other_data(run: Run, training: Training) -> None:
 
 
 def _finite(record: StepRecord) -> bool:
-    return math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+    return math.isfinite(record.loss) and (math.isfinite(record.grad_norm)
+                                           or record.extra.get("dropped", 0) > 0)
 
 
 def _refuse_nan(record: StepRecord, run: Run, training: Training) -> None:

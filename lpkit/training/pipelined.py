@@ -23,7 +23,7 @@ from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.pipelines import SCHEDULES, Action
 from lpkit.techniques.stages import stage_layers
-from lpkit.training.steps import Executor, Phases, advance
+from lpkit.training.steps import LEAST_WEIGHT, Executor, Phases, advance
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PipelineExecutor(Executor):
         scale = 1.0 if scaler is None else scaler.scale / ranks.layout.replicas
         share = [1 / m] * m         # of a micro-batch's loss in that of the batch
         if batch.weights is not None:
-            whole = ranks.mean(batch.weights.sum())
+            whole = ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT)
             share = [piece.weights.sum() / whole for piece in pieces]
         draws = [(t, t.clone()) for name, t in model.named_buffers() if name.endswith(".draws")]
 

@@ -123,8 +123,8 @@ class Run(Checked):
         if now["steps"] == was["steps"]:
             return {}
         return {"extended": f"steps was {was['steps']} and is {now['steps']}; from here on the "
-                            f"learning rate follows the schedule of {now['steps']} steps, as if "
-                            f"the run had been begun with them"}
+                            f"learning rate follows the schedule of {now['steps']} steps, and so "
+                            f"does weight decay, as if the run had been begun with them"}
 
     @property
     def config(self) -> Config:
@@ -301,6 +301,7 @@ def results(run: Run) -> dict[str, Any]:
         chosen = run.environment.get("chosen", {})
     return {
         "final_loss": last.get("loss"), "val_loss": vals[-1] if vals else None,
+        "dropped_updates": sum(line.get("extra", {}).get("dropped", 0) > 0 for line in done),
         "steps": last.get("step", 0), "tokens": last.get("tokens", 0), "step_seconds": seconds,
         "tokens_per_second": tokens / seconds if seconds else None,
         "peak_bytes": max((line["peak_bytes"] for line in done), default=None),
@@ -325,6 +326,9 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("loss", number("final_loss", ".4f", "nats per token")),
         ("validation loss", number("val_loss", ".4f", "nats per token")),
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
+    if dropped := summary.get("dropped_updates"):
+        none = "; no weight has moved: lower precision.recipe.loss_scale" * (dropped == summary["steps"])
+        rows.append(("dropped updates", f"{dropped:,}, as gradients overflowed float16{none}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))

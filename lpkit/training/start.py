@@ -93,11 +93,12 @@ def read(config: Config, tokenizer: str = "") -> Start:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
     saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only="model/", quarantine=False)
+                                             only=checkpoint.WEIGHTS, quarantine=False)
     if saved is None:
         raise ConfigError("; ".join([f"start.run={asked.run} has no checkpoint to begin from",
                                      *problems]))
-    tensors = {name.removeprefix("model/"): t for name, t in sorted(saved.tensors.items())}
+    weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
+    tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():

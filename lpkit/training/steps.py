@@ -15,6 +15,8 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.data import SIZES
 
+LEAST_WEIGHT = 1e-37    # of a batch, to divide by: where no token counts, the loss is 0, not 0 / 0
+
 
 class LossScaler(nn.Module):
     """Dynamic loss scaling: gradients that float16 would lose are multiplied by `scale`, and
@@ -22,7 +24,8 @@ class LossScaler(nn.Module):
 
     Gradients that overflowed are dropped, so that there is nothing to clip and the optimizer
     leaves every parameter and its moments alone; the scale is halved. At a scale of `least` none
-    are dropped: then it is the run that diverges. The state is in buffers, for the checkpoint.
+    are dropped: then it is the run that diverges. Schedules count dropped updates, as PyTorch's do.
+    The state is in buffers, for the checkpoint.
     """
 
     def __init__(self, *, initial: float, growth_steps: int, least: float = 1.0):
@@ -30,6 +33,7 @@ class LossScaler(nn.Module):
         self.growth_steps, self.least = growth_steps, least
         self.register_buffer("scale", torch.tensor(float(initial)))
         self.register_buffer("good_steps", torch.tensor(0))     # in a row
+        self.register_buffer("dropped", torch.tensor(0.0), persistent=False)    # 1: the latest was
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
@@ -39,10 +43,12 @@ class LossScaler(nn.Module):
         torch._foreach_mul_(grads, ranks.layout.replicas / scale)
         overflowed = not (torch.stack([g.sum() for g in grads]).isfinite().all().item()
                           or all(g.isfinite().all() for g in grads))
-        if not ranks.largest(self.scale.new_tensor(overflowed)).item() or scale <= self.least:
+        dropped = ranks.largest(self.scale.new_tensor(overflowed)).item() and scale > self.least
+        self.dropped.fill_(dropped)
+        if not dropped:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
-                self.scale *= 2
+                self.scale.mul_(2).clamp_(max=2.0**100)     # gradients of 0 would double it for ever
                 self.good_steps.zero_()
             return
         for p in parameters:
@@ -95,12 +101,12 @@ def accumulate(model: nn.Module, loss: Loss, batch: Batch, parts: int = 1, *,
     """
     sharding = sharding or Sharding()
     ranks, losses = sharding.ranks, []
-    whole_weight = None if batch.weights is None else ranks.mean(batch.weights.sum())
+    whole_weight = None if batch.weights is None else (
+        ranks.mean(batch.weights.sum()).clamp(min=LEAST_WEIGHT))
     for i, piece in enumerate(batch.chunk(parts)):
-        with phases("forward"):
-            whole_over_piece = parts        # makes the mean of the batch of means of micro-batches
-            if whole_weight is not None:
-                whole_over_piece = whole_weight / piece.weights.sum()
+        with phases("forward"):     # to the mean of the batch, of means of micro-batches
+            whole_over_piece = (len(batch.tokens) / len(piece.tokens) if whole_weight is None
+                                else whole_weight / piece.weights.sum())
             part = loss(model, piece) / whole_over_piece
         with phases("backward"):
             sharding.backward(last=i == parts - 1)

@@ -72,7 +72,7 @@ class Update:
     """An update's own account. The losses are tensors: nobody waits for the GPU."""
 
     loss: Tensor            # mean nats per token, before the update
-    grad_norm: Tensor       # before clipping
+    grad_norm: Tensor       # before clipping; inf: it overflowed, and nothing was updated
     lr: float
     extra: dict[str, float | Tensor]
 
@@ -138,13 +138,17 @@ class Training:
         if scaling := decisions.recipe.loss_scaling:
             scaler = LossScaler(initial=scaling.loss_scale, growth_steps=scaling.growth_steps)
             scaler.to(device)
-            step_metrics["loss_scale"] = partial(Tensor.clone, scaler.scale)
+            step_metrics |= {"loss_scale": partial(Tensor.clone, scaler.scale),
+                             "dropped": partial(Tensor.clone, scaler.dropped)}
         placement = rows["optimizer_state"].load()(device)
+        decays = {f"{prefix}.{name}": module.decays for prefix, module in model.named_modules()
+                  if hasattr(module, "decays") for name, _ in module.named_parameters(recurse=False)}
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
                                   told=lambda name: replace(
-                                      shards.told(name), fused=fused(config.model, name)))
+                                      shards.told(name), fused=fused(config.model, name),
+                                      decays=decays.get(name)))
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         governors = {one.name: GOVERNORS[one.name].load()(one) for one in config.governors}
@@ -201,6 +205,8 @@ class Training:
             loss = self.forward_backward(batch := self.batch(step), phases=phases)
         with phases("optimizer"):
             grad_norm = self.optimizer_step()
+            if self.scaler is not None:
+                grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
             if self.estimating:
@@ -255,24 +261,26 @@ class Training:
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
         """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
-        batches of the validation data. `phases` as in `update`: each batch is an "evaluation"."""
+        batches of `global_batch` sequences: the weighted sum of losses over the sum of weights, on any
+        ranks and micro-batches, which are an "evaluation" each for `phases`, as in `update`."""
         self.model.eval()
-        losses, weights = [], []
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             with self.evaluated():
                 for i in range(self.config.eval_batches):
-                    with phases("evaluation"):
-                        batch = self.val.batch(i).to(self.device)
-                        losses.append(self.executor.loss(self, batch))
-                        weights.append(losses[-1].new_tensor(1.0) if batch.weights is None
-                                       else batch.weights.sum())
+                    batch = self.val.batch(i).to(self.device)
+                    for piece in batch.chunk(-(-len(batch.tokens) // self.config.micro_batch)):
+                        with phases("evaluation"):
+                            weight = (piece.targets.numel() if piece.weights is None
+                                      else piece.weights.sum())
+                            nats = self.executor.loss(self, piece).double()
+                            total += torch.stack((nats, torch.ones_like(nats))) * weight
         finally:
             self.model.train()
-        if self.ranks.world == 1:
-            return torch.stack(losses).mean().item()
-        total = self.ranks.mean(torch.stack([torch.stack(weights) * torch.stack(losses),
-                                             torch.stack(weights)]))
-        return (total[0] / total[1]).mean().item()
+        nats, weight = self.ranks.mean(total).tolist()
+        if not weight:
+            raise RunFailedError("no token of the validation data counts; raise eval_batches")
+        return nats / weight
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
