@@ -28,6 +28,9 @@ Loss = Callable[["nn.Module", "Batch"], "Tensor"]   # mean nats per token, by th
 Schedule = Callable[[int], float]                   # step, from 0 -> multiplier of the peak rate
 
 
+IGNORED = -100      # a target that does not count, as in PyTorch and transformers
+
+
 class Stage(IntEnum):
     """The moment when a model transform must run. Stages are sorted, so that a Config cannot get
     the order wrong."""
