@@ -27,7 +27,7 @@ from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
 from lpkit.kernels.rows import attention_, attention_backward_
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import FULL, at_once, masked, query_blocks
+from lpkit.techniques.attention_backends import FULL, at_once, limited, masked, query_blocks
 
 
 @functools.lru_cache
@@ -152,7 +152,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
             queries = q[b, h, rows]
             weights = torch.bmm(p.own(queries, groups), _of(keys, spans).mT)
             total = attention_(p.by_head(weights), seen, p.scale, p.cap,
-                               None if sinks is None else sinks[h].float().repeat(len(queries)))
+                               None if sinks is None else sinks[h].to(sums.dtype)
+                               .repeat(len(queries)))
             sums[b, h, rows] = total.view(queries.shape[:3])
             out[b, h, rows] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
             del weights     # before the next: they are the most there is
@@ -220,6 +221,7 @@ class BlockedAttention(torch.autograd.Function):
         return *grads, None, None if sinks is None else d_sinks.type_as(sinks), None, None
 
 
+@limited("blocked")
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = FULL, wide: bool = False) -> Tensor:
     """The backend `blocked`: blocks of queries and what they see of the keys. `wide`: its products

@@ -35,7 +35,7 @@ from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
 from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
 from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.attention_backends import FLASH_WIDTH
+from lpkit.techniques.attention_backends import FLASH_WIDTH, limited
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = Rule()
@@ -534,6 +534,7 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None, None if sinks is None else dsinks, *[None] * len(ctx.rule)
 
 
+@limited("triton")
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                     sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
     """`attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""

@@ -50,6 +50,9 @@ class Rule:
     key_start: int = 0
 
     def __post_init__(self):
+        for name in ("window", "soft_cap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} of a rule must be above 0 or None, got {value}")
         if (not self.causal) + (self.window is not None) + (self.blocks is not None) > 1:
             raise ConfigError("a window and blocks are of the past; give a rule one of them, and "
                               "one that is not causal neither")
@@ -67,7 +70,8 @@ class Rule:
     @property
     def every_query_sees(self) -> bool:
         """A key at least: itself, but where a table of blocks leaves that out."""
-        return self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks))
+        return (not self.causal or self.query_start >= self.key_start) and (
+            self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks)))
 
     def sees(self, i: Any, j: Any) -> Any:
         """True if query i sees key j, but for documents. Integers, or tensors that broadcast."""

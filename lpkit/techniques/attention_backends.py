@@ -7,11 +7,11 @@ micro-batch (`lpkit.predict.attention`). `attention.KINDS` has the kinds.
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, pick, shown
 from lpkit.techniques.attention import EVERY_KEY, KINDS, OPERATIONS, Rule
 from lpkit.techniques.operation import Kind, Pairs
 
@@ -63,7 +63,8 @@ HALF = ("bfloat16", "float16")
 DTYPES = ("float64", "float32", *HALF)
 WORDS = {"causal": "attention to keys to come", "window": "windows",
          "global_tokens": "global tokens", "blocks": "sparse blocks", "documents": "documents",
-         "soft_cap": "cap on scores", "sinks": "sinks"}
+         "soft_cap": "cap on scores", "sinks": "sinks", "query_start": "queries that begin later",
+         "key_start": "keys that begin later"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,13 @@ class Limits:
         problem = next(self._problems(asked), "")
         return f"{problem}; {self.instead or nearest(asked)} can" if problem else ""
 
+    def lacks(self, rule: Rule | None) -> str:
+        """Says what it does not compute of a rule, or empty."""
+        return next((f"has no {word}" for name, word in WORDS.items() if name not in self.rule
+                     and getattr(rule, name) != getattr(FULL, name)), "")
+
     def _problems(self, asked: Attending) -> Iterator[str]:
-        m, rule = asked.model, asked.rule
+        m = asked.model
         elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
         if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
@@ -96,9 +102,8 @@ class Limits:
                                                                              *asked.capability)
         if asked.dtype not in self.dtypes:
             yield f"takes {' or '.join(self.dtypes)}, not {asked.dtype}"
-        for name, word in WORDS.items():
-            if name not in self.rule and getattr(rule, name) != getattr(FULL, name):
-                yield f"has no {word}"
+        if lacks := self.lacks(asked.rule):
+            yield lacks
         if (self.widest and m.E > self.widest) or m.E % self.multiple:
             room = f"up to {self.widest}" if self.widest else "wide"
             kind = f" that are multiples of {self.multiple}" if self.multiple > 1 else ""
@@ -106,6 +111,42 @@ class Limits:
 
 
 FULL = Rule()
+
+
+def limited(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates the function of the backend `name`. If it does not compute the rule, or if the
+    documents, sinks or lengths do not fit the rule, the call raises ConfigError."""
+    def decorate(attend: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(attend)
+        def checked(q: Any, k: Any, v: Any, documents: Any = None, sinks: Any = None,
+                    rule: Rule = FULL, **how: Any) -> Any:
+            if rule is not FULL or sinks is not None or q.shape[2] != k.shape[2]:
+                _check(name, q.shape[2], k.shape[2], documents, sinks, rule)
+            return attend(q, k, v, documents, sinks, rule=rule, **how)
+
+        return checked
+
+    return decorate
+
+
+def _check(name: str, T: int, keys: int, documents: Any, sinks: Any, rule: Rule) -> None:
+    if rule.documents and documents is None:
+        raise ConfigError("model.attention=documents needs an id of each token's document with "
+                          "each batch, Batch.document_ids; full attention needs none")
+    limits, problem = ATTENTION[name].why_not, ""
+    if isinstance(limits, Limits) and (lacks := limits.lacks(
+            rule if sinks is None else replace(rule, sinks=True))):
+        problem = f"{lacks}; plain can"
+    elif T != keys:
+        problem = f"takes as many queries as keys, not {T} and {keys}; lpkit.functions.attention can"
+    elif rule.sinks and sinks is None:
+        problem = "needs a score for each head, sinks (H,)"
+    elif rule.blocks is not None and len(rule.blocks) * rule.block < T + rule.query_start:
+        problem = f"needs blocks for {T} tokens, and has them for {len(rule.blocks) * rule.block}"
+    if problem:
+        told = {f.name: getattr(rule, f.name) for f in fields(rule)
+                if getattr(rule, f.name) != f.default and f.name != "blocks"}
+        raise ConfigError(f"system.attention={name} {problem}; the rule has {shown(told)}")
 
 
 @functools.cache
@@ -214,8 +255,8 @@ ATTENTION: dict[str, Backend] = {
                             implementation="lpkit.kernels.blocked_attention:blocked_wide"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=OPERATIONS + "sdpa",
                     implementation="lpkit.nn.attention:sdpa",
-                    why_not=Limits(rule=("causal", *MASKS), gpu_alone="", dtypes=DTYPES,
-                                   instead="plain"),
+                    why_not=Limits(rule=("causal", *MASKS, "query_start", "key_start"),
+                                   gpu_alone="", dtypes=DTYPES, instead="plain"),
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     # below 8.0 a program has 64 KB, and takes 96
     "triton": Backend(why="the kit's own flash kernel, of every kind", operations=OPERATIONS + "flash",
@@ -237,7 +278,7 @@ ATTENTION |= {name: Backend(
          Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3")),
         ("flex", "FlexAttention, compiled for the mask",
          "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
-         Limits(rule=tuple(WORDS), dtypes=("float32", *HALF),
+         Limits(rule=("causal", *MASKS, "soft_cap", "sinks"), dtypes=("float32", *HALF),
                 gpu_alone="has no backward on a CPU")),
         ("varlen", "PyTorch's flash kernel over packed sequences",
          "https://docs.pytorch.org/docs/stable/nn.attention.varlen.html",

@@ -1,0 +1,173 @@
+"""Functions that people call with tensors of their own: cross-entropy, attention by every backend, casts and Linears by sizes.
+
+Against definitions of their own in float64, PyTorch's functions and, for the kinds of case, Liger Kernel's tests
+(https://github.com/linkedin/Liger-Kernel, test/transformers/test_cross_entropy.py and test_fused_linear_cross_entropy.py).
+"""
+
+import functools
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.kernels.jit import INTERPRETED, tl
+from lpkit.nn.attention import backend
+from lpkit.techniques.attention import EVERY_KEY, Rule
+from lpkit.techniques.attention_backends import ATTENTION
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
+
+# ---- attention: a rule is computed, or refused by the field
+
+BLOCKS = {"block": 4, "blocks": tuple(tuple(a - b in (0, 2) for b in range(6)) for a in range(6))}
+NOTHING = {"block": 8, "blocks": ((True, False, False), (False, False, False), (True, False, True))}    # the second block sees none
+KINDS = ({}, {"causal": False}, {"window": 5}, {"window": 5, "global_tokens": 2}, BLOCKS)
+RULES = [Rule(**kind, documents=documents, soft_cap=cap, sinks=sinks)
+         for kind, documents, cap, sinks in itertools.product(KINDS, (False, True), (None, 1.5), (False, True))]
+RULES += [Rule(**kind, query_start=a, key_start=b) for kind in KINDS for a, b in ((3, 0), (3, 3), (0, 2))] + [Rule(**NOTHING)]
+FUNCTIONS = {name: row.load() for name, row in ATTENTION.items() if row.implementation and name not in (
+    "sdpa-cudnn", "sdpa-fa3", "varlen", "flash-attn", "flash-attn-4")}      # those need a GPU to compute anything
+LIBRARIES = {name: row.load() for name, row in ATTENTION.items() if row.implementation and name not in FUNCTIONS}
+
+
+def named(rule):
+    return "-".join(f"{k}={str(v)[:4]}" for k, v in vars(rule).items() if v != getattr(Rule(), k) and k not in ("bits", "words")) or "full"
+
+
+def tensors(rule, B=2, H=4, G=2, Tq=19, Tk=19, E=8, dtype=torch.float64):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, heads, T, E, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+               for heads, T in ((H, Tq), (G, Tk), (G, Tk)))
+    documents = torch.tensor([[0] * 7 + [1] * (Tk - 7), [5] * (Tk - 3) + [6] * 3]) if rule.documents else None
+    sinks = torch.randn(H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_() if rule.sinks else None
+    return q, k, v, documents, sinks
+
+
+@functools.cache
+def pairs(rule, Tq, Tk):
+    seen = torch.zeros(Tq, Tk, dtype=torch.bool)
+    for n, m in itertools.product(range(Tq), range(Tk)):
+        i, j = n + rule.query_start, m + rule.key_start
+        one = j <= i or not rule.causal
+        one = one and (rule.window is None or i - j < rule.window or j < rule.global_tokens)
+        seen[n, m] = one and (rule.blocks is None or i < 0 or rule.blocks[i // rule.block][j // rule.block])
+    return seen
+
+
+def defined(q, k, v, documents=None, sinks=None, *, rule):
+    """(result, log-sums), pair by pair from the words of `Rule`, in float64."""
+    (B, H, Tq, E), (G, Tk) = q.shape, k.shape[1:3]
+    seen = pairs(rule, Tq, Tk)
+    if documents is not None:
+        seen = seen & (documents[:, Tk - Tq:, None] == documents[:, None])[:, None]
+    q, k, v = (t.double().repeat_interleave(H // t.shape[1], 1) for t in (q, k, v))
+    scores = q @ k.mT / math.sqrt(E)
+    scores = scores if rule.soft_cap is None else rule.soft_cap * (scores / rule.soft_cap).tanh()
+    e = torch.where(seen, scores.exp(), 0.0)
+    total = e.sum(-1) if sinks is None else e.sum(-1) + sinks.double().exp()[:, None]
+    return (e @ v) / total.masked_fill(total == 0, 1)[..., None], total.log()
+
+
+def gradients(out, arguments):
+    leaves = [t for t in arguments if t is not None and t.requires_grad]
+    return torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=named)
+def test_every_backend_computes_the_rule_or_names_its_field(rule):
+    """In float64 to the rounding of sums in another order; Triton and FlexAttention in float32; FP8 to the steps of E4M3."""
+    refused = set()
+    for name, attend in FUNCTIONS.items():
+        if name == "triton" and (tl is None or not INTERPRETED):
+            continue
+        low = name in ("triton", "flex")
+        arguments = tensors(rule, dtype=torch.float32 if low else torch.float64)
+        arguments = [t if t is None or name != "flex" else t.detach() for t in arguments]       # which has no backward on a CPU
+        want, _ = defined(*arguments, rule=rule)
+        try:
+            got = attend(*arguments, rule=rule)
+        except ConfigError as error:
+            fields = [field for field in ("causal", "query_start", "key_start", "soft_cap", "sinks")
+                      if getattr(rule, field) != getattr(Rule(), field)]
+            assert name in ("sdpa", "flex", "triton") and str(error).startswith(f"system.attention={name} has no "), (name, error)
+            assert fields and all(f"'{field}': " in str(error) for field in fields), error
+            refused.add(name)
+            continue
+        off = {"rtol": 1e-5, "atol": 1e-5} if low else {"rtol": 0, "atol": 0.3} if name == "fp8" else {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(got.double(), want, **off, msg=lambda text: f"{name}: {text}")      # noqa: B023
+        if name != "fp8" and not low:
+            for ours, theirs in zip(gradients(got, arguments), gradients(want, arguments), strict=True):
+                torch.testing.assert_close(ours, theirs, **off, msg=lambda text: f"{name}: {text}")    # noqa: B023
+    if rule.soft_cap or rule.sinks:
+        assert "sdpa" in refused
+    assert not {"plain", "tiled", "blocked", "blocked-wide", "fp8"} & refused
+
+
+def test_two_tokens_without_a_mask():
+    """By hand: of equal scores the mean, 0.5; a causal kernel gives the first value to the first query."""
+    q = k = torch.zeros(1, 1, 2, 16)
+    v = torch.tensor([[0.0], [1.0]]).expand(2, 16)[None, None].contiguous()
+    for name, attend in FUNCTIONS.items():
+        if name == "triton":
+            with pytest.raises(ConfigError, match="triton has no attention to keys to come; plain can; the rule has {'causal': False}"):
+                attend(q, k, v, rule=EVERY_KEY)
+        else:
+            assert attend(q, k, v, rule=EVERY_KEY).unique().tolist() == [0.5], name
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_a_library_does_not_compute_is_refused_before_it_is_called(name):
+    for rule in RULES:
+        if all(getattr(rule, field) == getattr(Rule(), field) or field in ("block",) or field in ATTENTION[name].why_not.rule
+               for field in Rule.__dataclass_fields__):
+            continue
+        with pytest.raises(ConfigError, match=f"system.attention={name} has no "):
+            LIBRARIES[name](*tensors(rule, dtype=torch.bfloat16, E=16), rule=rule)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *LIBRARIES])
+def test_what_does_not_fit_the_rule_is_refused(name):
+    attend = (FUNCTIONS | LIBRARIES)[name]
+    q, k, v, *_ = tensors(Rule(), dtype=torch.float32, E=16)
+    with pytest.raises(ConfigError, match=f"{name.replace('-wide', '')} takes as many queries as keys, not 1 and 19"):
+        attend(q[:, :, :1], k, v)
+    if name in ("plain", "tiled", "blocked", "fp8", "flex"):
+        with pytest.raises(ConfigError, match="documents needs an id"):
+            attend(q, k, v, rule=Rule(documents=True))
+        with pytest.raises(ConfigError, match="needs a score for each head"):
+            attend(q, k, v, rule=Rule(sinks=True))
+        with pytest.raises(ConfigError, match="needs blocks for 19 tokens, and has them for 4"):
+            attend(q, k, v, rule=Rule(block=4, blocks=((True,),)))
+    for rule, word in ((Rule(sinks=True), "sinks"), (Rule(), "sinks")):     # scores that nobody asked for count, too
+        if name not in ("plain", "tiled", "blocked", "blocked-wide", "fp8", "flex", "triton", "flash-attn-4"):
+            with pytest.raises(ConfigError, match=f"{name} has no {word}"):
+                attend(q, k, v, None, torch.zeros(4), rule=rule)
+
+
+@pytest.mark.parametrize("field, value", [("window", 0), ("window", -1), ("soft_cap", 0.0), ("soft_cap", -1.0)])
+def test_a_rule_that_means_nothing_is_refused(field, value):
+    with pytest.raises(ConfigError, match=f"{field} of a rule must be above 0 or None, got {value}"):
+        Rule(**{field: value})
+
+
+def test_a_model_gets_no_backend_that_computes_another_rule():
+    capped, both = (Config().replace({"model.attention": kind, "data.policy": policy, "model.vocab": 257}).model for kind, policy in (
+        ({"name": "full", "soft_cap": 20.0, "sinks": True}, "random-windows"), ({"name": "bidirectional"}, "masked")))
+    for name, model in (("sdpa", capped), ("triton", both), ("varlen", capped), ("sdpa-fa3", both)):
+        with pytest.raises(ConfigError, match=f"system.attention={name} has no "):
+            backend(name, model)
+    assert backend("triton", capped) and backend("sdpa", both)
+
+
+def test_a_graph_of_a_user_refuses_too():
+    """torch.compile traces the check, and what it says reaches the caller."""
+    compiled = torch.compile(lambda *qkv: FUNCTIONS["sdpa"](*qkv, rule=Rule(soft_cap=2.0)), backend="eager")
+    with pytest.raises(Exception, match="has no cap on scores"):
+        compiled(*tensors(Rule())[:3])
+    window = torch.compile(lambda *qkv: FUNCTIONS["sdpa"](*qkv, rule=Rule(window=3)), backend="eager", fullgraph=True)
+    q = tensors(Rule())[:3]
+    torch.testing.assert_close(window(*q), FUNCTIONS["plain"](*q, rule=Rule(window=3)))
