@@ -246,10 +246,7 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
                 sum += part;                                                                              \
             }                                                                                             \
             nats[i] = counts ? (float)log(sum) - (hit - top) : 0;                                         \
-            if (weight == 0) {                                                                            \
-                memset(row, 0, (size_t)V * sizeof(TYPE));                                                 \
-                continue;                                                                                 \
-            }                                                                                             \
+            if (weight == 0) { memset(row, 0, (size_t)V * sizeof(TYPE)); continue; }                      \
             const float factor = known ? weight / (float)sum : NAN, p = exp_of(hit - top) * factor;       \
             for (long j = 0; j < V; j++) {                                                                \
                 const float e = sizeof(TYPE) == 4 ? WIDE(row[j]) : exp_of(WIDE(row[j]) - top);            \

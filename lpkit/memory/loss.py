@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # all that outlives a piece is there before the first: else the allocator finds no room for
         # the next piece's logits where the last one's were
         nats, dh = _nats(h), torch.empty_like(h)
-        dp = [torch.zeros_like(p, dtype=_wide(p)) for p in parameters]
+        dp = [torch.zeros_like(p, dtype=nats.dtype) for p in parameters]
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
             d_part.copy_(_gradients(head, part, each, at, w, dp, nats_))
         ctx.save_for_backward(dh, *dp)
@@ -176,11 +176,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _nats(h: Tensor) -> Tensor:
-    return h.new_empty(len(h), dtype=_wide(h))
-
-
-def _wide(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)
+    return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 
 def _pieces(*of_tokens: Tensor | int | None) -> zip:
@@ -190,8 +186,7 @@ def _pieces(*of_tokens: Tensor | int | None) -> zip:
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
     """Returns sum(weights x nats) / total. Under a weight of 0 even a NaN is 0."""
-    return (nats if weights is None else (nats * weights).masked_fill(weights == 0, 0)
-            ).sum() / total
+    return (nats if weights is None else (nats * weights).masked_fill(weights == 0, 0)).sum() / total
 
 
 def _counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:

@@ -7,11 +7,11 @@ micro-batch (`lpkit.predict.attention`). `attention.KINDS` has the kinds.
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
-from lpkit.errors import ConfigError, pick, shown
+from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import EVERY_KEY, KINDS, OPERATIONS, Rule
 from lpkit.techniques.operation import Kind, Pairs
 
@@ -86,8 +86,8 @@ class Limits:
         return f"{problem}; {self.instead or nearest(asked)} can" if problem else ""
 
     def lacks(self, rule: Rule | None) -> str:
-        """Says what it does not compute of a rule, or empty."""
-        return next((f"has no {word}" for name, word in WORDS.items() if name not in self.rule
+        """Returns the first field of a rule that it does not compute, or empty."""
+        return next((name for name in WORDS if name not in self.rule
                      and getattr(rule, name) != getattr(FULL, name)), "")
 
     def _problems(self, asked: Attending) -> Iterator[str]:
@@ -103,7 +103,7 @@ class Limits:
         if asked.dtype not in self.dtypes:
             yield f"takes {' or '.join(self.dtypes)}, not {asked.dtype}"
         if lacks := self.lacks(asked.rule):
-            yield lacks
+            yield f"has no {WORDS[lacks]}"
         if (self.widest and m.E > self.widest) or m.E % self.multiple:
             room = f"up to {self.widest}" if self.widest else "wide"
             kind = f" that are multiples of {self.multiple}" if self.multiple > 1 else ""
@@ -113,40 +113,32 @@ class Limits:
 FULL = Rule()
 
 
-def limited(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Decorates the function of the backend `name`. If it does not compute the rule, or if the
-    documents, sinks or lengths do not fit the rule, the call raises ConfigError."""
-    def decorate(attend: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(attend)
-        def checked(q: Any, k: Any, v: Any, documents: Any = None, sinks: Any = None,
-                    rule: Rule = FULL, **how: Any) -> Any:
-            if rule is not FULL or sinks is not None or q.shape[2] != k.shape[2]:
-                _check(name, q.shape[2], k.shape[2], documents, sinks, rule)
-            return attend(q, k, v, documents, sinks, rule=rule, **how)
+    documents, sinks or lengths do not fit the rule, a call raises ConfigError."""
+    if attend is None:
+        return functools.partial(limited, name)
 
-        return checked
+    @functools.wraps(attend)
+    def checked(q: Any, k: Any, v: Any, documents: Any = None, sinks: Any = None,
+                rule: Rule = FULL, **how: Any) -> Any:
+        limits, T, keys, problem = ATTENTION[name].why_not, q.shape[2], k.shape[2], ""
+        told, end = rule if sinks is None else replace(rule, sinks=True), T + rule.query_start
+        if isinstance(limits, Limits) and (field := limits.lacks(told)):
+            problem = f"has no {WORDS[field]} ({field}={getattr(told, field)} of the rule); plain can"
+        elif T != keys:
+            problem = f"takes as many queries as keys, not {T} and {keys}"
+        elif rule.documents and documents is None:
+            problem = "needs an id of each token's document; full attention needs none"
+        elif rule.sinks and sinks is None:
+            problem = "needs a score for each head, sinks (H,)"
+        elif rule.blocks is not None and (there := len(rule.blocks) * rule.block) < end:
+            problem = f"needs blocks for {end} tokens, and has them for {there}"
+        if problem:
+            raise ConfigError(f"system.attention={name} {problem}")
+        return attend(q, k, v, documents, sinks, rule=rule, **how)
 
-    return decorate
-
-
-def _check(name: str, T: int, keys: int, documents: Any, sinks: Any, rule: Rule) -> None:
-    if rule.documents and documents is None:
-        raise ConfigError("model.attention=documents needs an id of each token's document with "
-                          "each batch, Batch.document_ids; full attention needs none")
-    limits, problem = ATTENTION[name].why_not, ""
-    if isinstance(limits, Limits) and (lacks := limits.lacks(
-            rule if sinks is None else replace(rule, sinks=True))):
-        problem = f"{lacks}; plain can"
-    elif T != keys:
-        problem = f"takes as many queries as keys, not {T} and {keys}; lpkit.functions.attention can"
-    elif rule.sinks and sinks is None:
-        problem = "needs a score for each head, sinks (H,)"
-    elif rule.blocks is not None and len(rule.blocks) * rule.block < T + rule.query_start:
-        problem = f"needs blocks for {T} tokens, and has them for {len(rule.blocks) * rule.block}"
-    if problem:
-        told = {f.name: getattr(rule, f.name) for f in fields(rule)
-                if getattr(rule, f.name) != f.default and f.name != "blocks"}
-        raise ConfigError(f"system.attention={name} {problem}; the rule has {shown(told)}")
+    return checked
 
 
 @functools.cache
