@@ -14,10 +14,18 @@ import torch.nn.functional as F
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.kernels.cast import mx
+from lpkit.kernels.choose import choose
 from lpkit.kernels.jit import INTERPRETED, tl
+from lpkit.kernels.kernel import Kernel
 from lpkit.nn.attention import backend
+from lpkit.precision.backends import BACKENDS
+from lpkit.techniques import recipes
 from lpkit.techniques.attention import EVERY_KEY, Rule
 from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.hardware import multiplied
+from lpkit.techniques.machines import CATALOGUE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
@@ -170,3 +178,53 @@ def test_a_graph_of_a_user_refuses_too():
     window = torch.compile(lambda *qkv: FUNCTIONS["sdpa"](*qkv, rule=Rule(window=3)), backend="eager", fullgraph=True)
     q = tensors(Rule())[:3]
     torch.testing.assert_close(window(*q), FUNCTIONS["plain"](*q, rule=Rule(window=3)))
+
+
+def test_a_race_without_a_right_version_says_what_was_refused(tmp_path):
+    """On a CPU attention is raced between fused versions alone; a version that is wrong at the size of a step is not used either."""
+    def wrong(q, k, v, documents=None, sinks=None):
+        return FUNCTIONS["plain"](q, k, v) * (1 if q.shape[2] < 32 else 1.5)
+
+    def broken(*_):
+        raise RuntimeError("no kernel for these\nmore")
+
+    kernel = Kernel(definition=FUNCTIONS["plain"], gradients=(0, 1, 2), examples=lambda draw, device: ())
+    small, large = tensors(Rule(), dtype=torch.float32), tensors(Rule(), Tq=64, Tk=64, dtype=torch.float32)
+    for at_hand, offered, words in (
+            (large, {"sdpa": wrong, "blocked": broken}, "sdpa: differs from its definition: .*; blocked: fails: RuntimeError: no kernel for these$"),
+            (small, {"sdpa": wrong, "blocked": wrong}, "sdpa: differs from its definition: result 1 of 4, at the run's size: .*; blocked: differs")):
+        with pytest.raises(ConfigError, match=f"no version is right on this machine: {words}"):
+            choose("attention", kernel, "auto", [at_hand], offered=offered, raced=[large], cache=tmp_path, within_seconds=0.1)
+
+
+# ---- recipes
+
+def weights_alone(settings):
+    """As quantisation-aware training of weights has it: x and g stay in bf16."""
+    w = recipes.Cast(format="e4m3fn", block=(1, 32), scale="power-of-two")
+    return recipes.Recipe(compute="bfloat16", dtype="fp8", y=(None, w), high_precision_layers=("head",), pad=settings.pad)
+
+
+def test_a_recipe_may_leave_one_operand_as_it_is(monkeypatch):
+    """Against float64 products of the cast weight; gradients are those of the weight as it is."""
+    monkeypatch.setattr(recipes, "RECIPES", dict(recipes.RECIPES))
+    recipes.add("toy", weights_alone, recipes.CastSettings(), "this file")
+    row = recipes.RECIPES["toy"]
+    assert row.tile == 32 and row.cast_of["y", "x"] is None and not row.gathers
+    assert recipes.untiled(row, {"K": 48, "N": 64, "M": 5}) == "48 input features do not tile by 32 (nearest: 32 or 64)"
+    device = torch.device("cpu")
+    assert BACKENDS["scaled_mm"].why_not("toy", row, device) == "y has one operand in bfloat16, and both must be cast"
+    assert multiplied(CATALOGUE["h200"], row)[:2] == ("no", "y has one operand in bfloat16")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 96)
+    module = BACKENDS["emulated"].wrap(linear, row, name="toy", seed=0)
+    x = torch.randn(5, 64, dtype=torch.bfloat16).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = module(x)
+    cast = mx(linear.weight.detach(), FORMATS["e4m3fn"], rule="rceil").values.double()
+    want = x.double() @ cast.T + linear.bias.detach().double()
+    assert (y.double() - want).norm() <= 2**-8 * want.norm()
+    g = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(y, (x, linear.weight), g)
+    for got, exact in ((dx, g.double() @ linear.weight.double()), (dw, g.double().T @ x.double())):
+        assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
