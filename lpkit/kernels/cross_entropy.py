@@ -101,8 +101,8 @@ def _by_triton(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tenso
     M, V = logits.shape
     nats = _nats(logits)
     piece = min(PIECE, triton.next_power_of_2(max(V, 1)))
-    _in_place[(M,)](logits, targets, weights, nats, V, IGNORED=IGNORED, WEIGHTED=weights is not None,
-                    PIECE=piece, num_warps=max(1, WARPS * piece // PIECE))
+    _in_place[(M,)](logits, targets, weights, nats, V, IGNORED, weights is not None, piece,
+                    num_warps=max(1, WARPS * piece // PIECE))
     return nats
 
 

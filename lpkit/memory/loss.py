@@ -92,9 +92,8 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
-    """Returns the mean nats per token of head(h), () float32, or float64 if h is: the sum of
-    weights x nats over the sum of weights, of the targets that are not IGNORED; 0 if none counts.
-    h (N, D), y and weights (N,)."""
+    """Returns sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
+    () float32 or float64; 0 if there are none. h (N, D), y and weights (N,)."""
     weights, total = _counted(y, weights)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(h, y, weights, total, head, chunk, nats_, *_trained(head))
@@ -186,7 +185,7 @@ def _pieces(*of_tokens: Tensor | int | None) -> zip:
 
 def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
     """Returns sum(weights x nats) / total. Under a weight of 0 even a NaN is 0."""
-    return (nats if weights is None else (nats * weights).masked_fill(weights == 0, 0)).sum() / total
+    return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 
 def _counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:

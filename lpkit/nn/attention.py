@@ -109,7 +109,7 @@ def backend(name: str, model: ModelConfig) -> Attend:
     if rule is None:
         return getattr(KINDS[model.attention.name].load(), name)
     for one in (rule, CAUSAL, EVERY_KEY):
-        _ = one.bits, one.words     # a graph finds them made: it cannot make them
+        _ = one.words       # a graph finds it made: it cannot make it
     return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
 
 

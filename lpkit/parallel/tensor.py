@@ -143,8 +143,7 @@ class Vocabulary:
     def cross_entropy_(self, logits: Tensor, targets: Tensor,
                        weights: Tensor | None = None) -> Tensor:
         """Returns nats (N,) float32 without the weights; logits become the gradient of the weighted
-        sum, as in `lpkit.kernels.cross_entropy`: 0 for IGNORED targets, NaN for others outside the
-        vocabulary."""
+        sum, as in `lpkit.kernels.cross_entropy`, also for targets that are IGNORED or unknown."""
         group, at = self.ranks.groups["tensor"], targets - self.first
         known = (targets >= 0) & (targets < logits.shape[1] * self.ranks.layout.tensor)
         mine = (at >= 0) & (at < logits.shape[1])

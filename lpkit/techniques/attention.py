@@ -58,13 +58,8 @@ class Rule:
                               "one that is not causal neither")
 
     @functools.cached_property
-    def bits(self) -> str:
-        """`blocks` as an operator takes them: row after row, 0 and 1."""
-        return "".join("01"[seen] for row in self.blocks or () for seen in row)
-
-    @functools.cached_property
     def words(self) -> str:
-        """The whole rule in one text, as an operator takes it."""
+        """The whole rule in one text, as an operator takes it; `in_words` is the way back."""
         return json.dumps(asdict(self))
 
     @property
@@ -148,6 +143,14 @@ class Rule:
 
 
 EVERY_KEY = Rule(causal=False)
+
+
+@functools.lru_cache
+def in_words(words: str) -> Rule:
+    fields = json.loads(words)
+    if fields["blocks"] is not None:
+        fields["blocks"] = tuple(map(tuple, fields["blocks"]))
+    return Rule(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[...
         limits, T, keys, problem = ATTENTION[name].why_not, q.shape[2], k.shape[2], ""
         told, end = rule if sinks is None else replace(rule, sinks=True), T + rule.query_start
         if isinstance(limits, Limits) and (field := limits.lacks(told)):
-            problem = f"has no {WORDS[field]} ({field}={getattr(told, field)} of the rule); plain can"
+            problem = f"has no {WORDS[field]} (its {field}={getattr(told, field)}); plain can"
         elif T != keys:
             problem = f"takes as many queries as keys, not {T} and {keys}"
         elif rule.documents and documents is None:
