@@ -4,20 +4,28 @@ Against definitions of their own in float64, PyTorch's functions and, for the ki
 (https://github.com/linkedin/Liger-Kernel, test/transformers/test_cross_entropy.py and test_fused_linear_cross_entropy.py).
 """
 
+import contextlib
 import functools
 import itertools
 import math
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lpkit.config import Config
+from lpkit.config import Config, ModelConfig
+from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import mx
 from lpkit.kernels.choose import choose
+from lpkit.kernels.cross_entropy import cross_entropy
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.kernels.kernel import Kernel
+from lpkit.memory.loss import chunked_cross_entropy, full_cross_entropy
 from lpkit.nn.attention import backend
+from lpkit.nn.transformer import Transformer
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques import recipes
 from lpkit.techniques.attention import EVERY_KEY, Rule
@@ -227,3 +235,83 @@ def test_a_recipe_may_leave_one_operand_as_it_is(monkeypatch):
     dx, dw = torch.autograd.grad(y, (x, linear.weight), g)
     for got, exact in ((dx, g.double() @ linear.weight.double()), (dw, g.double().T @ x.double())):
         assert (got.double() - exact).norm() <= 2**-7 * exact.norm()
+
+
+# ---- targets that do not count
+
+Y = torch.tensor([0, 47, -100, 48, 3, -1, 24, 23])
+
+
+class Together:
+    """Ranks of a tensor group as threads, which meet in every message."""
+
+    def __init__(self, count):
+        self.barrier, self.given, self.layout = threading.Barrier(count), [], SimpleNamespace(tensor=count)
+        self.groups, self.waits = {"tensor": None}, contextlib.nullcontext()
+
+    def meet(self, t, combine):
+        self.given.append(t.clone())
+        self.barrier.wait(20)
+        result = combine(torch.stack(self.given))
+        self.barrier.wait(20)
+        self.given = []
+        self.barrier.wait(20)
+        return t.copy_(result)
+
+    def largest(self, t, group=None):
+        return self.meet(t, lambda every: every.amax(0))
+
+
+@pytest.mark.parametrize("weights", [None, torch.tensor([1.0, 0.5, 2, 1, 0, 0, 3, 1])], ids=["plain", "weighted"])
+def test_a_vocabulary_cut_over_ranks_ignores_and_refuses_what_a_whole_one_does(weights, monkeypatch):
+    """Nats, the gradient left in place, and autograd's: of targets that count, that are ignored, that are none, and of weight 0."""
+    from lpkit.parallel import tensor
+
+    whole = 3 * torch.randn(8, 48, generator=torch.Generator().manual_seed(0))
+    whole[4, 40] = torch.inf        # of weight 0
+    ranks, results = Together(2), [None, None]
+    monkeypatch.setattr(tensor.dist, "all_reduce", lambda t, group=None: ranks.meet(t, lambda every: every.sum(0)))
+
+    def one(i):
+        part, cut = whole[:, 24 * i:24 * i + 24].clone(), tensor.Vocabulary(first=24 * i, ranks=ranks)
+        leaf = part.clone().requires_grad_()
+        nats = cut.nats(leaf, Y)
+        in_place = cut.cross_entropy_(part, Y, weights)
+        g = torch.ones(8) if weights is None else weights
+        results[i] = in_place, part, nats.detach(), torch.autograd.grad(nats, leaf, g)[0]
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    nats, gradient = cross_entropy(whole, Y, weights)
+    assert nats[2] == 0 and nats[3].isnan() and nats[5].isnan() and not gradient[2].any()
+    for k, want in ((0, nats), (2, nats)):
+        torch.testing.assert_close(results[0][k], want, equal_nan=True)
+        torch.testing.assert_close(results[1][k], want, equal_nan=True)
+    for k in (1, 3):
+        torch.testing.assert_close(torch.cat([results[0][k], results[1][k]], 1), gradient, equal_nan=True)
+
+
+@pytest.mark.parametrize("by", [full_cross_entropy, functools.partial(chunked_cross_entropy, chunk=5)], ids=["full", "chunked"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_losses_of_a_run_ignore_what_pytorch_ignores(by, weighted):
+    """Collators of transformers write -100. Where nothing counts the loss is 0, and its gradient; PyTorch's mean is NaN there."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(layers=1, width=16, heads=2, context=8, vocab=20), backend("plain", ModelConfig(context=8)))
+    tokens, targets = torch.randint(20, (2, 3, 8))
+    targets[:, :3], targets[2] = -100, -100
+    weights = torch.rand(3, 8) if weighted else None
+    for y, w in ((targets, weights), (torch.full_like(targets, -100), weights), (targets.clamp(min=0), torch.zeros(3, 8))):
+        loss = by(model, Batch(tokens, y, weights=w), autocast=contextlib.nullcontext())
+        grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        logits = model(tokens).flatten(0, 1).double()
+        counts = (y.flatten() != -100).double() * (1 if w is None else w.flatten().double())
+        if not counts.any():
+            assert loss.item() == 0 and not any(g is not None and g.any() for g in grads)
+            continue
+        want = (F.cross_entropy(logits, y.flatten(), reduction="none") * counts).sum() / counts.sum()
+        assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+        for got, true in zip(grads, torch.autograd.grad(want, list(model.parameters()), allow_unused=True), strict=True):
+            torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-6)
+        if w is None:
+            assert loss.item() == pytest.approx(F.cross_entropy(logits, y.flatten()).item(), rel=1e-6)

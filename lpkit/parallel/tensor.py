@@ -159,7 +159,7 @@ class Vocabulary:
         e.scatter_add_(1, at, -mine.float()[:, None])
         counts, total = targets != IGNORED, total.masked_fill(~known, torch.nan)
         weight = counts.float() if weights is None else weights * counts
-        weight = weight.masked_fill(counts & ~known, torch.nan)
+        weight = weight.masked_fill((weight != 0) & ~known, torch.nan)
         logits.copy_(e.mul_(weight[:, None]).masked_fill_((weight == 0)[:, None], 0))
         return (total.log() - of_target).masked_fill(~counts, 0)
 
