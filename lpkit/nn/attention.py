@@ -103,14 +103,14 @@ class Softmax(nn.Module):
 def backend(name: str, model: ModelConfig) -> Attend:
     """The backend that `model` attends by. Raises ConfigError where it cannot, or is unknown."""
     row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
-    # what the device and the dtype forbid, the chooser and the libraries say
     if problem := why_not(name, Attending(model=model, dtype="bfloat16", device="gpu")):
         raise ConfigError(f"system.attention={name} {problem}")
     if rule is None:
         return getattr(KINDS[model.attention.name].load(), name)
     for one in (rule, CAUSAL, EVERY_KEY):
         _ = one.words       # a graph finds it made: it cannot make it
-    return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
+    call = row.load()       # of full attention there is nothing more to check
+    return getattr(call, "__wrapped__", call) if rule == CAUSAL else partial(call, rule=rule)
 
 
 def partial_of(name: str) -> Partial:
