@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lpkit.contracts import IGNORED
 from lpkit.kernels import (
     amax,
     cross_entropy,
@@ -259,7 +260,7 @@ PROOFS: dict[str, Proof] = {
     "cross-entropy": Proof(
         typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
         moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
-        builds=(Build(kernel=cross_entropy._in_place, constants={"WEIGHTED": True, "PIECE": cross_entropy.PIECE},
+        builds=(Build(kernel=cross_entropy._in_place, constants={"IGNORED": IGNORED, "WEIGHTED": True, "PIECE": cross_entropy.PIECE},
                       warps=cross_entropy.WARPS,
                       signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "nats": "*fp32", "V": "i32"}),)),
     "flash-attention": Proof(

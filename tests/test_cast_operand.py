@@ -15,7 +15,7 @@ import torch
 from lessons.number_formats import decode
 from lpkit.errors import ConfigError
 from lpkit.kernels import scales
-from lpkit.kernels.cast import Noise
+from lpkit.kernels.cast import Noise, mx
 from lpkit.kernels.cast_operand import cast_operand as fused
 from lpkit.kernels.cast_operand import why_not
 from lpkit.kernels.jit import INTERPRETED, jit, tl
@@ -24,7 +24,8 @@ from lpkit.precision.backends import BACKENDS
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.formats import FORMATS
 from lpkit.techniques.kernels import KERNELS
-from lpkit.techniques.recipes import MX_BLOCK, RECIPES, Cast, resolve
+from lpkit.techniques.recipes import MX_BLOCK, RECIPES, SCALES, Cast, resolve
+from tests.test_cast import every_exponent
 
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
               pytest.mark.skipif(tl is None, reason="Triton is not installed")]
@@ -104,6 +105,26 @@ def test_every_cast_of_every_recipe_is_quantises(name, version):
             x = x.T if transposed else x
             how = {"noise": NOISE} if cast.rounding == "stochastic" else {}
             compare(cast_operand(x, cast, version=version, **how), x, cast, **how)
+
+
+@pytest.mark.parametrize("scale", ["power-of-two", "power-of-two-floor"])
+@pytest.mark.parametrize("element", ["e4m3fn", "e5m2"])
+def test_every_exponent_has_one_scale_and_the_same_codes_every_way(element, scale):
+    """Triton's kernel, the definition of fused casts and `cast.mx` (C), of subnormals, infinities and NaN too. A block of zeros has
+    the scale 1 or, as in torchao, the least."""
+    x = every_exponent().to(DEVICE)
+    how = Cast(format=element, block=MX_BLOCK, scale=scale)
+    made = mx(x.cpu(), FORMATS[element], rule=SCALES[scale].fused, dtype=torch.uint8)
+    some = x.cpu().abs().amax(1) != 0
+    for version in ("triton", "reference"):
+        got = cast_operand(x, how, version=version, swizzled=False)
+        code, data = got.scale.view(torch.uint8).cpu()[:, 0], got.data.view(torch.uint8).cpu()
+        assert torch.equal(code[some], made.scales[some, 0]), version
+        assert (code[~some] == {"power-of-two": 127, "power-of-two-floor": 126 - FORMATS[element].max_exponent}[scale]).all()
+        finite = x.isfinite().all(1).cpu()
+        assert (code[~finite] == 255).all() and got.data.float().cpu()[~finite].isnan().all()
+        assert torch.equal(data[finite], made.values[finite])
+        assert got.nonfinite.item() == (~x.isfinite()).sum()
 
 
 @pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-blockwise", "mxfp8", "nvfp4-published"])

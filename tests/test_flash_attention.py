@@ -125,8 +125,7 @@ def test_a_query_that_sees_nothing(sinks, small_tiles):
 def test_the_sum_that_it_keeps(rule, small_tiles):
     rule = RULES[rule]
     q, k, v, ids, sinks, _ = drawn(83)
-    _, lse = flash.forward(q, k, v, ids if rule.documents else None, sinks if rule.sinks else None, rule.window, rule.global_tokens,
-                           rule.block, rule.bits, rule.soft_cap)
+    _, lse = flash.forward(q, k, v, ids if rule.documents else None, sinks if rule.sinks else None, rule.words)
     places = torch.arange(83, device=DEVICE)
     seen = rule.sees(places[:, None], places[None])
     if rule.documents:
@@ -154,8 +153,7 @@ def test_lists_have_the_tiles_that_are_needed(rule, queries, keys):
     T = 83
     seen = torch.tensor([[bool(rule.sees(i, j)) for j in range(T)] for i in range(T)])
     for by_keys in (False, True):
-        given = flash._lists(rule.bits, rule.block, rule.window, rule.global_tokens, rule.documents, T, queries, keys, by_keys,
-                             torch.device("cpu"))
+        given = flash._lists(rule, T, queries, keys, by_keys, torch.device("cpu"))
         for a, (masked, every) in enumerate(given["counts"].tolist()):
             row = given["tiles"][a].tolist()[:every]
             assert len(set(row)) == every
@@ -192,7 +190,7 @@ def test_the_same_input_gives_the_same_bits(small_tiles):
 
 def test_the_operators_keep_pytorchs_rules(small_tiles):
     q, k, v, ids, sinks, d_out = drawn(17, H=2)
-    rule = 7, 2, 0, "", 3.0
+    rule = (Rule(window=7, global_tokens=2, soft_cap=3.0, documents=True, sinks=True).words,)
     checks = ("test_schema", "test_faketensor")     # autograd is a Function's
     torch.library.opcheck(flash.forward, (q, k, v, ids, sinks, *rule), test_utils=checks)
     out, lse = flash.forward(q, k, v, ids, sinks, *rule)
@@ -205,8 +203,8 @@ def test_flops_are_counted_as_pytorch_counts_its_own():
     """Two products over all pairs forward, five backward."""
     q, k, v = (torch.empty(2, heads, 64, 16, device="meta", requires_grad=True) for heads in (4, 2, 2))
     with FlopCounterMode(display=False) as counter:
-        out, lse = flash.forward(q, k, v, None, None, None, 0, 0, "", None)
-        flash.backward(out, q, k, v, None, None, out, lse, None, 0, 0, "", None)
+        out, lse = flash.forward(q, k, v, None, None, Rule().words)
+        flash.backward(out, q, k, v, None, None, out, lse, Rule().words)
     assert counter.get_total_flops() == 7 * 2 * 2 * 4 * 64 * 64 * 16
 
 

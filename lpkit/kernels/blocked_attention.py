@@ -13,8 +13,6 @@ share a key are rows of one product. FLOPs are counted as PyTorch counts them fo
 and `lpkit.predict.flops` does: the whole square of scores, five products in backward.
 """
 
-import functools
-import json
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -26,16 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit.kernels import wide_product
 from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
 from lpkit.kernels.rows import attention_, attention_backward_
-from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import FULL, at_once, masked, query_blocks
-
-
-@functools.lru_cache
-def _rule(words: str) -> Rule:
-    fields = json.loads(words)
-    if fields["blocks"] is not None:
-        fields["blocks"] = tuple(map(tuple, fields["blocks"]))
-    return Rule(**fields)
+from lpkit.techniques.attention import Rule, in_words
+from lpkit.techniques.attention_backends import FULL, at_once, limited, masked, query_blocks
 
 
 class _Pieces:
@@ -141,7 +131,7 @@ def _shapes_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
            rule: str, wide: bool) -> tuple[Tensor, Tensor]:
     """The output, and log-sums (B, H, T) of the exponentials of each query's scores."""
-    p = _Pieces(q, k, documents, _rule(rule), wide)
+    p = _Pieces(q, k, documents, in_words(rule), wide)
     out = torch.empty_like(q)
     sums = torch.empty(q.shape[:3], dtype=torch.promote_types(p.work, torch.float32),
                        device=q.device)
@@ -152,7 +142,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Ten
             queries = q[b, h, rows]
             weights = torch.bmm(p.own(queries, groups), _of(keys, spans).mT)
             total = attention_(p.by_head(weights), seen, p.scale, p.cap,
-                               None if sinks is None else sinks[h].float().repeat(len(queries)))
+                               None if sinks is None else sinks[h].to(sums.dtype)
+                               .repeat(len(queries)))
             sums[b, h, rows] = total.view(queries.shape[:3])
             out[b, h, rows] = torch.bmm(weights, _of(values, spans)).view(queries.shape)
             del weights     # before the next: they are the most there is
@@ -168,7 +159,7 @@ def gradients(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor 
               sinks: Tensor | None, sums: Tensor,
               rule: str, wide: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and the sinks, which is empty where there are none."""
-    p = _Pieces(q, k, documents, _rule(rule), wide)
+    p = _Pieces(q, k, documents, in_words(rule), wide)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     d_sinks = sums.new_zeros(0 if sinks is None else q.shape[1])
     for b, g, h in p.slices:
@@ -220,6 +211,7 @@ class BlockedAttention(torch.autograd.Function):
         return *grads, None, None if sinks is None else d_sinks.type_as(sinks), None, None
 
 
+@limited("blocked")
 def blocked(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
             sinks: Tensor | None = None, *, rule: Rule = FULL, wide: bool = False) -> Tensor:
     """The backend `blocked`: blocks of queries and what they see of the keys. `wide`: its products

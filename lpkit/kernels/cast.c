@@ -314,12 +314,11 @@ void lp_qdq(const void *x, int kind, void *out, int out_kind, long R, long C, lo
 
 /* ---- block formats: the scale is found and used while the block is in the cache -------------- */
 
-/* A scale's code is the exponent field of (amax / divisor), after `added` has rounded it up or not at
- * all, less the element's largest exponent. Multiplying by a power of two is exact, so here the inverse
+/* A scale's code is the exponent field of the amax, after `added` has rounded it up or not at all,
+ * minus the element's largest exponent. Multiplying by a power of two is exact, so here the inverse
  * serves; 254 - code is its code. */
 void lp_mx(const void *x, int kind, void *out, int out_kind, long R, long C, long r, long c, uint8_t *scales,
-           float divisor, int32_t added, int32_t emax, const Grid *g, const Noise *noise,
-           int64_t *nonfinite, int threads) {
+           int32_t added, int32_t emax, const Grid *g, const Noise *noise, int64_t *nonfinite, int threads) {
     const long down = noise && noise->turned ? 1 : C, over = noise && noise->turned ? R : 1;
     const Shape s = noise && noise->turned ? (Shape){R, C, r, c} : as_it_lies(R, C, r, c);
     const long many = columns_at_once(s, 1), across = (s.C + many - 1) / many;
@@ -334,13 +333,13 @@ void lp_mx(const void *x, int kind, void *out, int out_kind, long R, long C, lon
         memset(tops, 0, (size_t)blocks * 4);
         tops_of(x, kind, first * s.C + j, s, n, tops);
         for (long k = 0; k < blocks; k++) {
-            int32_t top = bits_of(tops[k]), code = ((bits_of(tops[k] / divisor) + added) >> 23) - emax;
+            const int32_t top = bits_of(tops[k]), is_nan = top >= NAN_BITS;
+            int32_t code = (int32_t)(((uint32_t)top + (uint32_t)added) >> 23) - emax;
             code = code < 0 ? 0 : code > 254 ? 254 : code;
-            not_finite += top >= NAN_BITS;
-            const int is_nan = top > NAN_BITS;
+            not_finite += is_nan;
             scales[at + k] = (uint8_t)(is_nan ? 255 : code);
             backs[k] = is_nan ? NAN : out_kind == 2 ? 1.0f : power(code);
-            factors[k] = power(254 - code);
+            factors[k] = is_nan ? NAN : power(254 - code);
         }
         bad += not_finite;
         spread(factors, 0, n, s.c, by);
@@ -407,7 +406,7 @@ int lp_check(void) {
     for (int i = 0; i < 64; i++) rounded_away += x[i] != y[i];
     lp_qdq(x, 0, y, 0, 2, 32, 2, 16, scale, NULL, &e4m3, NULL, 1);      /* -13 / 3 is -4.33 */
     wrong += (y[3] != -28.0f) + (y[19] != -4.5f);
-    lp_mx(x, 0, y, 0, 2, 32, 1, 32, scales, 1.0f, 0, 8, &e4m3, NULL, &bad[1], 1);
+    lp_mx(x, 0, y, 0, 2, 32, 1, 32, scales, 0, 8, &e4m3, NULL, &bad[1], 1);
     wrong += (scales[0] != 124) + (scales[1] != 123);
     lp_hadamard(x, 0, y, 1, 64, 0, signs, 1);       /* the first of 16, and twice the second */
     wrong += (y[0] != -94.0f) + (y[1] != 30.0f) + (y[63] != -18.0f);

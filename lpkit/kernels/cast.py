@@ -35,7 +35,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -93,13 +93,14 @@ class Blocks(NamedTuple):
 
 
 # How an amax becomes a power of two: some bits are added to its float32, the mantissa is cut, and
-# the exponent of the format's largest value taken off; or the amax is divided by that value before.
-SCALE_RULES = {     # bits that are added, None for half of an element's last; whether to divide
-    "floor": (0, False),            # OCP MX 1.0, section 6.3; the largest may saturate
-    "ceil": (0x7FFFFF, False),      # up whenever the mantissa is not zero: never saturates
-    "even": (None, False),          # the amax is rounded to the element's mantissa first
-    # cuBLAS, 1D block scaling: up from amax / largest; https://docs.nvidia.com/cuda/cublas
-    "rceil": (0x7FFFFF, True),
+# the exponent of the format's largest value taken off.
+SCALE_RULES: dict[str, Callable[[Format], int]] = {     # the bits that are added
+    "floor": lambda fmt: 0,             # OCP MX 1.0, section 6.3; the largest may saturate
+    "ceil": lambda fmt: 0x7FFFFF,       # up whenever the mantissa is not zero: never saturates
+    "even": lambda fmt: 1 << (22 - fmt.mantissa_bits),  # half of an element's last bit
+    # up where the mantissa is above the largest value's: the least under which nothing overflows,
+    # cuBLAS's 1D block scaling, https://docs.nvidia.com/cuda/cublas
+    "rceil": lambda fmt: (1 << 24) - 1 - int(math.ldexp(fmt.largest, 23 - fmt.max_exponent)),
 }
 
 
@@ -143,20 +144,17 @@ def mx(x: Tensor, fmt: Format, *, rule: str = "floor", dtype: torch.dtype | None
        noise: Noise | None = None, block: tuple[int, int] = MX_BLOCK) -> Blocks:
     """The elements of a block share a power of two (E8M0, in `scales`).
 
-    As torchao's to_mx and to_dtype, bit for bit, but for blocks whose amax is below 2^-110 (there
-    torchao quantises with one scale and dequantises with another) and for "rceil" within rounding
-    of a power of two (there its logarithm, in float32, misses; this is the hardware's rule). A
-    block with a NaN becomes NaN; an infinity saturates.
+    As torchao's to_mx and to_dtype (0.18), bit for bit, except for three kinds of blocks: scales of
+    2^-127 (torchao quantises with another number than it dequantises with), "rceil" within rounding
+    of a power of two (torchao's quotient and logarithm are rounded to float32, this is exact), and
+    infinities. A block with a NaN or an infinity has the scale 255 and is NaN.
     """
-    (added, divide), dtype = pick(SCALE_RULES, rule, "rule of the scale"), _check(x, fmt, dtype)
+    added, dtype = pick(SCALE_RULES, rule, "rule of the scale")(fmt), _check(x, fmt, dtype)
     matrix, *tiles, turned = in_tiles(x, block)
     if matrix.shape[1] // tiles[1] > MAX_BLOCK:
         raise ConfigError(f"a block of {matrix.shape[1] // tiles[1]} is larger than {MAX_BLOCK}; "
                           f"hardware knows 32")
-    if added is None:
-        added = 1 << (22 - fmt.mantissa_bits)
-    divisor, exponent = (fmt.largest, 0) if divide else (1.0, fmt.max_exponent)
-    how = (*tiles, divisor, added, exponent, fmt.name, noise and noise.words, turned)
+    how = (*tiles, added, fmt.max_exponent, fmt.name, noise and noise.words, turned)
     on_cpu = x.device.type == "cpu"
     values, scales, nonfinite = (_mx if on_cpu else reference_mx)(matrix, *how, dtype)
     if turned:
@@ -199,19 +197,20 @@ def reference(x: Tensor, scales: Tensor, back: Tensor | None, fmt: str, noise: T
     return values.view(x.shape)
 
 
-def reference_mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int,
-                 fmt: str, noise: Tensor | None, turned: bool,
+def reference_mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, fmt: str,
+                 noise: Tensor | None, turned: bool,
                  dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """`mx` with scales (rows, columns)."""
     grid, tiles = format_of(fmt), _blocks(x, rows, columns)
     top = tiles.abs().amax((1, 3), keepdim=True).float()
-    code = (((top / divisor).view(torch.int32) + added) >> 23) - exponent
-    code = torch.where(top.isnan(), 255, code.clamp(0, 254))
-    y = _round(tiles.float() * _power(254 - code), grid, noise, turned)
+    code = ((top.view(torch.int32) + added) >> 23) - exponent
+    code = torch.where(top.isfinite(), code.clamp(0, 254), 255)
+    inverse, scale = (_power(one).where(code < 255, torch.nan) for one in (254 - code, code))
+    y = _round(tiles.float() * inverse, grid, noise, turned)
     if dtype == torch.uint8:
         values = _codes(y, grid)
     else:
-        values = (y * torch.where(code == 255, torch.nan, _power(code))).to(dtype)
+        values = (y * scale).to(dtype)
     scales = code.to(torch.uint8).view(rows, columns)
     return values.view(x.shape), scales, (~top.isfinite()).sum()
 
@@ -384,12 +383,12 @@ def _grid(name: str) -> _Grid:
                  f.lowest, f.largest)
 
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_long, ctypes.c_float
+_P, _I, _L = ctypes.c_void_p, ctypes.c_int, ctypes.c_long
 _HOW = (ctypes.POINTER(_Grid), ctypes.POINTER(_Noise))
 _ARGUMENTS = {      # as cast.c declares them
     "lp_amax": (_P, _I, _L, _L, _L, _L, _P, _P, _I),
     "lp_qdq": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _P, *_HOW, _I),
-    "lp_mx": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _F, _I, _I, *_HOW, _P, _I),
+    "lp_mx": (_P, _I, _P, _I, _L, _L, _L, _L, _P, _I, _I, *_HOW, _P, _I),
     "lp_hadamard": (_P, _I, _P, _L, _L, _I, _P, _I),
 }
 
@@ -461,14 +460,14 @@ def _mx_results(x: Tensor, rows: int, columns: int, *how) -> tuple[Tensor, Tenso
             x.new_empty((), dtype=torch.int64))
 
 
-@operator("mx(Tensor x, SymInt rows, SymInt columns, float divisor, int added, int exponent, "
-          "str fmt, Tensor? noise, bool turned, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+@operator("mx(Tensor x, SymInt rows, SymInt columns, int added, int exponent, str fmt, "
+          "Tensor? noise, bool turned, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
           fake=_mx_results)
-def _mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent: int, fmt: str,
+def _mx(x: Tensor, rows: int, columns: int, added: int, exponent: int, fmt: str,
         noise: Tensor | None, turned: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     library = _library()
     if library is None:
-        return reference_mx(x, rows, columns, divisor, added, exponent, fmt, noise, turned, dtype)
+        return reference_mx(x, rows, columns, added, exponent, fmt, noise, turned, dtype)
     _check_tiles(x, rows, columns)
     (R, C), size = x.shape, x.numel()
     if C // columns > MAX_BLOCK:
@@ -477,8 +476,8 @@ def _mx(x: Tensor, rows: int, columns: int, divisor: float, added: int, exponent
     out, scales, nonfinite = _mx_results(x, rows, columns, dtype)
     drawn_by = None if noise is None else _Noise(*noise.tolist(), turned)
     library.lp_mx(*_address(x, size, _INPUTS), *_address(out, size, _KINDS), R, C, R // rows,
-                  C // columns, scales.data_ptr(), divisor, added, exponent, _grid(fmt),
-                  drawn_by, nonfinite.data_ptr(), torch.get_num_threads())
+                  C // columns, scales.data_ptr(), added, exponent, _grid(fmt), drawn_by,
+                  nonfinite.data_ptr(), torch.get_num_threads())
     return out, scales, nonfinite
 
 

@@ -185,8 +185,12 @@ def _find(kernel: Kernel, offered: Mapping[str, Version], at_hand: Sequence[tupl
             [[seconds[key]]] = interleaved_seconds([runners[key]], rounds=1, warm_up=0)
         except Exception as error:
             refused[key] = _failed(error, "cannot be compiled with a block" if in_block else "")
-    if not seconds:     # the definition runs all the same
-        del refused[first := COMPILE if in_block and COMPILE in right else next(iter(right))]
+    if not seconds:     # a right version runs all the same
+        usable = [key for key in right if not refused[key].startswith(WRONG[0])]
+        if not usable:
+            raise ConfigError("no version is right on this machine: " + "; ".join(
+                f"{key}: {why}" for key, why in refused.items()))
+        del refused[first := COMPILE if in_block and COMPILE in usable else usable[0]]
         return {"seconds": {first: 0.0}, "refused": refused}
     close = [key for key, one in seconds.items() if one <= HOPELESS * min(seconds.values())]
     times = interleaved_seconds([runners[key] for key in close], rounds=ROUNDS, warm_up=WARM_UP,

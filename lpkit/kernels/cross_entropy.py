@@ -8,8 +8,9 @@ exponentials as it goes (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805
 writes the gradient over the logits. So a row is read twice and written once, and nothing of its
 size is made (Hsu et al. 2024, https://arxiv.org/abs/2410.10989). On a CPU C does it (rows.c).
 
-A target that is none makes its row NaN, nats and gradient: to raise, the host would wait for the
-GPU, and a NaN is seen. A token that does not count has a weight of 0.
+The nats and the gradient of a target of IGNORED are 0. Any other target outside the vocabulary
+makes the row NaN, nats and gradient: to raise an error, the host would wait for the GPU. Under a
+weight of 0 the gradient is 0, even if the row holds a NaN or an infinity.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lpkit.contracts import IGNORED
 from lpkit.errors import ConfigError
 from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
@@ -35,18 +37,19 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     and the gradient of the weighted sum of nats, like logits."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     targets, entries = targets[:, None], torch.arange(wide.shape[1], device=wide.device)
-    known = (targets >= 0) & (targets < len(entries))
+    counts, known = targets != IGNORED, (targets >= 0) & (targets < len(entries))
     log_probabilities = torch.where(known, torch.log_softmax(wide, -1), torch.nan)
-    nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())[:, 0]
+    nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())
     # a comparison, which torch.compile fuses where it does not fuse a write to some places
     gradient = log_probabilities.exp() - (entries == targets).to(wide.dtype)
-    if weights is not None:
-        gradient *= weights[:, None].to(wide.dtype)
-    return nats, gradient.to(logits.dtype)
+    weight = counts.to(wide.dtype) if weights is None else weights[:, None].to(wide.dtype) * counts
+    gradient = gradient.mul_(weight).masked_fill_(weight == 0, 0.0)
+    return torch.where(counts, nats, 0.0)[:, 0], gradient.to(logits.dtype)
 
 
 @jit
-def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: tl.constexpr):
+def _in_place(logits, targets, weights, nats, V, IGNORED: tl.constexpr, WEIGHTED: tl.constexpr,
+              PIECE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * V
     target = tl.load(targets + row)
@@ -61,15 +64,17 @@ def _in_place(logits, targets, weights, nats, V, WEIGHTED: tl.constexpr, PIECE: 
         top = higher
     known = (target >= 0) & (target < V)
     log_sum = tl.where(known, top + tl.log(total), float("nan"))
-    tl.store(nats + row, log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32))
-    weight = 1.0
+    found = log_sum - tl.load(start + tl.where(known, target, 0)).to(tl.float32)
+    tl.store(nats + row, tl.where(target == IGNORED, 0.0, found))
+    weight = tl.where(target == IGNORED, 0.0, 1.0)
     if WEIGHTED:
-        weight = tl.load(weights + row)
+        weight *= tl.load(weights + row)
     pieces = tl.cdiv(V, PIECE)
     for piece in range(pieces):      # the last first: it was read last, and may be in a cache
         at = (pieces - 1 - piece) * PIECE + tl.arange(0, PIECE)
         v = tl.load(start + at, mask=at < V, other=float("-inf")).to(tl.float32)
         g = (tl.exp(v - log_sum) - tl.where(at == target, 1.0, 0.0)) * weight
+        g = tl.where(weight == 0.0, 0.0, g)
         tl.store(start + at, g.to(logits.dtype.element_ty), mask=at < V)
 
 
@@ -96,7 +101,7 @@ def _by_triton(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tenso
     M, V = logits.shape
     nats = _nats(logits)
     piece = min(PIECE, triton.next_power_of_2(max(V, 1)))
-    _in_place[(M,)](logits, targets, weights, nats, V, WEIGHTED=weights is not None, PIECE=piece,
+    _in_place[(M,)](logits, targets, weights, nats, V, IGNORED, weights is not None, piece,
                     num_warps=max(1, WARPS * piece // PIECE))
     return nats
 
@@ -153,13 +158,14 @@ def _examples(rng: torch.Generator, device: torch.device):
             yield logits, targets
             yield logits, targets, torch.rand(M, generator=rng).to(device)
     logits = torch.randn(6, 48, generator=rng).to(device)
-    targets = torch.tensor([0, 47, -100, 48, 3, 5], device=device)
-    yield logits, targets                       # two of them are none
+    targets = torch.tensor([0, 47, IGNORED, 48, 3, -1], device=device)
+    yield logits, targets                       # one does not count, and two of them are none
     yield logits * 1e4, targets                 # the exponential of all but one is 0
     masked = logits.clone()
     masked[:, 7:40] = -torch.inf
     yield masked, targets
     yield spoiled(logits, (1, 3), (4, 5)), targets
+    yield spoiled(logits, (1, 3), (4, 5)), targets, torch.tensor([0.5, 0, 2, 0, 0, 1]).to(device)
 
 
 CROSS_ENTROPY = Kernel(

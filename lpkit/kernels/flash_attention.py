@@ -34,8 +34,8 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.jit import INTERPRETED, jit, tl, triton, why_no_triton
 from lpkit.kernels.kernel import Kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator, over_pairs
-from lpkit.techniques.attention import BlockSparse, Rule
-from lpkit.techniques.attention_backends import FLASH_WIDTH
+from lpkit.techniques.attention import BlockSparse, Rule, in_words
+from lpkit.techniques.attention_backends import FLASH_WIDTH, limited
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CAUSAL = Rule()
@@ -379,29 +379,26 @@ def _shape(which: str, E: int, narrower: bool, itemsize: int = 2) -> dict[str, i
 
 
 @functools.lru_cache(maxsize=64)
-def _lists(blocks: str, block: int, window: int | None, global_tokens: int, documents: bool, T: int,
-           queries: int, keys: int, by_keys: bool, device: torch.device) -> dict[str, Any]:
+def _lists(rule: Rule, T: int, queries: int, keys: int, by_keys: bool,
+           device: torch.device) -> dict[str, Any]:
     """Lists the tiles that each tile of queries, or of keys, meets, (tiles, listed): first those
     with a mask; and how many have one, and are there, (tiles, 2)."""
-    across = math.isqrt(len(blocks))
-    seen = [bit == "1" for bit in blocks]
-    rule = Rule(block=block, window=window, global_tokens=global_tokens,
-                blocks=tuple(tuple(seen[a * across:(a + 1) * across]) for a in range(across)))
     down, over = -(-T // queries), -(-T // keys)
     found: list[tuple[list[int], list[int]]] = [([], []) for _ in range(over if by_keys else down)]
     for i in range(down):
         first = i * queries
         spans = rule.spans(first, min(first + queries, T), T)
         for j in sorted({j for begin, end in spans for j in range(begin // keys, -(-end // keys))}):
-            whole = not documents and not rule.hides(first, first + queries, j * keys,
-                                                     (j + 1) * keys)
+            whole = not rule.documents and not rule.hides(first, first + queries, j * keys,
+                                                          (j + 1) * keys)
             found[j if by_keys else i][whole].append(i if by_keys else j)
     listed = max(1, *(len(masked) + len(whole) for masked, whole in found))
     tiles = [(masked + whole + listed * [0])[:listed] for masked, whole in found]
     counts = [(len(masked), len(masked) + len(whole)) for masked, whole in found]
     tiles, counts = (torch.tensor(t, dtype=torch.int32, device=device) for t in (tiles, counts))
-    table = torch.tensor(seen, dtype=torch.uint8, device=device)
-    return {"tiles": tiles, "counts": counts, "table": table, "listed": listed, "across": across}
+    table = torch.tensor(rule.blocks, dtype=torch.uint8, device=device)
+    return {"tiles": tiles, "counts": counts, "table": table, "listed": listed,
+            "across": len(table)}
 
 
 def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
@@ -414,26 +411,24 @@ def _meet(documents: Tensor, queries: int, keys: int) -> Tensor:
     return (least[:, :, None] <= until[:, None]) & (of_keys[:, None] <= most[:, :, None])
 
 
-def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int | None,
-           global_tokens: int, block: int, blocks: str, soft_cap: float | None,
+def _given(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rule: Rule,
            which: str) -> dict[str, Any]:
     """The arguments that all kernels take; each has tensors of its own besides."""
     (_, H, T, E), G, by_keys = q.shape, k.shape[1], which == "keys"
-    shape = _shape(which, E, documents is not None or bool(blocks), q.itemsize)
+    shape = _shape(which, E, rule.documents or rule.blocks is not None, q.itemsize)
     queries, keys = shape["BLOCK_Q"], shape["BLOCK_K"]
-    log2e, cap = math.log2(math.e), None
+    log2e, cap, soft_cap = math.log2(math.e), None, rule.soft_cap
     scale = 1 / math.sqrt(E) * log2e
     if soft_cap is not None:    # cap tanh(s / cap), whose tanh is made of exp2(2 log2e s / cap)
         scale, cap = 2 * scale / soft_cap, soft_cap * log2e
     given = {"q": q, "k": k, "v": v, "documents": documents, "T": T, "H": H, "repeats": H // G,
-             "window": window, "global_tokens": global_tokens, "block": block, "scale": scale,
-             "cap": cap, "E": E, **shape, "bound": None, "tiles": None, "counts": None,
-             "table": None, "listed": 0, "across": 0}
+             "window": rule.window, "global_tokens": rule.global_tokens, "block": rule.block,
+             "scale": scale, "cap": cap, "E": E, **shape, "bound": None, "tiles": None,
+             "counts": None, "table": None, "listed": 0, "across": 0}
     for name, t in (("q", q), ("k", k), ("v", v)):
         given |= {f"{name}_{axis}": t.stride(i) for i, axis in enumerate("bht")}
-    if blocks:
-        given |= _lists(blocks, block, window, global_tokens, documents is not None, T, queries,
-                        keys, by_keys, q.device)
+    if rule.blocks is not None:
+        given |= _lists(rule, T, queries, keys, by_keys, q.device)
     elif documents is not None:
         meet = _meet(documents, queries, keys).int()
         bound = meet.shape[1] - 1 - meet.flip(1).argmax(1) if by_keys else meet.argmax(2)
@@ -476,28 +471,28 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 @operator("flash_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, Tensor? sinks, "
-          "int? window, int global_tokens, int block, str blocks, float? soft_cap) "
-          "-> (Tensor, Tensor)", key=EVERY_DEVICE, fake=_results, product=True, flops=over_pairs(2))
+          "str rule) -> (Tensor, Tensor)", key=EVERY_DEVICE, fake=_results, product=True,
+          flops=over_pairs(2))
 def forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
-            *rule: Any) -> tuple[Tensor, Tensor]:
+            rule: str) -> tuple[Tensor, Tensor]:
     """(out, lse): lse (B, H, T) float32, the logarithm of the sum of exponentials of a query's
     scores, -inf for one that sees nothing. Raises ConfigError for what `_check` finds."""
     _check(q, k, v)
     out, lse = _results(q)
     if out.numel():
-        given = _given(q, k, v, documents, *rule, which="forward")
+        given = _given(q, k, v, documents, in_words(rule), "forward")
         _forward[q.shape[0] * q.shape[1], triton.cdiv(q.shape[2], given["BLOCK_Q"])](
             **given, sinks=sinks, out=out, lse=lse)
     return out, lse
 
 
 @operator("flash_attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? documents, "
-          "Tensor? sinks, Tensor out, Tensor lse, int? window, int global_tokens, int block, "
-          "str blocks, float? soft_cap) -> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE,
-          fake=_gradients, flops=over_pairs(5))
+          "Tensor? sinks, Tensor out, Tensor lse, str rule) "
+          "-> (Tensor, Tensor, Tensor, Tensor)", key=EVERY_DEVICE, fake=_gradients,
+          flops=over_pairs(5))
 def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
              sinks: Tensor | None, out: Tensor, lse: Tensor,
-             *rule: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+             rule: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsinks); dsinks is empty without sinks."""
     _check(q, k, v)
     (B, H, T, E), G = q.shape, k.shape[1]
@@ -507,7 +502,7 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
         for which, kernel, heads, own in (
                 ("queries", _backward_queries, B * H, {"out": out, "dq": dq}),
                 ("keys", _backward_keys, B * G, {"dk": dk, "dv": dv})):
-            given = _given(q, k, v, documents, *rule, which=which)
+            given = _given(q, k, v, documents, in_words(rule), which)
             tiles = triton.cdiv(T, given["BLOCK_K" if which == "keys" else "BLOCK_Q"])
             kernel[heads, tiles](**given, **own, d_out=d_out, lse=lse, deltas=deltas,
                                  slope=1 / math.sqrt(E))
@@ -520,8 +515,8 @@ def backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
 class _Flash(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
-                sinks: Tensor | None, *rule: Any) -> Tensor:
-        out, lse = forward(q, k, v, documents, sinks, *rule)
+                sinks: Tensor | None, rule: str) -> Tensor:
+        out, lse = forward(q, k, v, documents, sinks, rule)
         ctx.save_for_backward(q, k, v, documents, sinks, out, lse)
         ctx.rule = rule
         return out
@@ -530,17 +525,17 @@ class _Flash(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):
         q, k, v, documents, sinks, out, lse = ctx.saved_tensors
         d_out = d_out.transpose(1, 2).contiguous().transpose(1, 2)      # as `out` lies
-        dq, dk, dv, dsinks = backward(d_out, q, k, v, documents, sinks, out, lse, *ctx.rule)
-        return dq, dk, dv, None, None if sinks is None else dsinks, *[None] * len(ctx.rule)
+        dq, dk, dv, dsinks = backward(d_out, q, k, v, documents, sinks, out, lse, ctx.rule)
+        return dq, dk, dv, None, None if sinks is None else dsinks, None
 
 
+@limited("triton")
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                     sinks: Tensor | None = None, rule: Rule = CAUSAL) -> Tensor:
     """`attention`, for heads up to 256 wide in 16 bits or float32. Raises ConfigError."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     documents = documents.contiguous() if rule.documents else None
-    return _Flash.apply(q, k, v, documents, sinks, rule.window, rule.global_tokens, rule.block,
-                        rule.bits, rule.soft_cap)
+    return _Flash.apply(q, k, v, documents, sinks, rule.words)
 
 
 # ---- what judges it

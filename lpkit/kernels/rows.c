@@ -11,6 +11,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define TILE 1024L              /* numbers of a row at a time */
 #define GRAIN 32768L            /* elements that are worth a thread, as in PyTorch */
+#define IGNORED -100            /* the target that does not count, of lpkit.contracts */
 #define MAGIC 12582912.0f       /* 1.5 * 2^23: added to a number it rounds it to an integer */
 
 INLINE int32_t bits_of(float x) { int32_t b; memcpy(&b, &x, 4); return b; }
@@ -216,8 +217,8 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
 
 /* ---- cross-entropy, logits become their gradient ------------------------------------------------ */
 
-/* Rows of V; nats of each, NaN with their gradient where the target is none. The gradient is of the sum
- * over rows of weight * nats. float32 holds the
+/* Rows of V; nats of each: 0 for IGNORED, and NaN with their gradient where the target is none. The
+ * gradient is of the sum over rows of weight * nats, and 0 under a weight of 0. float32 holds the
  * exponentials meanwhile, bf16 would round them twice. Sums of tiles are added in double: one of 50,000
  * numbers in float32 loses five bits. */
 #define CROSS_ENTROPY(NAME, TYPE, WIDE, NARROW)                                                           \
@@ -227,8 +228,9 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
         _Pragma("omp parallel for num_threads(threads)")                                                  \
         for (long i = 0; i < rows; i++) {                                                                 \
             TYPE *restrict row = x + i * V;                                                               \
-            const int known = y[i] >= 0 && y[i] < V;                                                      \
-            const float weight = weights ? weights[i] : 1.0f, hit = known ? WIDE(row[y[i]]) : NAN;        \
+            const int known = y[i] >= 0 && y[i] < V, counts = y[i] != IGNORED;                            \
+            const float weight = !counts ? 0 : weights ? weights[i] : 1.0f;                               \
+            const float hit = known ? WIDE(row[y[i]]) : NAN;                                              \
             float top = -INFINITY;                                                                        \
             double sum = 0;                                                                               \
             _Pragma("omp simd reduction(max : top)")                                                      \
@@ -243,7 +245,8 @@ ATTENTION(lp_attention_fp32, lp_attention_backward_fp32, float, SAME, SAME)
                 }                                                                                         \
                 sum += part;                                                                              \
             }                                                                                             \
-            nats[i] = (float)log(sum) - (hit - top);                                                      \
+            nats[i] = counts ? (float)log(sum) - (hit - top) : 0;                                         \
+            if (weight == 0) { memset(row, 0, (size_t)V * sizeof(TYPE)); continue; }                      \
             const float factor = known ? weight / (float)sum : NAN, p = exp_of(hit - top) * factor;       \
             for (long j = 0; j < V; j++) {                                                                \
                 const float e = sizeof(TYPE) == 4 ? WIDE(row[j]) : exp_of(WIDE(row[j]) - top);            \

@@ -45,8 +45,9 @@ def _power_of_two(exponent: Tensor, amax: Tensor) -> Scales:
 def _up(amax: Tensor, to: Format) -> Scales:
     """The least power of two under which nothing overflows (Mishra et al. 2025,
     https://arxiv.org/abs/2506.08027)."""
-    mantissa, exponent = torch.frexp(_over(amax, to.largest))
-    return _power_of_two(exponent - (mantissa == 0.5).int(), amax)
+    mantissa, exponent = torch.frexp(amax)
+    above = (mantissa > to.largest / 2.0**(to.max_exponent + 1)).int()
+    return _power_of_two((exponent - 1 - to.max_exponent + above).masked_fill(amax == 0, 0), amax)
 
 
 def _floor(amax: Tensor, to: Format) -> Scales:

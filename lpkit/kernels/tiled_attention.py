@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.attention_backends import FULL, TILE
+from lpkit.techniques.attention_backends import FULL, TILE, limited
 
 
 def tiles(rule: Rule, T: int, tile: int = TILE,
@@ -172,6 +172,7 @@ class TiledAttention(torch.autograd.Function):
         return dq, dk, dv, None, d_sinks, None
 
 
+@limited("tiled")
 def tiled(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = FULL) -> Tensor:
     """The backend `tiled`: FlashAttention, to be read."""

@@ -128,7 +128,7 @@ class Plan:
     @property
     def bits(self) -> float:
         """The bits of the narrowest operand."""
-        return min(cast.bits for pair in RECIPES[self.recipe].products.values() for cast in pair)
+        return min(cast.bits for cast in RECIPES[self.recipe].all_casts)
 
     def to_dict(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from lpkit.contracts import Batch, Loss
+from lpkit.contracts import IGNORED, Batch, Loss
 from lpkit.kernels.cross_entropy import cross_entropy_
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.wide_product import WideLinear
@@ -52,7 +52,8 @@ def chunked(settings: Chunked, autocast: AbstractContextManager) -> Loss:
 
 def full_cross_entropy(model: nn.Module, batch: Batch, *,
                        autocast: AbstractContextManager) -> Tensor:
-    """Mean nats per token, weighted where the batch has weights."""
+    """Mean nats per token that counts, weighted where the batch has weights. The gradient is NaN
+    if the logits of a token that does not count are, since the model's activations are, too."""
     with autocast:
         logits = model(batch.tokens, **batch.beside)
     targets = batch.targets
@@ -63,7 +64,7 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
         return cross_entropy(logits, targets)
     nats_of = vocabulary.nats if vocabulary else _nats_of
     nats = nats_of(logits.flatten(0, 1), targets.flatten())
-    return _mean(nats, None if weights is None else weights.flatten().float())
+    return _mean(nats, *_counted(targets.flatten(), weights))
 
 
 def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -81,23 +82,25 @@ def chunked_cross_entropy(model: nn.Module, batch: Batch, *, autocast: AbstractC
                           chunk: int, by: str = "") -> Tensor:
     """The same from `model.hidden` and `model.head`, `chunk` tokens at a time. `by`: the version of
     the kernel; empty: what the device has."""
-    weights = None if batch.weights is None else batch.weights.flatten().float()
     vocabulary = getattr(model, "vocabulary", None)
     nats_ = vocabulary.cross_entropy_ if vocabulary else partial(cross_entropy_, by=by)
     with autocast:
         h = model.hidden(batch.tokens, **batch.beside).flatten(0, 1)
-        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, weights, nats_)
+        return linear_cross_entropy(h, model.head, batch.targets.flatten(), chunk, batch.weights,
+                                    nats_)
 
 
 def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
-    """Mean nats per token of head(h), float32 (); h (N, D), y and weights (N,)."""
+    """Returns sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
+    () float32 or float64; 0 if there are none. h (N, D), y and weights (N,)."""
+    weights, total = _counted(y, weights)
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(h, y, weights, head, chunk, nats_, *_trained(head))
+        return _LinearCrossEntropy.apply(h, y, weights, total, head, chunk, nats_, *_trained(head))
     nats = _nats(h)
     for each, part, at, w in _pieces(nats, h, y, weights, chunk):
         each.copy_(nats_(head(part), at, w))
-    return _mean(nats, weights)
+    return _mean(nats, weights, total)
 
 
 def _trained(head: nn.Module) -> list[nn.Parameter]:
@@ -106,17 +109,17 @@ def _trained(head: nn.Module) -> list[nn.Parameter]:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, head: nn.Module, chunk: int,
-                nats_: NatsOf, *parameters: Tensor) -> Tensor:
+    def forward(ctx, h: Tensor, y: Tensor, weights: Tensor | None, total: Tensor, head: nn.Module,
+                chunk: int, nats_: NatsOf, *parameters: Tensor) -> Tensor:
         # all that outlives a piece is there before the first: else the allocator finds no room for
         # the next piece's logits where the last one's were
         nats, dh = _nats(h), torch.empty_like(h)
-        dp = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
+        dp = [torch.zeros_like(p, dtype=nats.dtype) for p in parameters]
         for each, part, d_part, at, w in _pieces(nats, h, dh, y, weights, chunk):
             d_part.copy_(_gradients(head, part, each, at, w, dp, nats_))
         ctx.save_for_backward(dh, *dp)
-        ctx.dtypes, ctx.total = [p.dtype for p in parameters], _total(weights, len(y))
-        return _mean(nats, weights)
+        ctx.dtypes, ctx.total = [p.dtype for p in parameters], total
+        return _mean(nats, weights, total)
 
     @staticmethod
     @once_differentiable
@@ -124,7 +127,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dh, *dp = ctx.saved_tensors
         g = g / ctx.total
         scaled = [d.mul_(g).to(dtype) for d, dtype in zip(dp, ctx.dtypes)]
-        return dh.mul_(g), None, None, None, None, None, *scaled
+        return dh.mul_(g), None, None, None, None, None, None, *scaled
 
 
 def _gradients(head: nn.Module, part: Tensor, nats: Tensor, y: Tensor, weights: Tensor | None,
@@ -172,7 +175,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _nats(h: Tensor) -> Tensor:
-    return h.new_empty(len(h), dtype=torch.float32)
+    return h.new_empty(len(h), dtype=torch.promote_types(h.dtype, torch.float32))
 
 
 def _pieces(*of_tokens: Tensor | int | None) -> zip:
@@ -180,11 +183,16 @@ def _pieces(*of_tokens: Tensor | int | None) -> zip:
     return zip(*(repeat(None) if one is None else one.split(chunk) for one in of_tokens))
 
 
-def _mean(nats: Tensor, weights: Tensor | None) -> Tensor:
-    return (nats if weights is None else nats * weights).sum() / _total(weights, len(nats))
+def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
+    """Returns sum(weights x nats) / total. Under a weight of 0 even a NaN is 0."""
+    return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 
-def _total(weights: Tensor | None, tokens: int = 0) -> Tensor | int:
-    """Returns the sum of the weights, to divide by. Where all are zero in a micro-batch, its loss
-    is 0, not 0 / 0."""
-    return tokens if weights is None else weights.sum().clamp(min=torch.finfo(torch.float32).tiny)
+def _counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Returns the weights (N,), 0 for IGNORED targets, and their sum, to divide by; without weights
+    None and the number of targets that count. If none counts, the loss is 0, not 0 / 0."""
+    counts = targets != IGNORED
+    if weights is None:
+        return None, counts.sum().clamp(min=1)
+    weights = weights.flatten().float() * counts
+    return weights, weights.sum().clamp(min=torch.finfo(torch.float32).tiny)

@@ -17,7 +17,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Partial
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.attention import EVERY_KEY, KINDS, Rule
-from lpkit.techniques.attention_backends import ATTENTION, FULL, Attending, why_not
+from lpkit.techniques.attention_backends import ATTENTION, FULL, Attending, limited, why_not
 
 CAUSAL = FULL       # the same object: what is kept of a rule is made for each
 
@@ -28,13 +28,11 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
     seen = rule.sees(queries[:, None], keys[None])
     if not rule.documents:
         return seen
-    if documents is None:
-        raise ConfigError("model.attention=documents needs an id of each token's document with "
-                          "each batch, Batch.document_ids; full attention needs none")
     same = documents[:, queries, None] == documents[:, None, keys]
     return (seen & same)[:, None]
 
 
+@limited("plain")
 def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
           sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """softmax(q k^T / sqrt(E)) v over the tokens that the rule lets through. Holds the (B, H, T, T)
@@ -78,6 +76,7 @@ def plain_partial(q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, Tens
     return weights @ v, scores.logsumexp(-1).masked_fill(~seen.any(-1), -torch.inf)
 
 
+@limited("sdpa")
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """PyTorch's own choice of kernel (flash, memory-efficient, cuDNN or plain)."""
@@ -104,13 +103,14 @@ class Softmax(nn.Module):
 def backend(name: str, model: ModelConfig) -> Attend:
     """The backend that `model` attends by. Raises ConfigError where it cannot, or is unknown."""
     row, rule = pick(ATTENTION, name, "system.attention"), model.attention.rule(model.T)
-    if rule is None or not row.implementation:
-        if problem := why_not(name, Attending(model=model)):
-            raise ConfigError(f"system.attention={name} {problem}")
+    if problem := why_not(name, Attending(model=model, dtype="bfloat16", device="gpu")):
+        raise ConfigError(f"system.attention={name} {problem}")
+    if rule is None:
         return getattr(KINDS[model.attention.name].load(), name)
     for one in (rule, CAUSAL, EVERY_KEY):
-        _ = one.bits, one.words     # a graph finds them made: it cannot make them
-    return row.load() if rule == CAUSAL else partial(row.load(), rule=rule)
+        _ = one.words       # a graph finds it made: it cannot make it
+    call = row.load()       # of full attention there is nothing more to check
+    return getattr(call, "__wrapped__", call) if rule == CAUSAL else partial(call, rule=rule)
 
 
 def partial_of(name: str) -> Partial:

@@ -27,6 +27,7 @@ from lpkit.kernels import jit
 from lpkit.kernels.cast import amax, qdq
 from lpkit.nn.attention import CAUSAL, probabilities, sdpa
 from lpkit.techniques.attention import Rule
+from lpkit.techniques.attention_backends import limited
 from lpkit.techniques.formats import format_of
 
 ROW_LARGEST = 256.0     # of unnormalised probabilities in FP8, as FlashAttention 3 has it:
@@ -40,14 +41,16 @@ def _by(kernel: SDPBackend) -> Callable[..., Tensor]:
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
         with sdpa_kernel(kernel):
-            return sdpa(q, k, v, documents, rule=rule)
+            return sdpa(q, k, v, documents, sinks, rule=rule)
 
     return attend
 
 
-sdpa_flash, sdpa_cudnn = _by(SDPBackend.FLASH_ATTENTION), _by(SDPBackend.CUDNN_ATTENTION)
+sdpa_flash = _by(SDPBackend.FLASH_ATTENTION)
+sdpa_cudnn = limited("sdpa-cudnn")(_by(SDPBackend.CUDNN_ATTENTION))
 
 
+@limited("sdpa-fa3")
 def sdpa_fa3(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
              sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     return _FlashAttention3.apply(q, k, v)
@@ -82,6 +85,7 @@ def _activated() -> Iterator[None]:
 
 # FlexAttention
 
+@limited("flex")
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """Attends by flex_attention. On a CPU forward alone, uncompiled: it makes all scores, to check
@@ -187,6 +191,7 @@ def _left(rule: Rule) -> int:
     return -1 if rule.window is None else rule.window - 1
 
 
+@limited("varlen")
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
            sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
@@ -208,6 +213,7 @@ def knows_groups(varlen_attn: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
+@limited("flash-attn")
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     import flash_attn as library
@@ -216,6 +222,7 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     return _by_flash(library, q, k, v, documents, rule, window_size=window)
 
 
+@limited("flash-attn-4")
 def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                  sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     import flash_attn.cute as library
@@ -240,6 +247,7 @@ def _by_flash(library: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
 
 # FP8
 
+@limited("fp8")
 def fp8(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
         sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
     """q, k and v in E4M3 with a scale a head, probabilities with one a row. Backward takes the

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lpkit.contracts import Stage, Transform
+from lpkit.contracts import IGNORED, Stage, Transform
 from lpkit.parallel.cut import Split
 from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 from lpkit.techniques.blocks import operations
@@ -143,8 +143,9 @@ class Vocabulary:
     def cross_entropy_(self, logits: Tensor, targets: Tensor,
                        weights: Tensor | None = None) -> Tensor:
         """Returns nats (N,) float32 without the weights; logits become the gradient of the weighted
-        sum, as in `lpkit.kernels.cross_entropy`."""
+        sum, as in `lpkit.kernels.cross_entropy`, also for targets that are IGNORED or unknown."""
         group, at = self.ranks.groups["tensor"], targets - self.first
+        known = (targets >= 0) & (targets < logits.shape[1] * self.ranks.layout.tensor)
         mine = (at >= 0) & (at < logits.shape[1])
         at = (at * mine)[:, None]
         top = logits.amax(1).float()
@@ -156,10 +157,11 @@ class Vocabulary:
         of_target, total = sums
         e /= total[:, None]
         e.scatter_add_(1, at, -mine.float()[:, None])
-        if weights is not None:
-            e *= weights[:, None]
-        logits.copy_(e)
-        return total.log() - of_target
+        counts, total = targets != IGNORED, total.masked_fill(~known, torch.nan)
+        weight = counts.float() if weights is None else weights * counts
+        weight = weight.masked_fill((weight != 0) & ~known, torch.nan)
+        logits.copy_(e.mul_(weight[:, None]).masked_fill_((weight == 0)[:, None], 0))
+        return (total.log() - of_target).masked_fill(~counts, 0)
 
     def nats(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Nats (N,) float32, which have a gradient."""
@@ -177,7 +179,8 @@ class _Nats(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        return gradient * g[:, None].type_as(gradient), None, None
+        g = g[:, None].type_as(gradient)
+        return (gradient * g).masked_fill_(g == 0, 0), None, None
 
 
 def apart(ranks: Ranks, part: nn.Module, leaf: str, column: bool) -> None:

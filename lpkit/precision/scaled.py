@@ -55,12 +55,7 @@ def quantise(x: Tensor, cast: Cast, *, dtype: torch.dtype = torch.float32,
     to, rule = format_of(cast.format), SCALES[cast.scale]
     if fold and rule.fused and ALL not in cast.block and x.device.type == "cpu":
         made = kernel.mx(x, to, rule=rule.fused, block=cast.block, dtype=dtype, noise=noise)
-        values = made.values        # an infinity must not saturate in silence
-        if torch.compiler.is_compiling():       # a graph cannot ask
-            values = values.masked_fill(made.nonfinite > 0, torch.nan)
-        elif made.nonfinite:
-            values.fill_(torch.nan)
-        return Scaled(data=values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
+        return Scaled(data=made.values, scale=torch.ones(1, 1), nonfinite=made.nonfinite)
     largest, nonfinite = kernel.amax(x, cast.block)
     both, scale, tensor = decide(largest, amax, cast.scale, to)
     if rule.identity:

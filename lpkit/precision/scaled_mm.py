@@ -59,6 +59,8 @@ class ScaledMM(Arithmetic):
         if not recipe.products:
             return f"{name} casts nothing"
         for product, (a, b) in recipe.products.items():
+            if a is None or b is None:
+                return f"{product} has one operand in {recipe.compute}, and both must be cast"
             found = HARDWARE.get(a.format, {}).get((a.block, b.block))
             if found is None or (a.format, b.format) == ("e5m2", "e5m2"):
                 return (f"there is no product of {a.format} {a.block} and {b.format} {b.block} "

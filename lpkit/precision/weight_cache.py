@@ -33,7 +33,7 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
 
     Raises ConfigError where no weight is cast.
     """
-    casts = [recipe.products[product][1] for product in ("y", "dx") if product in recipe.products]
+    casts = [cast for product in ("y", "dx") if (cast := recipe.cast_of[product, "w"]) is not None]
     if not casts:
         raise ConfigError(f"precision.cache_weight_casts=true does not go with "
                           f"precision.recipe={name}: it casts no weight; set "

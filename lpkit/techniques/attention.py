@@ -50,24 +50,23 @@ class Rule:
     key_start: int = 0
 
     def __post_init__(self):
+        for name in ("window", "soft_cap"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"{name} of a rule must be above 0 or None, got {value}")
         if (not self.causal) + (self.window is not None) + (self.blocks is not None) > 1:
             raise ConfigError("a window and blocks are of the past; give a rule one of them, and "
                               "one that is not causal neither")
 
     @functools.cached_property
-    def bits(self) -> str:
-        """`blocks` as an operator takes them: row after row, 0 and 1."""
-        return "".join("01"[seen] for row in self.blocks or () for seen in row)
-
-    @functools.cached_property
     def words(self) -> str:
-        """The whole rule in one text, as an operator takes it."""
+        """The whole rule in one text, as an operator takes it; `in_words` is the way back."""
         return json.dumps(asdict(self))
 
     @property
     def every_query_sees(self) -> bool:
         """A key at least: itself, but where a table of blocks leaves that out."""
-        return self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks))
+        return (not self.causal or self.query_start >= self.key_start) and (
+            self.blocks is None or all(any(row[:a + 1]) for a, row in enumerate(self.blocks)))
 
     def sees(self, i: Any, j: Any) -> Any:
         """True if query i sees key j, but for documents. Integers, or tensors that broadcast."""
@@ -144,6 +143,14 @@ class Rule:
 
 
 EVERY_KEY = Rule(causal=False)
+
+
+@functools.lru_cache
+def in_words(words: str) -> Rule:
+    fields = json.loads(words)
+    if fields["blocks"] is not None:
+        fields["blocks"] = tuple(map(tuple, fields["blocks"]))
+    return Rule(**fields)
 
 
 @dataclass(frozen=True, kw_only=True)

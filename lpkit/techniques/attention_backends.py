@@ -7,7 +7,7 @@ micro-batch (`lpkit.predict.attention`). `attention.KINDS` has the kinds.
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ HALF = ("bfloat16", "float16")
 DTYPES = ("float64", "float32", *HALF)
 WORDS = {"causal": "attention to keys to come", "window": "windows",
          "global_tokens": "global tokens", "blocks": "sparse blocks", "documents": "documents",
-         "soft_cap": "cap on scores", "sinks": "sinks"}
+         "soft_cap": "cap on scores", "sinks": "sinks", "query_start": "queries that begin later",
+         "key_start": "keys that begin later"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,13 @@ class Limits:
         problem = next(self._problems(asked), "")
         return f"{problem}; {self.instead or nearest(asked)} can" if problem else ""
 
+    def lacks(self, rule: Rule | None) -> str:
+        """Returns the first field of a rule that it does not compute, or empty."""
+        return next((name for name in WORDS if name not in self.rule
+                     and getattr(rule, name) != getattr(FULL, name)), "")
+
     def _problems(self, asked: Attending) -> Iterator[str]:
-        m, rule = asked.model, asked.rule
+        m = asked.model
         elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
         if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
@@ -96,9 +102,8 @@ class Limits:
                                                                              *asked.capability)
         if asked.dtype not in self.dtypes:
             yield f"takes {' or '.join(self.dtypes)}, not {asked.dtype}"
-        for name, word in WORDS.items():
-            if name not in self.rule and getattr(rule, name) != getattr(FULL, name):
-                yield f"has no {word}"
+        if lacks := self.lacks(asked.rule):
+            yield f"has no {WORDS[lacks]}"
         if (self.widest and m.E > self.widest) or m.E % self.multiple:
             room = f"up to {self.widest}" if self.widest else "wide"
             kind = f" that are multiples of {self.multiple}" if self.multiple > 1 else ""
@@ -106,6 +111,34 @@ class Limits:
 
 
 FULL = Rule()
+
+
+def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Decorates the function of the backend `name`. If it does not compute the rule, or if the
+    documents, sinks or lengths do not fit the rule, a call raises ConfigError."""
+    if attend is None:
+        return functools.partial(limited, name)
+
+    @functools.wraps(attend)
+    def checked(q: Any, k: Any, v: Any, documents: Any = None, sinks: Any = None,
+                rule: Rule = FULL, **how: Any) -> Any:
+        limits, T, keys, problem = ATTENTION[name].why_not, q.shape[2], k.shape[2], ""
+        told, end = rule if sinks is None else replace(rule, sinks=True), T + rule.query_start
+        if isinstance(limits, Limits) and (field := limits.lacks(told)):
+            problem = f"has no {WORDS[field]} (its {field}={getattr(told, field)}); plain can"
+        elif T != keys:
+            problem = f"takes as many queries as keys, not {T} and {keys}"
+        elif rule.documents and documents is None:
+            problem = "needs an id of each token's document; full attention needs none"
+        elif rule.sinks and sinks is None:
+            problem = "needs a score for each head, sinks (H,)"
+        elif rule.blocks is not None and (there := len(rule.blocks) * rule.block) < end:
+            problem = f"needs blocks for {end} tokens, and has them for {there}"
+        if problem:
+            raise ConfigError(f"system.attention={name} {problem}")
+        return attend(q, k, v, documents, sinks, rule=rule, **how)
+
+    return checked
 
 
 @functools.cache
@@ -214,8 +247,8 @@ ATTENTION: dict[str, Backend] = {
                             implementation="lpkit.kernels.blocked_attention:blocked_wide"),
     "sdpa": Backend(why="PyTorch's fused kernels", operations=OPERATIONS + "sdpa",
                     implementation="lpkit.nn.attention:sdpa",
-                    why_not=Limits(rule=("causal", *MASKS), gpu_alone="", dtypes=DTYPES,
-                                   instead="plain"),
+                    why_not=Limits(rule=("causal", *MASKS, "query_start", "key_start"),
+                                   gpu_alone="", dtypes=DTYPES, instead="plain"),
                     source="Dao et al. 2022, https://arxiv.org/abs/2205.14135"),
     # below 8.0 a program has 64 KB, and takes 96
     "triton": Backend(why="the kit's own flash kernel, of every kind", operations=OPERATIONS + "flash",
@@ -237,7 +270,7 @@ ATTENTION |= {name: Backend(
          Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3")),
         ("flex", "FlexAttention, compiled for the mask",
          "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
-         Limits(rule=tuple(WORDS), dtypes=("float32", *HALF),
+         Limits(rule=("causal", *MASKS, "soft_cap", "sinks"), dtypes=("float32", *HALF),
                 gpu_alone="has no backward on a CPU")),
         ("varlen", "PyTorch's flash kernel over packed sequences",
          "https://docs.pytorch.org/docs/stable/nn.attention.varlen.html",

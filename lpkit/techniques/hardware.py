@@ -49,6 +49,8 @@ def multiplied(machine: Machine, recipe: Recipe) -> tuple[str, str, str]:
     if not (capability or on_cpu_here or machine.name in CATALOGUE):
         return "native", "", ""
     for product, (a, b) in recipe.products.items():
+        if a is None or b is None:
+            return "no", f"{product} has one operand in {recipe.compute}", TORCH
         both_wide = (a.format, b.format) == ("e5m2", "e5m2")
         if both_wide or (a.block, b.block) not in HARDWARE.get(a.format, {}):
             return ("no", f"PyTorch has no product of {a.format} {a.block} and {b.format} "

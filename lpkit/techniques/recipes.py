@@ -90,7 +90,7 @@ MX_BLOCK = (1, 32)      # the block whose power-of-two scales hardware stores as
 SIDES = {"y": ("MK", "NK"), "dx": ("MN", "KN"), "dw": ("NM", "KM")}
 PRODUCTS = {"y": ("x", "w"), "dx": ("g", "w"), "dw": ("g", "x")}     # the operands of each product
 SIDE_WORDS = {"M": "tokens", "K": "input features", "N": "output features"}
-Casts = tuple[Cast, Cast]
+Casts = tuple[Cast | None, Cast | None]
 
 
 # Settings. What a row does not have, it cannot be told.
@@ -150,7 +150,7 @@ class MxSettings(Fp8Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Row):
-    """A product that is None runs in `compute`."""
+    """A product that is None runs in `compute`, and so does an operand of a pair."""
 
     compute: str | None     # under autocast: bfloat16, float16; None: float32 throughout
     dtype: str              # of the products on hardware that has it, as machines name it
@@ -175,7 +175,7 @@ class Recipe(Row):
     @cached_property
     def all_casts(self) -> list[Cast]:
         """The casts of both operands of these products."""
-        return [cast for pair in self.products.values() for cast in pair]
+        return [cast for pair in self.products.values() for cast in pair if cast is not None]
 
     @cached_property
     def cast_of(self) -> dict[tuple[str, str], Cast | None]:
@@ -212,6 +212,8 @@ def untiled(recipe: Recipe, sizes: Mapping[str, int], alignment: int = 0) -> str
     Rows of its operands and of its result must be multiples of `alignment` bytes."""
     for name, casts in recipe.products.items():
         for i, (cast, sides) in enumerate(zip(casts, SIDES[name])):
+            if cast is None:
+                continue
             (rows, along, mixed), elements = cast.tile, alignment * 8 // cast.bits
             needs = (max(rows, i * elements), max(along, mixed, elements))
             for side, needed in zip(sides, needs):
