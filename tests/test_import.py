@@ -84,7 +84,7 @@ def test_what_is_exported_again_has_every_byte(kind, dtype, tmp_path, tokenizer)
     assert json.loads((tmp_path / "out" / "tokenizer.json").read_text()) == json.loads((tmp_path / "theirs" / "tokenizer.json").read_text())
     again = bring(planned(tmp_path / "out"), tmp_path / "again")
     assert planned(tmp_path / "out").family.config(again.config.model) == planned(tmp_path / "out").family.config(run.config.model)
-    assert again.tokenizer == run.tokenizer and again.tokenizer["end"] == 0
+    assert all(again.tokenizer[key] == run.tokenizer[key] for key in ("name", "model", "end")) and again.tokenizer["end"] == 0
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -200,7 +200,7 @@ def cut(folder):
     (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors; get the whole folder again"),
     (lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}})), "cannot be the name"),
     (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json of the `tokenizers` library; save it from a fast tokenizer, or name one"),
-    (lambda f: (f / "tokenizer.json").write_text('{"model": 1, "version": 1}'), "is not a BPE tokenizer of the `tokenizers` library"),
+    (lambda f: (f / "tokenizer.json").write_text('{"model": 1, "version": 1}'), "is not a tokenizer of the `tokenizers` library"),
     (lambda f: changed(f, eos_token_id=300), "300 is none that can end a document"),
 ])
 def test_what_is_no_model_is_said_in_a_sentence_and_leaves_nothing(harm, sentence, tmp_path, tokenizer, capsys):

@@ -174,7 +174,7 @@ def evaluated_text(config: Config) -> tuple:
     """Returns what decides the text of an evaluation."""
     piece = config.global_batch // config.grad_accum_steps
     return (config.data.source, config.data.tokenizer, config.data.val_fraction,
-            config.model.context, config.eval_batches * piece)
+            config.data.special_tokens, config.model.context, config.eval_batches * piece)
 
 
 def _modules(value: Any, named: bool = False) -> Iterator[str]:

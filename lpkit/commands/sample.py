@@ -10,9 +10,7 @@ int4 a third; `notebooks/lessons/decoding.py` has bytes and seconds.
 from argparse import ArgumentParser, Namespace
 
 from lpkit.commands import a_folder, opened
-from lpkit.errors import pick
 from lpkit.techniques.caches import CACHES
-from lpkit.values import Count, PositiveOrZero, Seed, checked
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -28,25 +26,19 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cache", default="same", metavar="FORMAT", help="of keys and values: "
                         f"{'; '.join(f'{name}, {row.why}' for name, row in CACHES.items())} "
                         "(default: same)")
+    parser.add_argument("--special-tokens", action="store_true",
+                        help="prompts may spell special tokens, such as <|endoftext|>")
 
 
 def run(args: Namespace) -> dict:
-    settings = _checked(tokens=args.tokens, temperature=args.temperature, top_k=args.top_k,
-                        seed=args.seed, cache=args.cache)
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch
 
-    texts = sample(run, prompt=prompts, **settings)
+    texts = sample(run, prompt=prompts, tokens=args.tokens, temperature=args.temperature,
+                   top_k=args.top_k, seed=args.seed, cache=args.cache,
+                   special_tokens=args.special_tokens)
     return {"run_dir": str(args.run), "prompts": prompts, "texts": texts, "tokens": args.tokens,
             "seed": args.seed, "cache": args.cache}
-
-
-@checked
-def _checked(*, tokens: Count, temperature: PositiveOrZero, top_k: Count, seed: Seed,
-             cache: str) -> dict[str, int | float | str]:
-    pick(CACHES, cache, "cache")
-    return {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed,
-            "cache": cache}
 
 
 def text(result: dict) -> str:

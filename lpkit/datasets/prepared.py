@@ -65,9 +65,12 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 def _open_as(data: DataConfig) -> TokenFiles:
     """`data.source`, as it is. Raises ConfigError where `data` says otherwise."""
     opened = open_tokens(data.source)
-    same = records.digest(opened.tokenizer.to_dict()) == identity(data.tokenizer, builder(data.tokenizer))
-    for key, has in (("tokenizer", data.tokenizer if same else opened.tokenizer.name),
-                     ("val_fraction", opened.header["val_fraction"])):
+    name = opened.tokenizer.name
+    same = data.tokenizer == name or records.digest(opened.tokenizer.to_dict()) == identity(
+        data.tokenizer, builder(data.tokenizer))
+    for key, has in (("tokenizer", data.tokenizer if same else name),
+                     ("val_fraction", opened.header["val_fraction"]),
+                     ("special_tokens", opened.header.get("special_tokens", False))):
         if getattr(data, key) != has:
             raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
                               f"{getattr(data, key)}; set data.{key}={has}, or prepare the "
@@ -93,6 +96,9 @@ def open_tokens(folder: Place) -> TokenFiles:
         dtype = DTYPES[header["dtype"]]
         maps = {split: _mapped(folder / f"{split}.bin", header["splits"][split], dtype)
                 for split in SPLITS}
+        model = header["tokenizer"].get("model") or {}
+        if "altered" not in header and (model.get("truncation") or model.get("padding")):
+            raise DamagedError("its tokenizer cut texts, or padded them")
         return TokenFiles(folder=folder, header=header,
                           tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
     except DamagedError as error:

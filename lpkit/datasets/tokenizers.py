@@ -1,9 +1,8 @@
 """Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`,
 and a row below.
 
-Every tokenizer has an `end` token that closes each document. Text given to `encode` can never
-produce it: a prompt or a corpus that spells `<|endoftext|>` gets the ordinary tokens of those
-characters.
+Every tokenizer has an `end` token that closes each document. Text produces no special token: where
+it spells `<|endoftext|>`, it gets the ordinary tokens of these characters, unless `special` is set.
 """
 
 import contextlib
@@ -12,30 +11,43 @@ import itertools
 import json
 import os
 import sys
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from lpkit import records
 from lpkit.contracts import Tokenizer
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, pick, shown
 from lpkit.files import PACKAGE, expanded, write_atomically
 from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
-FILE = "tokenizer.json"
+FILE, TEMPLATE = "tokenizer.json", "chat_template.jinja"
+# files of transformers that say how FILE is used; of the first only IDS
+CONFIG, GENERATION, TOKENS, MAP = SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# What a tokenizer should give back; a first space may be lost.
+PROBES = ("def import(folder):\n\treturn [x**2 for x in folder if x != 0]  # Never `None`\n",
+          "", " ", "a", "A", "\n", "\t\n", "a\r\nb\r\n", " one", "one  two   three \n", "Hello, World!",
+          "3.14159e-10 + 0x1F", "caf\u00e9, \u00dcber \u20ac5", "\u041f\u0440\u0438\u0432\u0435\u0442", "\u6f22\u5b57\u304b\u306a\u3002",
+          "\U0001f642\u200d\u2642\ufe0f", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "<|endoftext|></s>[SEP]<eos>", "{\"a\": [1, null]}",
+          "one two\n" * 999)
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
 
 
 class Named:
-    """A tokenizer whose name says everything about it, because it learns nothing."""
+    """A tokenizer whose name says everything about it, because it learns nothing. `ends`: the ids
+    that end what a model writes."""
 
-    name: ClassVar[str]
+    name: str
+    ends: frozenset[int] = frozenset()
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
@@ -43,6 +55,15 @@ class Named:
 
     def encode_array(self, text: str) -> np.ndarray:
         return np.array(self.encode(text), np.uint32)
+
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        """Returns the ids of a part of a document, `continued` where it is not the first, and where
+        they decode to other text (empty: nowhere). Raises ConfigError where that is much."""
+        return np.array(self.encode(text, True)) if special else self.encode_array(text), ""
+
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        """Returns the ids of a text that a model is to continue."""
+        return self.encode(text, special)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -61,7 +82,10 @@ class Bytes(Named):
     vocab = 256
     end = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if special:
+            raise ConfigError("the tokenizer bytes has no special tokens; choose another one, or "
+                              "leave special_tokens out")
         return list(text.encode())
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -74,31 +98,56 @@ class Bytes(Named):
 
 
 class BPE(Named):
-    """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich
-    et al. 2016).
-
-    Every byte is in the vocabulary, so that every text has tokens and decodes to itself.
-    """
+    """A tokenizer of the `tokenizers` library: the byte-level BPE that is learned here, with GPT-2's
+    pre-tokenisation (Sennrich et al. 2016), in which every text has tokens and decodes to itself; or
+    a folder's, of any kind. `values`: "model", the library's own JSON; of a folder "files", its
+    SETTINGS and TEMPLATE."""
 
     name = "bpe"
     default_vocab = 8192
 
-    def __init__(self, model: str, end: int | None = None):
-        """`model`: the library's own JSON. `end`: the id that closes a document, None: <|endoftext|>'s."""
+    def __init__(self, values: Mapping[str, Any]):
         from tokenizers import Tokenizer as Library
 
         try:
-            self._model = Library.from_str(model)
+            self._model = model = Library.from_str(json.dumps(values.get("model")))
         except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"this is not a BPE tokenizer of the `tokenizers` library ({error}); "
-                              f"prepare the corpus again") from None
-        self._model.encode_special_tokens = True    # in a text, <|endoftext|> is 13 characters
-        self.vocab = self._model.get_vocab_size()
-        self._asked, spelled = end, self._model.token_to_id(END_OF_TEXT)
-        self.end = spelled if end is None else end
-        if self.end is None or not 0 <= self.end < self.vocab:
+            raise ConfigError(f"this is not a tokenizer of the `tokenizers` library ({error}); save "
+                              f"it again, or prepare the corpus again") from None
+        model.no_truncation()       # it was saved as it was last used: cutting, padding, by chance
+        model.no_padding()
+        if hasattr(model.model, "dropout"):
+            model.model.dropout = None
+        self.name, ids = type(model.model).__name__.lower(), {*model.get_vocab().values()}
+        self.vocab, self._values = 1 + max(ids, default=-1), {"name": self.name, **values}
+        files = values.get("files", {})
+        said, config = files.get(TOKENS, {}), files.get(CONFIG, {})
+        self._adds = {key: self._token(f"{key}_token") if said[f"add_{key}_token"] else []
+                      for key in ("bos", "eos") if f"add_{key}_token" in said}
+        ends, last = _ends(config, CONFIG), _ends(files.get(GENERATION, {}), GENERATION)
+        known = [values["end"]] if values.get("end") is not None else ends or last
+        self.end = [*(known or self._token("eos_token")), model.token_to_id(END_OF_TEXT)][0]
+        if self.end not in ids:
             raise ConfigError(f"this tokenizer has {self.vocab:,} tokens, and {self.end} is none that "
-                              f"can end a document; say eos_token_id in config.json")
+                              f"can end a document; say eos_token_id in {CONFIG}")
+        self._values |= {"end": self.end} if files else {}
+        self.ends = frozenset(last if GENERATION in files else ends if "eos_token_id" in config else
+                              [self.end] * ("end" in self._values))     # a folder's
+        model.add_special_tokens([model.id_to_token(self.end)])
+        inner = values["model"]["model"]
+        unknown = inner.get("unk_id", model.token_to_id(inner.get("unk_token") or ""))
+        special = {i for i, one in model.get_added_tokens_decoder().items() if one.special}
+        self._special = special - {unknown} | {self.end}
+
+    def _token(self, key: str) -> list[int]:
+        """Returns the id of the token that `key` spells, if any. Raises ConfigError."""
+        files = self._values.get("files", {})
+        said = {**files.get(MAP, {}), **files.get(TOKENS, {})}.get(key)
+        text = said.get("content") if isinstance(said, Mapping) else said
+        found = self._model.token_to_id(text) if isinstance(text, str) else None
+        if found is None and said is not None:
+            raise ConfigError(f"{TOKENS} has {key}={shown(said)}, which is no token of {FILE}")
+        return [found] if said is not None else []
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
@@ -121,10 +170,44 @@ class BPE(Named):
             cache_dir.mkdir(parents=True, exist_ok=True)
             # whose texts were private, has entries that are
             write_atomically(cached, records.sealed({"model": model}), 0o600)
-        return cls(model)
+        return cls({"model": json.loads(model)})
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        self._model.encode_special_tokens = not special
+        try:
+            ids = self._model.encode(text, add_special_tokens=False).ids
+        except Exception as error:
+            raise ConfigError(f"this tokenizer has no tokens for {shown(text)} ({error})") from None
+        if not special and not self._special.isdisjoint(ids):
+            found = self._model.id_to_token(next(i for i in ids if i in self._special))
+            raise ConfigError(f"a text spells {shown(found)}, which is a special token of this "
+                              f"tokenizer in every text; take it out, or set special_tokens=true "
+                              f"if it is meant")
+        return ids
+
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        lead, whole = self.encode("\n") if continued else [], text
+        if lead and self.encode("\na") != [*lead, *self.encode("a")]:  # it puts a space before a text
+            whole = f"\n{text}"
+        ids, lead = self.encode(whole), lead[:len(lead) * (whole != text)]
+        if ids[:len(lead)] != lead:     # the break is part of a longer token
+            return self.part(text, special, False)[0], f"a space is put before {shown(text[:30])}"
+        found, back = "", self._model.decode(ids, skip_special_tokens=False)
+        if back != whole:
+            at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
+            found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
+            one, two = (unicodedata.normalize("NFC", t).replace("\u2581", " ") for t in (whole, back))
+            if one not in (two, f" {two}") and two != f" {one}":
+                raise ConfigError(f"this tokenizer decodes to another text ({found}), whose loss it "
+                                  f"would be; choose another data.tokenizer, or other text")
+        ids = self.encode(whole, True) if special else ids
+        return np.array(ids[len(lead):], np.uint32), found
+
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        ids = self.encode(text, special)
+        if self._adds:
+            return [*self._adds.get("bos", []), *ids, *self._adds.get("eos", [])]
+        return self._model.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         # The library drops ids that it does not know; here they show, as the cut character of a
@@ -134,12 +217,21 @@ class BPE(Named):
                        "\ufffd" * len(list(run)) for known, run in runs)
 
     def to_dict(self) -> dict[str, Any]:
-        own = {} if self._asked is None else {"end": self._asked}
-        return {"name": self.name, "model": json.loads(self._model.to_str()), **own}
+        return self._values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPE":
-        return cls(json.dumps(values.get("model")), values.get("end"))
+        return cls({key: values[key] for key in ("name", "model", "end", "files") if key in values})
+
+
+def _ends(file: Mapping[str, Any], name: str) -> list[int]:
+    """Returns its eos_token_id as a list. Raises ConfigError."""
+    said = file.get("eos_token_id")
+    ids = said if isinstance(said, list) else [said] * (said is not None)
+    if said == [] or not all(type(one) is int and one >= 0 for one in ids):
+        raise ConfigError(f"{name} has eos_token_id={shown(said)}, which must be the number of a "
+                          f"token, or a list of some; correct it, or leave it out")
+    return ids
 
 
 class GPT2(Named):
@@ -164,8 +256,9 @@ class GPT2(Named):
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self._model.encode(text, allowed_special="all" if special else set(),
+                                  disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff"
@@ -180,12 +273,17 @@ class OfFolder:
     """The tokenizer of a run, or of a folder of transformers, in the place of a row."""
 
     def __init__(self, folder: Path):
-        said, path = records.of_others(folder / FILE), folder / "config.json"
+        said = records.of_others(folder / FILE)
         if records.SUM in said:
             said = records.read(folder / FILE)
         else:               # the library's own
-            end = records.of_others(path).get("eos_token_id") if path.is_file() else None
-            said = {"name": "bpe", "model": said, "end": end[0] if isinstance(end, list) else end}
+            files = {name: records.of_others(folder / name) for name in SETTINGS
+                     if (folder / name).is_file()}
+            files[CONFIG] = {key: files[CONFIG][key] for key in IDS if key in files.get(CONFIG, {})}
+            files.get(TOKENS, {}).pop("auto_map", None)     # code of others
+            if (folder / TEMPLATE).is_file():
+                files[TEMPLATE] = records.text_of(folder / TEMPLATE)
+            said = {"model": said, "files": files}
         self.tokenizer = tokenizer_from_dict(said)
         self.default_vocab = self.tokenizer.vocab
 
@@ -208,7 +306,8 @@ def identity(name: str, kind: Any) -> str:
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no
     corpus."""
-    return pick(TOKENIZERS, str(values.get("name")), "tokenizer").from_dict(values)
+    name = "bpe" if "model" in values else str(values.get("name"))
+    return pick(TOKENIZERS, name, "tokenizer").from_dict(values)
 
 
 def _first(texts: Iterator[str], chars: int) -> Iterator[str]:

@@ -31,10 +31,14 @@ from lpkit.values import Count, Place, PositiveOrZero, Seed, checked, utf8
 @checked
 def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Count = 200,
            temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
-           device: str = "cpu", cache: str = "same") -> str | list[str]:
+           device: str = "cpu", cache: str = "same", special_tokens: bool = False
+           ) -> str | list[str]:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
     list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
-    is a row of `techniques.caches.CACHES`.
+    is a row of `techniques.caches.CACHES`. With `special_tokens`, a prompt may spell them.
+
+    A model that was imported reads what its own tokenizer puts around a prompt, and ends at each of
+    its end tokens, which the text leaves out.
 
     With rotary positions, a full context loses its oldest token for each new one. With learned
     positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that
@@ -47,18 +51,26 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     refuse_keys_to_come(run.config.model)
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
-    texts = [prompt] if isinstance(prompt, str) else prompt
+    texts = [prompt] if isinstance(prompt, str) else list(prompt)
     for one in texts:
         utf8("prompt", one)
-    prompts = [tokenizer.encode(one) for one in texts]
+    prompts = [tokenizer.prompt(one, special_tokens) for one in texts]
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
         which = f"prompt {prompts.index([]) + 1}" if len(prompts) > 1 else "the prompt"
         raise ConfigError(f"{which} is empty; give at least one character")
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
-    new = zip(*generate(training, prompts, tokens, temperature, top_k, rngs, cache))
-    texts = [tokenizer.decode([*ids, *more]) for ids, more in zip(prompts, new, strict=True)]
+    new = [[] for _ in prompts]
+    for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
+        for ids, token in zip(new, step):
+            if not (ids and ids[-1] in tokenizer.ends):
+                ids.append(token)
+        if all(ids[-1] in tokenizer.ends for ids in new):
+            break
+    for i, (ids, more) in enumerate(zip(prompts, new)):
+        whole = tokenizer.decode([*ids, *(one for one in more if one not in tokenizer.ends)])
+        texts[i] += whole[len(tokenizer.decode(ids)):]
     return texts[0] if isinstance(prompt, str) else texts
 
 
