@@ -527,7 +527,7 @@ def test_a_learner_ends_with_its_parent(tmp_path):
     ("not.parquet", b"plain text", "cannot read .*not.parquet"),
     ("bad.jsonl", b'{"text": "a"}\n{"text": ', "line 2 of .*bad.jsonl is not JSON"),
     ("other.jsonl", b'{"body": "a"}\n', "line 1 of .*other.jsonl has no field 'text' .its fields are body"),
-    ("number.jsonl", b'{"text": 3}\n', "has 3 .int. where its text should be"),
+    ("number.jsonl", b'{"text": 3}\n', "has 3 .int. in the place of its text"),
     ("half.jsonl", b'{"text": "\\ud800"}\n', "not valid text .half of a surrogate pair"),
     ("nul.jsonl", b'{"text": "a\\u0000"}\n', "line 1 of .*nul.jsonl is not text"),
 ])

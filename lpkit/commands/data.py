@@ -31,7 +31,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                          help="a new folder; without it, the cache that training looks in")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="share kept for validation (%(default)s)")
-
     prepare.add_argument("--special-tokens", action="store_true",
                          help="text may spell special tokens, such as <|endoftext|>")
 

@@ -194,22 +194,17 @@ def _walk(root: Path, suffixes: tuple[str, ...],
     """Finds files under `root` with such names, by relative path. Hidden folders and folders named
     in `without` are left. Every run walks: no Path for what is left."""
     files = []
-    for folder, below, names in os.walk(root, onerror=_raise):
+    for folder, below, names in os.walk(root, onerror=lambda error: (_ for _ in ()).throw(error)):
         below[:] = [name for name in below if not name.startswith(".")
                     and name != "__pycache__" and name not in without]
-        linked = [os.path.join(folder, name) for name in below if not without]
-        for path in filter(os.path.islink, linked):
-            raise ConfigError(f"{named(path)} is a link to a folder, and none is followed; read its "
-                              f"text by a glob with **, or remove the link")
+        if linked := [name for name in below if not without and Path(folder, name).is_symlink()]:
+            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none is "
+                              f"followed; read its text by a glob with **, or remove the link")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
                 files.append((path.relative_to(root).as_posix(), path))
     return sorted(files)
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _matches(pattern: Path) -> list[tuple[str, Path]]:
@@ -270,13 +265,11 @@ def _checked(text: str, where: object) -> str:
 
 def _field(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else row
-    if isinstance(row, dict) and "text" not in row:
-        raise ConfigError(f"{where} has no field 'text' (its fields are "
-                          f"{shown(', '.join(map(str, row)))[1:-1]}); rename the field that holds "
-                          f"the text")
     if not isinstance(text, str):
-        raise ConfigError(f"{where} has {shown(text)} ({type(text).__name__}) where its text should "
-                          f"be, in a field 'text'; write text there, or remove it")
+        has = f"{shown(text)} ({type(text).__name__}) in the place of its text"
+        if isinstance(row, dict) and "text" not in row:
+            has = f"no field 'text' (its fields are {shown(', '.join(map(str, row)))[1:-1]})"
+        raise ConfigError(f"{where} has {has}; write text there, or rename the field that holds it")
     if len(text) > MOST_DOCUMENT_CHARS:
         raise ConfigError(f"{where} is one document of {len(text):,} characters, and at most "
                           f"{MOST_DOCUMENT_CHARS:,} are held in memory; divide it")

@@ -11,32 +11,29 @@ import itertools
 import json
 import os
 import sys
-import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from lpkit import records
 from lpkit.contracts import Tokenizer
-from lpkit.errors import ConfigError, pick, shown
+from lpkit.errors import ConfigError, named, pick, shown
 from lpkit.files import PACKAGE, expanded, write_atomically
 from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
 FILE, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# files of transformers that say how FILE is used; of the first only IDS
-CONFIG, GENERATION, TOKENS, MAP = SETTINGS = (
-    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What a tokenizer should give back; a first space may be lost.
-PROBES = ("def import(folder):\n\treturn [x**2 for x in folder if x != 0]  # Never `None`\n",
-          "", " ", "a", "A", "\n", "\t\n", "a\r\nb\r\n", " one", "one  two   three \n", "Hello, World!",
-          "3.14159e-10 + 0x1F", "caf\u00e9, \u00dcber \u20ac5", "\u041f\u0440\u0438\u0432\u0435\u0442", "\u6f22\u5b57\u304b\u306a\u3002",
-          "\U0001f642\u200d\u2642\ufe0f", "\u0627\u0644\u0639\u0631\u0628\u064a\u0629", "<|endoftext|></s>[SEP]<eos>", "{\"a\": [1, null]}",
-          "one two\n" * 999)
+# how transformers uses FILE; of config.json only its ids
+CONFIG, GENERATION, TOKENS, MAP = SETTINGS = ("config.json", "generation_config.json",
+                                              "tokenizer_config.json", "special_tokens_map.json")
+PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
+          "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~"
+          "caf\u00e9, \u00dcber \u20ac5~\u041f\u0440\u0438\u0432\u0435\u0442~\u6f22\u5b57\u304b\u306a\u3002~\u0627\u0644~"
+          "\U0001f642\u200d\u2642~" + "one two\n" * 999).split("~")   # should come back
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
@@ -58,19 +55,14 @@ class Named:
 
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
         """Returns the ids of a part of a document, `continued` where it is not the first, and where
-        they decode to other text (empty: nowhere). Raises ConfigError where that is much."""
+        they decode to other text; empty: nowhere."""
         return np.array(self.encode(text, True)) if special else self.encode_array(text), ""
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
-        """Returns the ids of a text that a model is to continue."""
         return self.encode(text, special)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Tokenizer:
-        return cls()
 
 
 class Bytes(Named):
@@ -84,8 +76,7 @@ class Bytes(Named):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         if special:
-            raise ConfigError("the tokenizer bytes has no special tokens; choose another one, or "
-                              "leave special_tokens out")
+            raise ConfigError("bytes have no special tokens; leave special_tokens out")
         return list(text.encode())
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -99,9 +90,8 @@ class Bytes(Named):
 
 class BPE(Named):
     """A tokenizer of the `tokenizers` library: the byte-level BPE that is learned here, with GPT-2's
-    pre-tokenisation (Sennrich et al. 2016), in which every text has tokens and decodes to itself; or
-    a folder's, of any kind. `values`: "model", the library's own JSON; of a folder "files", its
-    SETTINGS and TEMPLATE."""
+    pre-tokenisation (Sennrich et al. 2016), from which every text comes back; or a folder's, of any
+    kind. `values`: "model", the library's own JSON; "files", of a folder SETTINGS and TEMPLATE."""
 
     name = "bpe"
     default_vocab = 8192
@@ -111,43 +101,40 @@ class BPE(Named):
 
         try:
             self._model = model = Library.from_str(json.dumps(values.get("model")))
-        except Exception as error:  # the library raises bare Exception
+            model.no_truncation()       # it was saved as it was used last
+            model.encode("\U0010ffff")  # has it a token for what it does not know?
+        except Exception as error:      # the library raises bare Exception
             raise ConfigError(f"this is not a tokenizer of the `tokenizers` library ({error}); save "
                               f"it again, or prepare the corpus again") from None
-        model.no_truncation()       # it was saved as it was last used: cutting, padding, by chance
         model.no_padding()
-        if hasattr(model.model, "dropout"):
+        if hasattr(model.model, "dropout"):     # of merges, by chance
             model.model.dropout = None
-        self.name, ids = type(model.model).__name__.lower(), {*model.get_vocab().values()}
-        self.vocab, self._values = 1 + max(ids, default=-1), {"name": self.name, **values}
-        files = values.get("files", {})
-        said, config = files.get(TOKENS, {}), files.get(CONFIG, {})
-        self._adds = {key: self._token(f"{key}_token") if said[f"add_{key}_token"] else []
-                      for key in ("bos", "eos") if f"add_{key}_token" in said}
-        ends, last = _ends(config, CONFIG), _ends(files.get(GENERATION, {}), GENERATION)
-        known = [values["end"]] if values.get("end") is not None else ends or last
-        self.end = [*(known or self._token("eos_token")), model.token_to_id(END_OF_TEXT)][0]
-        if self.end not in ids:
-            raise ConfigError(f"this tokenizer has {self.vocab:,} tokens, and {self.end} is none that "
-                              f"can end a document; say eos_token_id in {CONFIG}")
-        self._values |= {"end": self.end} if files else {}
-        self.ends = frozenset(last if GENERATION in files else ends if "eos_token_id" in config else
-                              [self.end] * ("end" in self._values))     # a folder's
+        self._values = {"name": type(model.model).__name__.lower(), **values}
+        self.name, self._files = self._values["name"], values.get("files", {})
+        self.vocab = 1 + max(model.get_vocab().values(), default=-1)
+        first, last = self._ids(CONFIG, "eos_token_id"), self._ids(GENERATION, "eos_token_id")
+        self.ends = frozenset(last if GENERATION in self._files else first)
+        ends = first or last or self._ids(TOKENS, "eos_token") or self._ids(MAP, "eos_token")
+        self.end = values.get("end", [*ends, model.token_to_id(END_OF_TEXT)][0])
+        if self.end is None:
+            raise ConfigError(f"no token of this tokenizer is known to end a document; say "
+                              f"eos_token_id in {CONFIG}")
         model.add_special_tokens([model.id_to_token(self.end)])
-        inner = values["model"]["model"]
-        unknown = inner.get("unk_id", model.token_to_id(inner.get("unk_token") or ""))
-        special = {i for i, one in model.get_added_tokens_decoder().items() if one.special}
-        self._special = special - {unknown} | {self.end}
+        added = model.get_added_tokens_decoder()
+        self._special = {self.end, *(i for i, one in added.items() if one.special)}
 
-    def _token(self, key: str) -> list[int]:
-        """Returns the id of the token that `key` spells, if any. Raises ConfigError."""
-        files = self._values.get("files", {})
-        said = {**files.get(MAP, {}), **files.get(TOKENS, {})}.get(key)
-        text = said.get("content") if isinstance(said, Mapping) else said
-        found = self._model.token_to_id(text) if isinstance(text, str) else None
-        if found is None and said is not None:
-            raise ConfigError(f"{TOKENS} has {key}={shown(said)}, which is no token of {FILE}")
-        return [found] if said is not None else []
+    def _ids(self, name: str, key: str) -> list[int]:
+        """Returns the ids that the file `name` gives, by number or by text. Raises ConfigError."""
+        said = self._files.get(name, {}).get(key)
+        each = said if isinstance(said, list) else [said] * (said is not None)
+        if not key.endswith("_id"):
+            texts = [one.get("content") if isinstance(one, Mapping) else one for one in each]
+            each = [self._model.token_to_id(one) if isinstance(one, str) else None for one in texts]
+        if said == [] or not all(type(one) is int and 0 <= one < self.vocab and
+                                 self._model.id_to_token(one) is not None for one in each):
+            raise ConfigError(f"{name} has {key}={shown(said)}, which is no token of {FILE}; correct "
+                              f"it, or leave it out")
+        return each
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
@@ -174,39 +161,29 @@ class BPE(Named):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         self._model.encode_special_tokens = not special
-        try:
-            ids = self._model.encode(text, add_special_tokens=False).ids
-        except Exception as error:
-            raise ConfigError(f"this tokenizer has no tokens for {shown(text)} ({error})") from None
-        if not special and not self._special.isdisjoint(ids):
-            found = self._model.id_to_token(next(i for i in ids if i in self._special))
-            raise ConfigError(f"a text spells {shown(found)}, which is a special token of this "
-                              f"tokenizer in every text; take it out, or set special_tokens=true "
-                              f"if it is meant")
+        ids = self._model.encode(text, add_special_tokens=False).ids
+        if not special and (found := self._special.intersection(ids)):
+            raise ConfigError(f"a text gives the special token {self._model.id_to_token(min(found))}; "
+                              f"take out what gives it, or set special_tokens=true")
         return ids
 
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
-        lead, whole = self.encode("\n") if continued else [], text
-        if lead and self.encode("\na") != [*lead, *self.encode("a")]:  # it puts a space before a text
-            whole = f"\n{text}"
-        ids, lead = self.encode(whole), lead[:len(lead) * (whole != text)]
-        if ids[:len(lead)] != lead:     # the break is part of a longer token
-            return self.part(text, special, False)[0], f"a space is put before {shown(text[:30])}"
-        found, back = "", self._model.decode(ids, skip_special_tokens=False)
-        if back != whole:
-            at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
-            found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
-            one, two = (unicodedata.normalize("NFC", t).replace("\u2581", " ") for t in (whole, back))
-            if one not in (two, f" {two}") and two != f" {one}":
-                raise ConfigError(f"this tokenizer decodes to another text ({found}), whose loss it "
-                                  f"would be; choose another data.tokenizer, or other text")
-        ids = self.encode(whole, True) if special else ids
-        return np.array(ids[len(lead):], np.uint32), found
+        lead = self.encode("\n", True) if continued else []
+        if self.encode("\na", True) == [*lead, *self.encode("a", True)]:
+            lead = []       # nothing is put before a text
+        whole = "\n" * bool(lead) + text
+        ids = self.encode(whole, special)
+        back = self._model.decode(ids, skip_special_tokens=False)
+        if ids[:len(lead)] != lead:     # the line break is part of a longer token
+            lead, ids, back = [], self.encode(text, special), f"\n {text}"
+        if back == whole:
+            return np.array(ids[len(lead):], np.uint32), ""
+        at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
+        return np.array(ids[len(lead):], np.uint32), (
+            f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}")
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
-        ids = self.encode(text, special)
-        if self._adds:
-            return [*self._adds.get("bos", []), *ids, *self._adds.get("eos", [])]
+        self.encode(text, special)      # refuses
         return self._model.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -218,20 +195,6 @@ class BPE(Named):
 
     def to_dict(self) -> dict[str, Any]:
         return self._values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "BPE":
-        return cls({key: values[key] for key in ("name", "model", "end", "files") if key in values})
-
-
-def _ends(file: Mapping[str, Any], name: str) -> list[int]:
-    """Returns its eos_token_id as a list. Raises ConfigError."""
-    said = file.get("eos_token_id")
-    ids = said if isinstance(said, list) else [said] * (said is not None)
-    if said == [] or not all(type(one) is int and one >= 0 for one in ids):
-        raise ConfigError(f"{name} has eos_token_id={shown(said)}, which must be the number of a "
-                          f"token, or a list of some; correct it, or leave it out")
-    return ids
 
 
 class GPT2(Named):
@@ -245,14 +208,10 @@ class GPT2(Named):
             import tiktoken
 
             self._model = tiktoken.get_encoding("gpt2")
-        except ImportError:
-            raise ConfigError("data.tokenizer=gpt2 needs the package `tiktoken`; pip install "
-                              "'lpkit[data]', or use data.tokenizer=bpe, which is trained on the "
-                              "source") from None
-        except Exception as error:  # requests' errors, a bad checksum, a proxy's page
-            raise ConfigError(f"the files of data.tokenizer=gpt2 are not in tiktoken's cache and "
-                              f"cannot be fetched ({type(error).__name__}); go online once, or use "
-                              f"data.tokenizer=bpe, which is trained on the source") from None
+        except Exception as error:  # no package, requests' errors, a bad checksum, a proxy's page
+            raise ConfigError(f"data.tokenizer=gpt2 needs the package `tiktoken` (pip install "
+                              f"'lpkit[data]') and its files, fetched once ({type(error).__name__}); "
+                              f"or use data.tokenizer=bpe, trained on the source") from None
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
 
@@ -269,45 +228,41 @@ class GPT2(Named):
 TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 
 
-class OfFolder:
-    """The tokenizer of a run, or of a folder of transformers, in the place of a row."""
-
-    def __init__(self, folder: Path):
-        said = records.of_others(folder / FILE)
-        if records.SUM in said:
-            said = records.read(folder / FILE)
-        else:               # the library's own
-            files = {name: records.of_others(folder / name) for name in SETTINGS
-                     if (folder / name).is_file()}
-            files[CONFIG] = {key: files[CONFIG][key] for key in IDS if key in files.get(CONFIG, {})}
-            files.get(TOKENS, {}).pop("auto_map", None)     # code of others
-            if (folder / TEMPLATE).is_file():
-                files[TEMPLATE] = records.text_of(folder / TEMPLATE)
-            said = {"model": said, "files": files}
-        self.tokenizer = tokenizer_from_dict(said)
-        self.default_vocab = self.tokenizer.vocab
-
-    def build(self, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
-        return self.tokenizer
+def of_folder(folder: Path) -> Tokenizer:
+    """Reads the tokenizer of a run, or of a folder of transformers. Raises ConfigError."""
+    said = records.of_others(folder / FILE)
+    if records.SUM in said:
+        return tokenizer_from_dict(records.read(folder / FILE))
+    files = {name: records.of_others(folder / name) for name in SETTINGS
+             if (folder / name).is_file()}
+    ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & {*files.get(CONFIG, {})}
+    files[CONFIG] = {key: files[CONFIG][key] for key in ids}
+    files.get(TOKENS, {}).pop("auto_map", None)     # names code
+    if (folder / TEMPLATE).is_file():
+        files[TEMPLATE] = records.text_of(folder / TEMPLATE)
+    found = BPE({"model": said, "files": files})
+    for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
+        warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss is "
+                      f"of that text, and compares with no loss per byte", stacklevel=3)
+        break
+    return found
 
 
 def builder(name: str) -> Any:
     """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
     if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
-        return OfFolder(expanded(name))
+        found = of_folder(expanded(name))
+        return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
+                               identity=records.digest(found.to_dict()))
     return pick(TOKENIZERS, name, "tokenizer")
-
-
-def identity(name: str, kind: Any) -> str:
-    """Returns what tells `kind`, the builder of that name, from others."""
-    return records.digest(kind.tokenizer.to_dict()) if isinstance(kind, OfFolder) else name
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no
     corpus."""
-    name = "bpe" if "model" in values else str(values.get("name"))
-    return pick(TOKENIZERS, name, "tokenizer").from_dict(values)
+    if "model" in values:
+        return BPE({key: values[key] for key in ("name", "model", "end", "files") if key in values})
+    return pick(TOKENIZERS, str(values.get("name")), "tokenizer")()
 
 
 def _first(texts: Iterator[str], chars: int) -> Iterator[str]:

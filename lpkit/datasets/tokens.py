@@ -30,7 +30,7 @@ from lpkit.datasets.prepared import (
     is_prepared,
     open_tokens,
 )
-from lpkit.datasets.tokenizers import builder, identity
+from lpkit.datasets.tokenizers import builder
 from lpkit.errors import ConfigError, DamagedError, named, shown
 from lpkit.values import Count, Folder, checked
 
@@ -56,7 +56,7 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
-    folder = asked or cache / _name(source, data, vocab, identity(data.tokenizer, kind))
+    folder = asked or cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
         found, _ = _opened(folder)      # whose cache it is, need not let us write
@@ -119,10 +119,10 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
         unfinished, altered = None, []
         for piece in source.pieces():
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
-            if unfinished and unfinished is not writers[split]:
+            continued = unfinished is writers[split]
+            if unfinished and not continued:
                 unfinished.end()            # its text goes on in the other split
-                unfinished = None
-            continued, unfinished = unfinished is not None, writers[split]
+            unfinished = writers[split]
             ids, differs = tokenizer.part(piece.text, data.special_tokens, continued)
             altered += [differs] * bool(differs)
             unfinished.write(ids)
@@ -133,15 +133,14 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
     facts = {split: writer.facts() for split, writer in writers.items()}
     _neither_empty(source, data, facts)
     if altered:
-        warnings.warn(f"{len(altered):,} parts of {shown(source.name)} are other text in the tokens "
-                      f"of this tokenizer ({altered[0]} first); val_loss is of that text, in nats "
-                      f"per token, and compares with no loss per byte", stacklevel=5)
+        warnings.warn(f"{data.tokenizer} decodes {len(altered):,} parts of {shown(source.name)} to "
+                      f"another text ({altered[0]}); val_loss is of that text, and compares with no "
+                      f"loss per byte", stacklevel=5)
     header = {"format": FORMAT, "version": VERSION, "source": source.header(),
               "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": dtype,
               "val_fraction": data.val_fraction, "splits": facts, "altered": len(altered),
-              "special_tokens": data.special_tokens,
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
-              "tokenizer": tokenizer.to_dict()}
+              "special_tokens": data.special_tokens, "tokenizer": tokenizer.to_dict()}
     files.write_atomically(folder / "header.json", records.sealed(header), source.mode())
 
 
@@ -162,7 +161,7 @@ class _Writer:
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, end: int, special: bool):
         self.file, self.dtype, self.last = file, dtype, np.array([end], dtype)
-        self.special, self.ended = special, False
+        self.special, self.ended = special, False       # a text may end itself
         self.digest, self.tokens, self.documents, self.largest = hashlib.sha256(), 0, 0, -1
 
     def write(self, ids: np.ndarray) -> None:
@@ -173,10 +172,10 @@ class _Writer:
             self.tokens += ids.size
             self.largest = max(self.largest, int(ids.max()))
             self.documents += int((ids == self.last[0]).sum())
-            self.ended = bool(ids[-1] == self.last[0])
+            self.ended = self.special and ids[-1] == self.last[0]
 
     def end(self) -> None:
-        if not (self.special and self.ended):       # a text may spell it itself
+        if not self.ended:
             self.write(self.last)
 
     def facts(self) -> dict[str, Any]:

@@ -58,9 +58,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # else a class is chosen by the model's name, which may split text in another way
-            named = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            for one in library.get("added_tokens", ()):
-                named |= {"eos_token": one["content"]} if one["id"] == end else {}
+            spelled = {one["id"]: {"eos_token": one["content"]} for one in library["added_tokens"]}
+            named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
             files = {TOKENS: named, FILE: library} | run.tokenizer.get("files", {})
             about |= files.pop(CONFIG, {})
             for name, said in files.items():

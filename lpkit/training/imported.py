@@ -7,7 +7,6 @@ at once. `bring` then writes a checkpoint of step 0, block by block, in the memo
 Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,10 +192,4 @@ def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
     if not (folder / tokenizers.FILE).is_file():
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")
-    found = tokenizers.OfFolder(folder).tokenizer
-    try:
-        for text in tokenizers.PROBES:
-            found.part(text, special=False, continued=False)
-    except ConfigError as error:
-        warnings.warn(f"{str(folder)!r}: {error}", stacklevel=4)
-    return found.to_dict()
+    return tokenizers.of_folder(folder).to_dict()

@@ -9,6 +9,7 @@ from its newer half.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +36,8 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
            ) -> str | list[str]:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
     list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
-    is a row of `techniques.caches.CACHES`. With `special_tokens`, a prompt may spell them.
-
-    A model that was imported reads what its own tokenizer puts around a prompt, and ends at each of
-    its end tokens, which the text leaves out.
+    is a row of `techniques.caches.CACHES`. With `special_tokens`, a prompt may spell them. An
+    imported model reads what its tokenizer puts around a prompt, and stops at its end tokens.
 
     With rotary positions, a full context loses its oldest token for each new one. With learned
     positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that
@@ -61,16 +60,15 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
         which = f"prompt {prompts.index([]) + 1}" if len(prompts) > 1 else "the prompt"
         raise ConfigError(f"{which} is empty; give at least one character")
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
-    new = [[] for _ in prompts]
+    steps, ended = [], set()
     for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
-        for ids, token in zip(new, step):
-            if not (ids and ids[-1] in tokenizer.ends):
-                ids.append(token)
-        if all(ids[-1] in tokenizer.ends for ids in new):
+        steps.append(step)
+        ended |= {i for i, token in enumerate(step) if token in tokenizer.ends}
+        if len(ended) == len(prompts):
             break
-    for i, (ids, more) in enumerate(zip(prompts, new)):
-        whole = tokenizer.decode([*ids, *(one for one in more if one not in tokenizer.ends)])
-        texts[i] += whole[len(tokenizer.decode(ids)):]
+    for i, (ids, new) in enumerate(zip(prompts, zip(*steps))):
+        new = takewhile(lambda token: token not in tokenizer.ends, new)
+        texts[i] += tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)):]
     return texts[0] if isinstance(prompt, str) else texts
 
 

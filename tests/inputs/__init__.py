@@ -1,7 +1,7 @@
 """What users bring, as tables: each case is right, or refused in one sentence.
 
-`cases()` of a module yields a name and a function. The function returns "right" or the sentence of the refusal; it raises AssertionError for a
-result that is wrong without a word, or for a case that ends otherwise than the table says.
+`cases()` of a module yields a name and a function. The function returns "right", or the sentence that refuses the input or warns of it; it raises
+AssertionError for a result that is wrong without a word, or for a case that ends otherwise than the table says.
 """
 
 import re
@@ -13,11 +13,10 @@ from lpkit.errors import ConfigError
 RIGHT = "right"
 
 
-def outcome(due: str, call: Callable[[], None]) -> str:
-    """Returns "right" where `call` returns, and the sentence where it refuses. `due`: "right", or a pattern of the sentence."""
+def outcome(due: str, call: Callable[[], str]) -> str:
+    """Returns what `call` does, "right" for an empty text, and the sentence where it refuses. `due`: "right", or a pattern of the sentence."""
     try:
-        call()
-        said = RIGHT
+        said = call() or RIGHT
     except ConfigError as error:
         said = str(error)
     assert "\n" not in said and len(said) < 1000, f"not one sentence: {said!r}"

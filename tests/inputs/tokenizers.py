@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import tempfile
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from lpkit.config import DataConfig
 from lpkit.datasets import prepare
-from lpkit.datasets.tokenizers import OfFolder
+from lpkit.datasets.tokenizers import of_folder
 from tests.inputs import RIGHT, outcome, warned
 
 CODE = "def import(folder):\n\treturn [the run of the model] in  the folder  # 100% Sure\n"
@@ -170,20 +169,14 @@ def folder(where: Path, made: Tokenizer | dict | str, **files: Any) -> Path:
     return where
 
 
-def alike(text: str, back: str) -> bool:
-    """Equal but for the form of Unicode, spaces for U+2581, and the first space: written anew."""
-    one, two = (unicodedata.normalize("NFC", t).replace("\u2581", " ").removeprefix(" ") for t in (text, back))
-    return one == two
-
-
-def check(made: Any, files: dict[str, Any], documents: list[str], due: str, exact: bool) -> str:
+def check(made: Any, files: dict[str, Any], documents: list[str], due: str) -> str:
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
-        return outcome(due, functools.partial(_check, Path(name), made, files, documents, exact))
+        return outcome(due, functools.partial(_check, Path(name), made, files, documents))
 
 
-def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str], exact: bool) -> None:
+def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str]) -> str:
     where = folder(root / "tokenizer", made() if callable(made) else made, **files)
-    tokenizer = OfFolder(where).tokenizer
+    tokenizer, _ = warned(lambda: of_folder(where))
     source = root / "source.jsonl"
     source.write_text("\n".join(json.dumps({"text": one}) for one in documents))
     config = DataConfig(source=str(source), tokenizer=str(where), val_fraction=0.3)
@@ -200,99 +193,96 @@ def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str], e
             found.append(tuple(ids[start:at]))
             start = at + 1
         assert start == len(ids), "the last document has no end"
-    decoded = Counter(reference.decode(list(one), skip_special_tokens=False) for one in found)
     assert len(found) == len(documents), f"{len(found)} documents of {len(documents)}"
-    if exact:
-        assert decoded == Counter(documents) and not said, (said, *(decoded - Counter(documents)))
-    else:
-        assert said and "val_loss is of that text" in said[0], said
-        assert made_files.header["altered"] > 0
-        left = sorted(documents)
-        assert all(any(alike(one, back) for one in left) for back in decoded)
-    dropout = getattr(reference.model, "dropout", None)
-    if not dropout:
+    if not getattr(reference.model, "dropout", None):
         assert Counter(tuple(reference.encode(one, add_special_tokens=False).ids) for one in documents) == Counter(found)
-    # twice as much text has about twice as many tokens
+    decoded = Counter(reference.decode(list(one), skip_special_tokens=False) for one in found)
+    lost = sum((Counter(documents) - decoded).values())
+    said = [one for one in said if " parts of " in one]
+    assert made_files.header["altered"] == lost and bool(said) == bool(lost) and len(said) < 2, (lost, said)
+    # as much text again has as many tokens again
     short, long = (len(tokenizer.encode(documents[0] * n)) for n in (4, 8))
     assert 1.8 < long / short < 2.2, (short, long)
     assert not any(tokenizer.end in tokenizer.encode(one) for one in documents)
+    return "".join(said)
 
 
-OTHER_TEXT = "this tokenizer decodes to another text"
+OTHER_TEXT = "decodes .* parts of .* to another text .* comes back as .*val_loss is of that text"
+GIVES = "a text gives the special token "
 GPT2 = {"config": {"eos_token_id": 0}}
 LLAMA = {"config": {"bos_token_id": 1, "eos_token_id": 2}, "tokenizer_config": {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}}
 BERT = {"config": {"eos_token_id": 2}}
 LEVEL = {"config": {"eos_token_id": 1}}
 
-# a name: (the tokenizer, files beside it, texts, "right" or the sentence, whether all texts come back to the last character)
-KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str, bool]] = {
-    "byte-level, as GPT-2": (byte_level, GPT2, texts(), RIGHT, True),
-    "byte-level, that cuts at 16": (lambda: cutting(byte_level()), GPT2, texts(), RIGHT, True),
-    "byte-level, that pads to 64": (lambda: padding(byte_level()), GPT2, texts(), RIGHT, True),
-    "byte-level, that cuts and pads": (lambda: padding(cutting(byte_level())), GPT2, texts(), RIGHT, True),
-    "byte-level, merges by chance": (lambda: by_chance(byte_level()), GPT2, texts(), RIGHT, True),
-    "byte-level, a space before a text": (lambda: byte_level(prefix=True), GPT2, texts(), RIGHT, False),
-    "byte-level, no eos but <|endoftext|>": (byte_level, {}, texts(), RIGHT, True),
-    "byte-level, several ends": (lambda: byte_level(("<a>", "<b>")), {"config": {"eos_token_id": [1, 0]}}, texts(), RIGHT, True),
-    "byte-level, the end in generation_config.json": (lambda: byte_level(("<a>", "<b>")), {"generation_config": {"eos_token_id": [1]}}, texts(), RIGHT, True),
-    "byte-level, the end in tokenizer_config.json": (lambda: byte_level(("<a>", "<b>")), {"tokenizer_config": {"eos_token": {"content": "<b>"}}}, texts(), RIGHT, True),
-    "byte-level, text with its end": (byte_level, GPT2, texts("a <|endoftext|> b"), RIGHT, True),
+# a name: (the tokenizer, files beside it, texts, "right" or the sentence)
+KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = {
+    "byte-level, as GPT-2": (byte_level, GPT2, texts(), RIGHT),
+    "byte-level, that cuts at 16": (lambda: cutting(byte_level()), GPT2, texts(), RIGHT),
+    "byte-level, that pads to 64": (lambda: padding(byte_level()), GPT2, texts(), RIGHT),
+    "byte-level, that cuts and pads": (lambda: padding(cutting(byte_level())), GPT2, texts(), RIGHT),
+    "byte-level, merges by chance": (lambda: by_chance(byte_level()), GPT2, texts(), RIGHT),
+    "byte-level, a space before a text": (lambda: byte_level(prefix=True), GPT2, texts(), OTHER_TEXT),
+    "byte-level, no eos but <|endoftext|>": (byte_level, {}, texts(), RIGHT),
+    "byte-level, several ends": (lambda: byte_level(("<a>", "<b>")), {"config": {"eos_token_id": [1, 0]}}, texts(), RIGHT),
+    "byte-level, the end in generation_config.json": (lambda: byte_level(("<a>", "<b>")), {"generation_config": {"eos_token_id": [1]}}, texts(), RIGHT),
+    "byte-level, the end in tokenizer_config.json": (lambda: byte_level(("<a>", "<b>")), {"tokenizer_config": {"eos_token": {"content": "<b>"}}}, texts(), RIGHT),
+    "byte-level, text with its end": (byte_level, GPT2, texts("a <|endoftext|> b"), RIGHT),
     "byte-level, its end is no special token": (lambda: changed(byte_level(), lambda d: d["added_tokens"][0].update(special=False)), GPT2,
-                                                texts("a <|endoftext|> b"), RIGHT, True),
-    "byte-level, a number beyond 16 bits": (lambda: changed(byte_level(), sparse), GPT2, texts("<|far|>"), RIGHT, True),
-    "byte-level, a word as added token": (lambda: with_tokens(byte_level(), AddedToken("import", special=False)), GPT2, texts(), RIGHT, True),
-    "byte-level, an added token takes spaces": (lambda: with_tokens(byte_level(), AddedToken("import", lstrip=True, rstrip=True)), GPT2, texts(), OTHER_TEXT, True),
-    "byte-level, lower case": (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2, texts(), OTHER_TEXT, True),
-    "byte-level, lower case, text in lower case": (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2, [one.lower() for one in texts()], RIGHT, True),
-    "byte-level, spaces cut off": (lambda: byte_level(normalizer=normalizers.Strip()), GPT2, texts(), OTHER_TEXT, True),
-    "byte-level, no accents": (lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])), GPT2, texts(), OTHER_TEXT, True),
-    "byte-level, NFKC, text that it changes": (lambda: byte_level(normalizer=normalizers.NFKC()), GPT2, texts("\ufb01ve \u2460"), OTHER_TEXT, True),
-    "byte-level, NFD": (lambda: byte_level(normalizer=normalizers.NFD()), GPT2, texts(), RIGHT, False),
-    "byte-level, no decoder": (lambda: changed(byte_level(), lambda d: d.update(decoder=None)), GPT2, texts(), OTHER_TEXT, True),
-    "Qwen 2: a pattern and NFC": (lambda: byte_level(split=QWEN, normalizer=normalizers.NFC()), GPT2, texts(), RIGHT, True),
-    "Qwen 2, text in two forms of Unicode": (lambda: byte_level(split=QWEN, normalizer=normalizers.NFC()), GPT2, texts("e\u0301 "), RIGHT, False),
-    "Llama 3: a pattern and a template": (lambda: with_template(byte_level(("<s>", "</s>"), LLAMA3)), {"config": {"eos_token_id": [1]}}, texts(), RIGHT, True),
-    "Llama 2: a space is put before": (byte_fallback, LLAMA, texts(), RIGHT, True),
-    "Llama 2, text with spaces first": (byte_fallback, LLAMA, [f"  {one}" for one in texts()], RIGHT, True),
-    "Llama 2, text with U+2581": (byte_fallback, LLAMA, texts("a\u2581b"), RIGHT, False),
-    "Llama 2, text with its special tokens": (byte_fallback, LLAMA, texts("</s> <s>x<unk>"), RIGHT, True),
-    "Mistral: a space before the first word": (lambda: byte_fallback("first"), LLAMA, texts(), RIGHT, True),
-    "Mistral, text with a space first": (lambda: byte_fallback("first"), LLAMA, [f" {one}" for one in texts()], RIGHT, False),
-    "Gemma: no space is put before": (lambda: byte_fallback("none"), LLAMA, texts(), RIGHT, True),
-    "Gemma, that cuts": (lambda: cutting(byte_fallback("none"), 4), LLAMA, texts(), RIGHT, True),
-    "Unigram with bytes": (unigram, {"config": {"eos_token_id": 2}}, texts(), RIGHT, True),
-    "Unigram without bytes, of known letters": (lambda: unigram(False), {"config": {"eos_token_id": 2}}, texts(), RIGHT, True),
-    "Unigram without bytes, of other letters": (lambda: unigram(False), {"config": {"eos_token_id": 2}}, texts("\u0416"), OTHER_TEXT, True),
-    "Unigram, text spells its end": (lambda: unigram(controls=True), {"config": {"eos_token_id": 2}}, texts("</s>"), "a text spells '</s>', which is a special token", True),
-    "Unigram, text spells a byte": (unigram, {"config": {"eos_token_id": 2}}, texts("<0x41>"), OTHER_TEXT, True),
-    "Unigram, NFKC": (lambda: unigram(normalizer=normalizers.NFKC()), {"config": {"eos_token_id": 2}}, texts("\ufb01ve"), OTHER_TEXT, True),
-    "WordPiece, as BERT": (word_piece, BERT, texts(), OTHER_TEXT, True),
-    "WordPiece with capitals": (lambda: word_piece(False), BERT, texts(), OTHER_TEXT, True),
-    "WordPiece, of words that it keeps": (word_piece, BERT, ["the quick brown " * (i + 1) + "the" for i in range(40)], RIGHT, True),
-    "WordLevel by words": (lambda: word_level(pre_tokenizers.Whitespace()), LEVEL, texts(), OTHER_TEXT, True),
-    "WordLevel, text spells its end": (lambda: word_level(pre_tokenizers.WhitespaceSplit()), LEVEL, ["the </s> fox"] * 40, "a text spells '</s>'", True),
-    "WordLevel without a split: one unknown word": (lambda: word_level(None), LEVEL, texts(), OTHER_TEXT, True),
+                                                texts("a <|endoftext|> b"), RIGHT),
+    "byte-level, a number beyond 16 bits": (lambda: changed(byte_level(), sparse), GPT2, texts("<|far|>"), RIGHT),
+    "byte-level, a word as added token": (lambda: with_tokens(byte_level(), AddedToken("import", special=False)), GPT2, texts(), RIGHT),
+    "byte-level, an added token takes spaces": (lambda: with_tokens(byte_level(), AddedToken("import", lstrip=True, rstrip=True)), GPT2, texts(), OTHER_TEXT),
+    "byte-level, lower case": (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2, texts(), OTHER_TEXT),
+    "byte-level, lower case, text in lower case": (lambda: byte_level(normalizer=normalizers.Lowercase()), GPT2, [one.lower() for one in texts()], RIGHT),
+    "byte-level, spaces cut off": (lambda: byte_level(normalizer=normalizers.Strip()), GPT2, texts(), OTHER_TEXT),
+    "byte-level, no accents": (lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])), GPT2, texts(), OTHER_TEXT),
+    "byte-level, NFKC, text that it changes": (lambda: byte_level(normalizer=normalizers.NFKC()), GPT2, texts("\ufb01ve \u2460"), OTHER_TEXT),
+    "byte-level, NFD": (lambda: byte_level(normalizer=normalizers.NFD()), GPT2, texts(), OTHER_TEXT),
+    "byte-level, no decoder": (lambda: changed(byte_level(), lambda d: d.update(decoder=None)), GPT2, texts(), OTHER_TEXT),
+    "Qwen 2: a pattern and NFC": (lambda: byte_level(split=QWEN, normalizer=normalizers.NFC()), GPT2, texts(), RIGHT),
+    "Qwen 2, text in two forms of Unicode": (lambda: byte_level(split=QWEN, normalizer=normalizers.NFC()), GPT2, texts("e\u0301 "), OTHER_TEXT),
+    "Llama 3: a pattern and a template": (lambda: with_template(byte_level(("<s>", "</s>"), LLAMA3)), {"config": {"eos_token_id": [1]}}, texts(), RIGHT),
+    "Llama 2: a space is put before": (byte_fallback, LLAMA, texts(), RIGHT),
+    "Llama 2, text with spaces first": (byte_fallback, LLAMA, [f"  {one}" for one in texts()], RIGHT),
+    "Llama 2, text with U+2581": (byte_fallback, LLAMA, texts("a\u2581b"), OTHER_TEXT),
+    "Llama 2, text with its special tokens": (byte_fallback, LLAMA, texts("</s> <s>x<unk>"), RIGHT),
+    "Mistral: a space before the first word": (lambda: byte_fallback("first"), LLAMA, texts(), RIGHT),
+    "Mistral, text with a space first": (lambda: byte_fallback("first"), LLAMA, [f" {one}" for one in texts()], OTHER_TEXT),
+    "Gemma: no space is put before": (lambda: byte_fallback("none"), LLAMA, texts(), RIGHT),
+    "Gemma, that cuts": (lambda: cutting(byte_fallback("none"), 4), LLAMA, texts(), RIGHT),
+    "Unigram with bytes": (unigram, {"config": {"eos_token_id": 2}}, texts(), RIGHT),
+    "Unigram without bytes, of known letters": (lambda: unigram(False), {"config": {"eos_token_id": 2}}, texts(), RIGHT),
+    "Unigram without bytes, of other letters": (lambda: unigram(False), {"config": {"eos_token_id": 2}}, texts("\u0416"), GIVES + "<unk>"),
+    "Unigram, text spells its end": (lambda: unigram(controls=True), {"config": {"eos_token_id": 2}}, texts("</s>"), GIVES + "</s>"),
+    "Unigram, text spells a byte": (unigram, {"config": {"eos_token_id": 2}}, texts("<0x41>"), OTHER_TEXT),
+    "Unigram, NFKC": (lambda: unigram(normalizer=normalizers.NFKC()), {"config": {"eos_token_id": 2}}, texts("\ufb01ve"), OTHER_TEXT),
+    "WordPiece, as BERT": (word_piece, BERT, texts(), GIVES + r"\[UNK\]"),
+    "WordPiece with capitals": (lambda: word_piece(False), BERT, texts(), GIVES + r"\[UNK\]"),
+    "WordPiece, of words that it keeps": (word_piece, BERT, ["the quick brown " * (i + 1) + "the" for i in range(40)], RIGHT),
+    "WordLevel by words": (lambda: word_level(pre_tokenizers.Whitespace()), LEVEL, texts(), GIVES + r"\[UNK\]"),
+    "WordLevel, text spells its end": (lambda: word_level(pre_tokenizers.WhitespaceSplit()), LEVEL, ["the </s> fox"] * 40, GIVES + "</s>"),
+    "WordLevel without a split: one unknown word": (lambda: word_level(None), LEVEL, texts(), GIVES + r"\[UNK\]"),
     "WordLevel without an unknown word": (lambda: changed(word_level(pre_tokenizers.Whitespace()), lambda d: d["model"].update(unk_token="<none>")), LEVEL,
-                                          texts(), "this tokenizer has no tokens for"),
+                                          texts(), r"is not a tokenizer .*Missing \[UNK\] token from the vocabulary"),
     "WordLevel of amino acids": (lambda: word_level(pre_tokenizers.Split("", "isolated"), PROTEIN, decoders.Fuse(), False), LEVEL,
-                                 [PROTEIN[i:] for i in range(40)], RIGHT, True),
-    "GPT-1: words' ends are marked": (old_bpe, LEVEL, texts(), OTHER_TEXT, True),
-    "characters without bytes": (lambda: changed(byte_fallback(), lambda d: d["model"].update(byte_fallback=False)), LLAMA, texts(), OTHER_TEXT, True),
-    "no end anywhere": (lambda: byte_level(("<a>",)), {}, texts(), "None is none that can end a document; say eos_token_id", True),
-    "an end that is no token": (byte_level, {"config": {"eos_token_id": 340}}, texts(), "340 is none that can end a document", True),
-    "a list of ends that is empty": (byte_level, {"config": {"eos_token_id": []}}, texts(), r"config.json has eos_token_id=\[\], which must be the number", True),
-    "an end by its name": (byte_level, {"config": {"eos_token_id": "</s>"}}, texts(), "config.json has eos_token_id='</s>'", True),
-    "an end that is true": (byte_level, {"generation_config": {"eos_token_id": [True]}}, texts(), r"generation_config.json has eos_token_id=\[True\]", True),
-    "a first token that is none": (byte_level, {"config": {"eos_token_id": 0}, "tokenizer_config": {"add_bos_token": True, "bos_token": "<x>"}}, texts(),
-                                   "tokenizer_config.json has bos_token='<x>', which is no token", True),
-    "an empty vocabulary": (lambda: Tokenizer(models.BPE()), {}, texts(), "none that can end a document", True),
-    "no object": ("[1, 2]", GPT2, texts(), "tokenizer.json is not the JSON object", True),
-    "no JSON": ("{", GPT2, texts(), "tokenizer.json is not the JSON object", True),
-    "another object": ({"model": {"type": "Char"}}, GPT2, texts(), "is not a tokenizer of the `tokenizers` library", True),
-    "half of one": (lambda: byte_level().to_str()[:900], GPT2, texts(), "tokenizer.json is not the JSON object", True),
+                                 [PROTEIN[i:] for i in range(40)], RIGHT),
+    "GPT-1: words' ends are marked": (old_bpe, LEVEL, texts(), GIVES + "<unk>"),
+    "characters without bytes": (lambda: changed(byte_fallback(), lambda d: d["model"].update(byte_fallback=False)), LLAMA, texts(), GIVES + "<unk>"),
+    "no end anywhere": (lambda: byte_level(("<a>",)), {}, texts(), "no token of this tokenizer is known to end a document; say eos_token_id in config.json"),
+    "an end that is no token": (byte_level, {"config": {"eos_token_id": 340}}, texts(), "config.json has eos_token_id=340, which is no token"),
+    "a list of ends that is empty": (byte_level, {"config": {"eos_token_id": []}}, texts(), r"config.json has eos_token_id=\[\], which is no token"),
+    "an end by its name": (byte_level, {"config": {"eos_token_id": "</s>"}}, texts(), "config.json has eos_token_id='</s>'"),
+    "an end that is true": (byte_level, {"generation_config": {"eos_token_id": [True]}}, texts(), r"generation_config.json has eos_token_id=\[True\]"),
+    "an end whose name is no token's": (byte_level, {"tokenizer_config": {"eos_token": "<x>"}}, texts(), "tokenizer_config.json has eos_token='<x>', which is no token"),
+    "WordPiece, of words whose capitals it loses": (word_piece, BERT, ["The Quick brown " * (i + 1) + "the" for i in range(40)], OTHER_TEXT),
+    "an empty vocabulary": (lambda: Tokenizer(models.BPE()), {}, texts(), "no token of this tokenizer is known to end a document"),
+    "no object": ("[1, 2]", GPT2, texts(), "tokenizer.json is not the JSON object"),
+    "no JSON": ("{", GPT2, texts(), "tokenizer.json is not the JSON object"),
+    "another object": ({"model": {"type": "Char"}}, GPT2, texts(), "is not a tokenizer of the `tokenizers` library"),
+    "half of one": (lambda: byte_level().to_str()[:900], GPT2, texts(), "tokenizer.json is not the JSON object"),
 }
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
-    for name, (made, files, documents, due, *exact) in KINDS.items():
-        yield name, functools.partial(check, made, files, documents, due, all(exact))
+    for name, row in KINDS.items():
+        yield name, functools.partial(check, *row)
