@@ -96,23 +96,22 @@ def ended(ids, ends):
 
 def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
     """In float32, where the two best logits of 300 are further apart than rounding; it ends where generate ends."""
-    folder, model, tokenizer = theirs
+    _, model, tokenizer = theirs
     ours, training = tokenizer_from_dict(run.tokenizer), cast_once(trained(run))
     ends = model.generation_config.eos_token_id
     ends = {*ends} if isinstance(ends, list) else {ends}
     assert ours.ends == ends
-    for text in PROMPTS:
+    texts = []
+    for text in PROMPTS[2:]:
         given = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            due = model.generate(**given, do_sample=False, max_new_tokens=40, pad_token_id=0)[0].tolist()
-        new = [step[0] for step in generate(training, [ours.prompt(text)], 40, 0, None, [torch.Generator()])]
-        due_new = ended(due[given["input_ids"].shape[1]:], ends)
-        assert ended(new, ends) == due_new
-        said = sample(run, prompt=text, tokens=40, temperature=0)
-        assert said == text + ours.decode([*given["input_ids"][0], *due_new])[len(ours.decode(given["input_ids"][0])):]
-    together = sample(run, prompt=PROMPTS, tokens=40, temperature=0)
-    assert together == [sample(run, prompt=one, tokens=40, temperature=0) for one in PROMPTS]
+            due = model.generate(**given, do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist()
+        new = [step[0] for step in generate(training, [ours.prompt(text)], 24, 0, None, [torch.Generator()])]
+        due = ended(due[given["input_ids"].shape[1]:], ends)
+        assert ended(new, ends) == due
+        texts.append(text + ours.decode([*given["input_ids"][0], *due])[len(ours.decode(given["input_ids"][0])):])
+    assert sample(run, prompt=PROMPTS[2:], tokens=24, temperature=0) == texts
 
 
 def test_it_ends_at_each_of_the_ends_that_generation_config_has(theirs, run, tmp_path):
@@ -124,7 +123,7 @@ def test_it_ends_at_each_of_the_ends_that_generation_config_has(theirs, run, tmp
     ends = [said[0][9], said[1][6]]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     again = bring(replace(planned(folder), config=run.config), tmp_path / "again")
-    for text, new in zip(PROMPTS, said):
+    for text, new in zip(PROMPTS[:2], said):
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             due = model.generate(**tokenizer(text, return_tensors="pt", return_token_type_ids=False), do_sample=False, max_new_tokens=12, pad_token_id=0,
