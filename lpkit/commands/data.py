@@ -31,8 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                          help="a new folder; without it, the cache that training looks in")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="share kept for validation (%(default)s)")
-    prepare.add_argument("--special-tokens", action="store_true",
-                         help="text may spell special tokens, such as <|endoftext|>")
+    prepare.add_argument("--special-tokens", action="store_true", help="text may spell them")
 
     show = actions.add_parser("show", help="print what a prepared folder holds, and check it")
     show.add_argument("folder", type=a_folder, metavar="DIR")

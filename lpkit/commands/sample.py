@@ -26,17 +26,15 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cache", default="same", metavar="FORMAT", help="of keys and values: "
                         f"{'; '.join(f'{name}, {row.why}' for name, row in CACHES.items())} "
                         "(default: same)")
-    parser.add_argument("--special-tokens", action="store_true",
-                        help="prompts may spell special tokens, such as <|endoftext|>")
+    parser.add_argument("--special-tokens", action="store_true", help="prompts may spell them")
 
 
 def run(args: Namespace) -> dict:
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch
 
-    texts = sample(run, prompt=prompts, tokens=args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, cache=args.cache,
-                   special_tokens=args.special_tokens)
+    names = ("tokens", "temperature", "top_k", "seed", "cache", "special_tokens")
+    texts = sample(run, prompt=prompts, **{name: getattr(args, name) for name in names})
     return {"run_dir": str(args.run), "prompts": prompts, "texts": texts, "tokens": args.tokens,
             "seed": args.seed, "cache": args.cache}
 

@@ -1,5 +1,4 @@
-"""Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`,
-and a row below.
+"""Text to token ids and back. To add a tokenizer: a subclass of `Named`, and a row below.
 
 Every tokenizer has an `end` token that closes each document. Text produces no special token: where
 it spells `<|endoftext|>`, it gets the ordinary tokens of these characters, unless `special` is set.
@@ -26,10 +25,10 @@ from lpkit.files import PACKAGE, expanded, write_atomically
 from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
-FILE, TEMPLATE = "tokenizer.json", "chat_template.jinja"
-# how transformers uses FILE; of config.json only its ids
-CONFIG, GENERATION, TOKENS, MAP = SETTINGS = ("config.json", "generation_config.json",
-                                              "tokenizer_config.json", "special_tokens_map.json")
+FILE = "tokenizer.json"     # the library's; transformers uses it as SETTINGS say
+CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja")
 PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
           "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~"
           "caf\u00e9, \u00dcber \u20ac5~\u041f\u0440\u0438\u0432\u0435\u0442~\u6f22\u5b57\u304b\u306a\u3002~\u0627\u0644~"
@@ -40,8 +39,7 @@ Texts = Callable[[], Iterator[str]]
 
 
 class Named:
-    """A tokenizer whose name says everything about it, because it learns nothing. `ends`: the ids
-    that end what a model writes."""
+    """A tokenizer that learns nothing. `ends`: the ids that end what a model writes."""
 
     name: str
     ends: frozenset[int] = frozenset()
@@ -50,13 +48,10 @@ class Named:
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
         return cls()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), np.uint32)
-
     def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
         """Returns the ids of a part of a document, `continued` where it is not the first, and where
         they decode to other text; empty: nowhere."""
-        return np.array(self.encode(text, True)) if special else self.encode_array(text), ""
+        return np.array(self.encode(text, special), np.uint32), ""
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
         return self.encode(text, special)
@@ -79,8 +74,9 @@ class Bytes(Named):
             raise ConfigError("bytes have no special tokens; leave special_tokens out")
         return list(text.encode())
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8)
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        self.encode("", special)
+        return np.frombuffer(text.encode(), np.uint8), ""
 
     def decode(self, ids: Iterable[int]) -> str:
         # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so
@@ -89,9 +85,9 @@ class Bytes(Named):
 
 
 class BPE(Named):
-    """A tokenizer of the `tokenizers` library: the byte-level BPE that is learned here, with GPT-2's
-    pre-tokenisation (Sennrich et al. 2016), from which every text comes back; or a folder's, of any
-    kind. `values`: "model", the library's own JSON; "files", of a folder SETTINGS and TEMPLATE."""
+    """A tokenizer of the `tokenizers` library: a byte-level BPE (Sennrich et al. 2016) learned here,
+    with GPT-2's pre-tokenisation, from which every text comes back; or a folder's, of any kind.
+    `values`: "model", the library's JSON; "files", those of a folder's SETTINGS."""
 
     name = "bpe"
     default_vocab = 8192
@@ -176,11 +172,9 @@ class BPE(Named):
         back = self._model.decode(ids, skip_special_tokens=False)
         if ids[:len(lead)] != lead:     # the line break is part of a longer token
             lead, ids, back = [], self.encode(text, special), f"\n {text}"
-        if back == whole:
-            return np.array(ids[len(lead):], np.uint32), ""
         at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
-        return np.array(ids[len(lead):], np.uint32), (
-            f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}")
+        found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
+        return np.array(ids[len(lead):], np.uint32), found * (back != whole)
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
         self.encode(text, special)      # refuses
@@ -233,13 +227,11 @@ def of_folder(folder: Path) -> Tokenizer:
     said = records.of_others(folder / FILE)
     if records.SUM in said:
         return tokenizer_from_dict(records.read(folder / FILE))
-    files = {name: records.of_others(folder / name) for name in SETTINGS
-             if (folder / name).is_file()}
+    files = {name: (records.of_others if ".json" in name else records.text_of)(folder / name)
+             for name in SETTINGS if (folder / name).is_file()}
     ids = {"bos_token_id", "eos_token_id", "pad_token_id"} & {*files.get(CONFIG, {})}
     files[CONFIG] = {key: files[CONFIG][key] for key in ids}
     files.get(TOKENS, {}).pop("auto_map", None)     # names code
-    if (folder / TEMPLATE).is_file():
-        files[TEMPLATE] = records.text_of(folder / TEMPLATE)
     found = BPE({"model": said, "files": files})
     for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
         warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss is "
@@ -258,8 +250,7 @@ def builder(name: str) -> Any:
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no
-    corpus."""
+    """Returns the tokenizer that `to_dict` described."""
     if "model" in values:
         return BPE({key: values[key] for key in ("name", "model", "end", "files") if key in values})
     return pick(TOKENIZERS, str(values.get("name")), "tokenizer")()

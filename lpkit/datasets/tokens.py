@@ -1,6 +1,4 @@
-"""Text becomes token files (`lpkit.datasets.prepared`), once: the folder is written under a temporary
-name, synced and renamed, so that a folder with a header is complete.
-"""
+"""Text becomes token files (`lpkit.datasets.prepared`), once."""
 
 import contextlib
 import errno
@@ -56,7 +54,8 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
-    folder = asked or cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
+    name = _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
+    folder = asked or cache / name
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
         found, _ = _opened(folder)      # whose cache it is, need not let us write

@@ -55,15 +55,14 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
+        files, kept = {CONFIG: about}, run.tokenizer.get("files", {})
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # else a class is chosen by the model's name, which may split text in another way
             spelled = {one["id"]: {"eos_token": one["content"]} for one in library["added_tokens"]}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
-            files = {TOKENS: named, FILE: library} | run.tokenizer.get("files", {})
-            about |= files.pop(CONFIG, {})
-            for name, said in files.items():
-                text = said if isinstance(said, str) else json.dumps(said, indent=1) + "\n"
-                (folder / name).write_text(text, encoding="utf-8")
-        (folder / CONFIG).write_text(json.dumps(about, indent=1) + "\n")
+            files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
+        for name, said in files.items():
+            text = said if isinstance(said, str) else json.dumps(said, indent=1) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
     return out

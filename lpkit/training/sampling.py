@@ -9,7 +9,6 @@ from its newer half.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -60,15 +59,14 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
         which = f"prompt {prompts.index([]) + 1}" if len(prompts) > 1 else "the prompt"
         raise ConfigError(f"{which} is empty; give at least one character")
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
-    steps, ended = [], set()
+    steps, ended = [], {}
     for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
+        ended = {i: len(steps) for i, one in enumerate(step) if one in tokenizer.ends} | ended
         steps.append(step)
-        ended |= {i for i, token in enumerate(step) if token in tokenizer.ends}
         if len(ended) == len(prompts):
             break
     for i, (ids, new) in enumerate(zip(prompts, zip(*steps))):
-        new = takewhile(lambda token: token not in tokenizer.ends, new)
-        texts[i] += tokenizer.decode([*ids, *new])[len(tokenizer.decode(ids)):]
+        texts[i] += tokenizer.decode([*ids, *new[:ended.get(i)]])[len(tokenizer.decode(ids)):]
     return texts[0] if isinstance(prompt, str) else texts
 
 
