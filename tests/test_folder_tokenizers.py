@@ -10,7 +10,7 @@ import torch
 
 from lpkit import cli
 from lpkit.datasets.tokenizers import tokenizer_from_dict
-from lpkit.errors import printable
+from lpkit.errors import ConfigError, printable
 from lpkit.training.export import export
 from lpkit.training.imported import bring, planned
 from lpkit.training.sampling import cast_once, generate, sample, trained
@@ -50,7 +50,10 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+QUICK = {"gpt2", "llama 2", "qwen2"}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.prove) for kind in KINDS])
 def theirs(request, tmp_path_factory):
     """A folder of random weights, with all that transformers saves of its tokenizer, and both as transformers loads them."""
     folder = tmp_path_factory.mktemp("theirs") / "model"
@@ -114,6 +117,7 @@ def test_greedy_text_is_that_of_generate_token_for_token(theirs, run):
     assert sample(run, prompt=PROMPTS[2:], tokens=24, temperature=0) == texts
 
 
+@pytest.mark.parametrize("theirs", ["gpt2", "llama 2"], indirect=True)
 def test_it_ends_at_each_of_the_ends_that_generation_config_has(theirs, run, tmp_path):
     """Two of them, which the model says after some tokens of two prompts."""
     folder, model, tokenizer = tmp_path / "theirs", theirs[1], theirs[2]
@@ -150,9 +154,35 @@ def test_what_goes_out_is_read_as_what_came_in(theirs, run, tmp_path):
     assert again.tokenizer == run.tokenizer
 
 
+@pytest.mark.parametrize("theirs", ["qwen2"], indirect=True)
 def test_prompts_may_spell_special_tokens_where_asked(theirs, run, capsys):
     text = "<|im_start|>user\nthe fox<|im_end|>\n"
     ours, plain = tokenizer_from_dict(run.tokenizer), theirs[2](text)["input_ids"]
     assert ours.prompt(text, special=True) == plain and len(ours.prompt(text)) > len(plain) + 8
     assert cli.main(["sample", str(run.path), "--prompt", text, "--tokens", "3", "--temperature", "0", "--special-tokens"]) == 0
     assert capsys.readouterr().out.removesuffix("\n") == printable(sample(run, prompt=text, tokens=3, temperature=0, special_tokens=True))
+
+
+@pytest.mark.parametrize("theirs", ["gpt2"], indirect=True)
+def test_a_tokenizer_that_loses_text_is_imported_with_a_warning(theirs, tmp_path):
+    """As a GPT-2 of Chinese has BERT's: prompts have transformers' ids, and the warning shows the first text that does not come back."""
+    shutil.copytree(theirs[0], tmp_path / "theirs", ignore=shutil.ignore_patterns("token*", "generation*", "chat*"))
+    zoo.word_piece().save(str(tmp_path / "theirs" / "tokenizer.json"))
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 2}))
+    with pytest.warns(UserWarning, match=r"decodes to another text \('A' comes back as 'a'\); a loss is of that text"):
+        run = bring(planned(tmp_path / "theirs"), tmp_path / "run")
+    assert run.config.data.tokenizer == "wordpiece"
+    due = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")("The quick fox")["input_ids"]
+    assert tokenizer_from_dict(run.tokenizer).prompt("The quick fox") == due and due[0] == 1 and due[-1] == 2
+
+
+@pytest.mark.parametrize("theirs", ["gpt2", "llama 2"], indirect=True)
+def test_an_empty_prompt_is_one_where_the_tokenizer_begins_it(theirs, run):
+    if tokenizer_from_dict(run.tokenizer).prompt(""):
+        assert theirs[2]("")["input_ids"] == tokenizer_from_dict(run.tokenizer).prompt("")
+        assert isinstance(sample(run, prompt="", tokens=2, temperature=0), str)
+    else:
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            sample(run, prompt="", tokens=2)

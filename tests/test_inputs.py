@@ -152,3 +152,11 @@ def test_a_file_that_is_no_object_is_a_sentence(name, data, tmp_path):
     with pytest.raises(ConfigError, match=f"{name} (is not the JSON object that it should be|is not UTF-8)") as caught:
         of_folder(where)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_cannot_be_read_whole_is_named_wherever_its_tokens_go(tmp_path):
+    """With --out no name of a cache is made from it."""
+    texts.link_to_nothing(texts.put(tmp_path, "source/a.txt", "abc").parent)
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.txt: No such file"):
+        prepare_into(tmp_path / "out", DataConfig(source=str(tmp_path / "source")), 256, tmp_path / "cache")
+    assert not (tmp_path / "out").exists()
