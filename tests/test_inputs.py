@@ -1,7 +1,9 @@
 """What users bring: each of the tables of tests/inputs is right, or refused in one sentence."""
 
 import copy
+import errno
 import json
+import os
 from collections import Counter
 
 import numpy as np
@@ -160,3 +162,19 @@ def test_a_folder_that_cannot_be_read_whole_is_named_wherever_its_tokens_go(tmp_
     with pytest.raises(ConfigError, match=r"cannot read .*gone\.txt: No such file"):
         prepare_into(tmp_path / "out", DataConfig(source=str(tmp_path / "source")), 256, tmp_path / "cache")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_below_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """Nobody trains on the rest of a folder unawares."""
+    texts.files(".txt", where="source/")(tmp_path)
+    texts.put(tmp_path, "source/closed/more.txt", "abc")
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ConfigError, match="cannot read .*source: Permission denied"):
+        prepare(DataConfig(source=str(tmp_path / "source")), 256, tmp_path / "cache")
