@@ -176,5 +176,5 @@ def test_a_folder_below_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ConfigError, match="cannot read .*source: Permission denied"):
+    with pytest.raises(ConfigError, match=r"cannot read .*source/closed: Permission denied"):
         prepare(DataConfig(source=str(tmp_path / "source")), 256, tmp_path / "cache")

@@ -62,10 +62,9 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 def _open_as(data: DataConfig) -> TokenFiles:
     """`data.source`, as it is. Raises ConfigError where `data` says otherwise."""
     opened = open_tokens(data.source)
-    name = opened.tokenizer.name
-    same = data.tokenizer == name or records.digest(opened.tokenizer.to_dict()) == getattr(
-        builder(data.tokenizer), "identity", None)
-    for key, has in (("tokenizer", data.tokenizer if same else name),
+    same = data.tokenizer == opened.tokenizer.name or records.digest(
+        opened.tokenizer.to_dict()) == getattr(builder(data.tokenizer), "identity", None)
+    for key, has in (("tokenizer", data.tokenizer if same else opened.tokenizer.name),
                      ("val_fraction", opened.header["val_fraction"]),
                      ("special_tokens", opened.header.get("special_tokens", False))):
         if getattr(data, key) != has:

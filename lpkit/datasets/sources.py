@@ -229,7 +229,8 @@ def _sentences(path: Path) -> Iterator[None]:
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"cannot read {named(path)}: {why}; {WAY_OUT}") from None
+        where = getattr(error, "filename", None) or path
+        raise ConfigError(f"cannot read {named(where)}: {why}; {WAY_OUT}") from None
 
 
 def _opened(path: Path) -> BinaryIO:

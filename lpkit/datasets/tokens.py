@@ -54,8 +54,8 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
-    name = _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
-    folder = asked or cache / name
+    folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
+    folder = asked or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
         found, _ = _opened(folder)      # whose cache it is, need not let us write
