@@ -10,7 +10,9 @@ int4 a third; `notebooks/lessons/decoding.py` has bytes and seconds.
 from argparse import ArgumentParser, Namespace
 
 from lpkit.commands import a_folder, opened
+from lpkit.errors import pick
 from lpkit.techniques.caches import CACHES
+from lpkit.values import Count, PositiveOrZero, Seed, checked
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -30,13 +32,21 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
+    names = ("tokens", "temperature", "top_k", "seed", "cache", "special_tokens")
+    settings = _checked(**{name: getattr(args, name) for name in names})
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch
 
-    names = ("tokens", "temperature", "top_k", "seed", "cache", "special_tokens")
-    texts = sample(run, prompt=prompts, **{name: getattr(args, name) for name in names})
+    texts = sample(run, prompt=prompts, **settings)
     return {"run_dir": str(args.run), "prompts": prompts, "texts": texts, "tokens": args.tokens,
             "seed": args.seed, "cache": args.cache}
+
+
+@checked
+def _checked(*, tokens: Count, temperature: PositiveOrZero, top_k: Count, seed: Seed, cache: str,
+             special_tokens: bool) -> dict[str, int | float | str]:
+    pick(CACHES, cache, "cache")
+    return locals()
 
 
 def text(result: dict) -> str:

@@ -144,8 +144,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The training split of a dataset on the Hugging Face hub, streamed: nothing is kept but the
-    token files."""
+    """The training split of a dataset on the Hugging Face hub, streamed and not kept."""
 
     name: str                   # hf:owner/name or hf:owner/name:subset
 
@@ -308,7 +307,7 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
                           f"'lpkit[data]', or convert it to .jsonl") from None
     table = parquet.ParquetFile(stream)
     if (count := table.schema_arrow.names.count("text")) != 1:
-        raise ConfigError(f"{named(path)} has {count or 'no'} column{'s' * (count > 1)} 'text' (its columns are "
+        raise ConfigError(f"{named(path)} has {count or 'no'} columns 'text' (its columns are "
                           f"{shown(', '.join(table.schema_arrow.names))}); rename the column "
                           f"that holds the text")
     rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])

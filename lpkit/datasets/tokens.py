@@ -36,8 +36,7 @@ from lpkit.values import Count, Folder, checked
 @checked
 def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
-    """The same in a folder of your choice, which must be new or empty. It can be moved, and used as
-    a data.source."""
+    """Does the same in a new or empty folder, which can be moved, and used as a data.source."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, or "
                           f"remove it first")
@@ -132,9 +131,8 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
     facts = {split: writer.facts() for split, writer in writers.items()}
     _neither_empty(source, data, facts)
     if altered:
-        warnings.warn(f"{data.tokenizer} decodes {len(altered):,} parts of {shown(source.name)} to "
-                      f"another text ({altered[0]}); val_loss is of that text, and compares with no "
-                      f"loss per byte", stacklevel=5)
+        warnings.warn(f"{len(altered):,} parts of {shown(source.name)} decode to another text "
+                      f"({altered[0]}); val_loss is of it, and not per byte of the source", stacklevel=5)
     header = {"format": FORMAT, "version": VERSION, "source": source.header(),
               "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": dtype,
               "val_fraction": data.val_fraction, "splits": facts, "altered": len(altered),

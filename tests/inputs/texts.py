@@ -227,7 +227,7 @@ KINDS: dict[str, tuple[Write, str, str]] = {
     ".parquet of structs": (table(columns("structs")), "a.parquet", r"row 1 of .*a.parquet has .*\(dict\)"),
     ".parquet of times": (table(columns("times")), "a.parquet", r"row 1 of .*a.parquet has .*\(datetime\)"),
     ".parquet with two columns of that name": (table(columns("twice")), "a.parquet", "a.parquet has 2 columns 'text'"),
-    ".parquet without text": (table(name="body"), "a.parquet", "a.parquet has no column 'text' .its columns are 'id, body'"),
+    ".parquet without text": (table(name="body"), "a.parquet", "a.parquet has no columns 'text' .its columns are 'id, body'"),
     ".parquet that is none": (beside("a.parquet", "abc"), "", "cannot read .*a.parquet"),
     ".parquet that is empty": (beside("a.parquet", b""), "", "cannot read .*a.parquet"),
 }

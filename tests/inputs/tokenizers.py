@@ -218,7 +218,7 @@ def _check(root: Path, made: Any, files: dict[str, Any], documents: list[str]) -
     return "".join(said)
 
 
-OTHER_TEXT = "decodes .* parts of .* to another text .* comes back as .*val_loss is of that text"
+OTHER_TEXT = "parts of .* decode to another text .* comes back as .*; val_loss is of it"
 GIVES = "a text gives the special token "
 GPT2 = {"config": {"eos_token_id": 0}}
 LLAMA = {"config": {"bos_token_id": 1, "eos_token_id": 2}, "tokenizer_config": {"add_bos_token": True, "bos_token": "<s>", "eos_token": "</s>"}}
