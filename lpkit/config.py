@@ -149,6 +149,7 @@ class DataConfig(Group):
     # an .npy of a float for each training token, which comes with each batch; "": none
     scores: str = ""
     val_fraction: InnerShare = 0.1      # share of the files, or of the documents, for validation
+    special_tokens: bool = False        # text may spell them: <|endoftext|> ends a document
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -173,6 +173,7 @@ def step_flops(config: Config) -> float:
 EVALUATED = {
     "data.source": lambda c: c.data.source, "data.tokenizer": lambda c: c.data.tokenizer,
     "data.val_fraction": lambda c: c.data.val_fraction,
+    "data.special_tokens": lambda c: c.data.special_tokens,
     "data.policy": lambda c: evaluating(c.data.policy),
     "model.context": lambda c: c.model.context,
     "model.vocab": lambda c: c.data.tokenizer == "bpe" and c.model.vocab,   # it learns as many

@@ -31,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                          help="a new folder; without it, the cache that training looks in")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="share kept for validation (%(default)s)")
+    prepare.add_argument("--special-tokens", action="store_true", help="text may spell them")
 
     show = actions.add_parser("show", help="print what a prepared folder holds, and check it")
     show.add_argument("folder", type=a_folder, metavar="DIR")
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         files = open_tokens(args.folder)
     else:
         data = DataConfig(source=args.source, tokenizer=args.tokenizer,
-                          val_fraction=args.val_fraction)
+                          val_fraction=args.val_fraction, special_tokens=args.special_tokens)
         default_vocab = builder(data.tokenizer).default_vocab
         vocab = default_vocab if args.vocab is None else args.vocab
         files = prepare_into(args.out, data, vocab) if args.out else prepare(data, vocab)

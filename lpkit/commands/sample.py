@@ -28,11 +28,12 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--cache", default="same", metavar="FORMAT", help="of keys and values: "
                         f"{'; '.join(f'{name}, {row.why}' for name, row in CACHES.items())} "
                         "(default: same)")
+    parser.add_argument("--special-tokens", action="store_true", help="prompts may spell them")
 
 
 def run(args: Namespace) -> dict:
-    settings = _checked(tokens=args.tokens, temperature=args.temperature, top_k=args.top_k,
-                        seed=args.seed, cache=args.cache)
+    names = ("tokens", "temperature", "top_k", "seed", "cache", "special_tokens")
+    settings = _checked(**{name: getattr(args, name) for name in names})
     run, prompts = opened(args.run), args.prompt or ["\n"]
     from lpkit.training.sampling import sample  # imports torch
 
@@ -42,11 +43,10 @@ def run(args: Namespace) -> dict:
 
 
 @checked
-def _checked(*, tokens: Count, temperature: PositiveOrZero, top_k: Count, seed: Seed,
-             cache: str) -> dict[str, int | float | str]:
+def _checked(*, tokens: Count, temperature: PositiveOrZero, top_k: Count, seed: Seed, cache: str,
+             special_tokens: bool) -> dict[str, int | float | str]:
     pick(CACHES, cache, "cache")
-    return {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed,
-            "cache": cache}
+    return locals()
 
 
 def text(result: dict) -> str:

@@ -5,11 +5,8 @@ complete. Sizes and SHA-256 are checked whenever one is opened: about half a sec
 it brings the file into the page cache. Where a text stops, and wherever the other split took over,
 stands the tokenizer's `end` token.
 
-Nothing of a folder is executed, so many may share a cache whose tokens one has prepared: they need
-no right to write there. The checksums find damage, and not malice: who may write to the cache
-chooses what is trained on, and whoever cuts a file while it is read ends its readers.
+Nothing of a folder is executed. The checksums find damage, and not malice (docs/data.md).
 """
-
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +18,7 @@ import numpy as np
 from lpkit import files, records
 from lpkit.config import DataConfig
 from lpkit.contracts import Tokenizer
-from lpkit.datasets.tokenizers import builder, identity, tokenizer_from_dict
+from lpkit.datasets.tokenizers import builder, tokenizer_from_dict
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.values import Count, Folder, Place, checked
 
@@ -65,9 +62,11 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
 def _open_as(data: DataConfig) -> TokenFiles:
     """`data.source`, as it is. Raises ConfigError where `data` says otherwise."""
     opened = open_tokens(data.source)
-    same = records.digest(opened.tokenizer.to_dict()) == identity(data.tokenizer, builder(data.tokenizer))
+    same = data.tokenizer == opened.tokenizer.name or records.digest(
+        opened.tokenizer.to_dict()) == getattr(builder(data.tokenizer), "identity", None)
     for key, has in (("tokenizer", data.tokenizer if same else opened.tokenizer.name),
-                     ("val_fraction", opened.header["val_fraction"])):
+                     ("val_fraction", opened.header["val_fraction"]),
+                     ("special_tokens", opened.header.get("special_tokens", False))):
         if getattr(data, key) != has:
             raise ConfigError(f"{data.source} was prepared with {key} {has}, but data.{key} is "
                               f"{getattr(data, key)}; set data.{key}={has}, or prepare the "
@@ -93,6 +92,9 @@ def open_tokens(folder: Place) -> TokenFiles:
         dtype = DTYPES[header["dtype"]]
         maps = {split: _mapped(folder / f"{split}.bin", header["splits"][split], dtype)
                 for split in SPLITS}
+        model = header["tokenizer"].get("model") or {}
+        if "altered" not in header and (model.get("truncation") or model.get("padding")):
+            raise DamagedError("its tokenizer cut texts, or padded them")
         return TokenFiles(folder=folder, header=header,
                           tokenizer=tokenizer_from_dict(header["tokenizer"]), **maps)
     except DamagedError as error:
@@ -130,12 +132,8 @@ def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
 
 
 def byte_unigram_entropy(opened: TokenFiles) -> float:
-    """Nats per token of the validation split under the token frequencies of the training split.
-
-    What a model reaches that knows only how often each token (with `bytes`: each byte) occurs, and
-    so the first mark that a training run must pass. One is added to every count, so that a token
-    never seen in training costs finitely.
-    """
+    """Returns the nats per token of the validation split under the token frequencies of the training
+    split. One is added to every count, so that a token never seen in training costs finitely."""
     train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
     return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
 

@@ -144,8 +144,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """The training split of a dataset on the Hugging Face hub, streamed: nothing is kept but the
-    token files."""
+    """The training split of a dataset on the Hugging Face hub, streamed and not kept."""
 
     name: str                   # hf:owner/name or hf:owner/name:subset
 
@@ -191,16 +190,19 @@ Source = Files | HubSource
 
 def _walk(root: Path, suffixes: tuple[str, ...],
           without: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Finds files under `root` with such names, by relative path. Hidden folders, links to folders
-    and folders named in `without` are left. Every run walks: no Path for what is left."""
-    files, without = [], without | {"__pycache__"}
-    for folder, below, names in os.walk(root):
-        below[:] = [name for name in below if not name.startswith(".") and name not in without]
+    """Finds files under `root` with such names, by relative path. Hidden folders and folders named
+    in `without` are left. Every run walks: no Path for what is left."""
+    files = []
+    for folder, below, names in os.walk(root, onerror=lambda error: (_ for _ in ()).throw(error)):
+        below[:] = [name for name in below if not name.startswith(".")
+                    and name != "__pycache__" and name not in without]
+        if linked := [name for name in below if not without and Path(folder, name).is_symlink()]:
+            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none is "
+                              f"followed; read its text by a glob with **, or remove the link")
         for name in names:
-            if name.endswith(suffixes) and not name.startswith("."):
+            if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
-                if path.is_file():
-                    files.append((path.relative_to(root).as_posix(), path))
+                files.append((path.relative_to(root).as_posix(), path))
     return sorted(files)
 
 
@@ -209,7 +211,7 @@ def _matches(pattern: Path) -> list[tuple[str, Path]]:
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     keys = glob.glob("/".join(parts[fixed:]), root_dir=root, recursive=True)
-    return sorted((key, root / key) for key in keys if (root / key).is_file())
+    return sorted((key, root / key) for key in keys if not (root / key).is_dir())
 
 
 @contextlib.contextmanager
@@ -226,7 +228,8 @@ def _sentences(path: Path) -> Iterator[None]:
         if not isinstance(error, OSError) and type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"cannot read {named(path)}: {why}; {WAY_OUT}") from None
+        where = getattr(error, "filename", None) or path
+        raise ConfigError(f"cannot read {named(where)}: {why}; {WAY_OUT}") from None
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -263,11 +266,10 @@ def _checked(text: str, where: object) -> str:
 def _field(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else row
     if not isinstance(text, str):
-        has = f"it is {type(row).__name__}"
-        if isinstance(row, dict):
-            has = f"its fields are {shown(', '.join(map(str, row)))[1:-1]}"
-        raise ConfigError(f"{where} has no field 'text' ({has}); rename the field that holds the "
-                          f"text")
+        has = f"{shown(text)} ({type(text).__name__}) in the place of its text"
+        if isinstance(row, dict) and "text" not in row:
+            has = f"no field 'text' (its fields are {shown(', '.join(map(str, row)))[1:-1]})"
+        raise ConfigError(f"{where} has {has}; write text there, or rename the field that holds it")
     if len(text) > MOST_DOCUMENT_CHARS:
         raise ConfigError(f"{where} is one document of {len(text):,} characters, and at most "
                           f"{MOST_DOCUMENT_CHARS:,} are held in memory; divide it")
@@ -304,8 +306,8 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
         raise ConfigError(f"{named(path)} needs the package `pyarrow`; pip install "
                           f"'lpkit[data]', or convert it to .jsonl") from None
     table = parquet.ParquetFile(stream)
-    if "text" not in table.schema_arrow.names:
-        raise ConfigError(f"{named(path)} has no column 'text' (its columns are "
+    if (count := table.schema_arrow.names.count("text")) != 1:
+        raise ConfigError(f"{named(path)} has {count or 'no'} columns 'text' (its columns are "
                           f"{shown(', '.join(table.schema_arrow.names))}); rename the column "
                           f"that holds the text")
     rows = (text for batch in table.iter_batches(batch_size=256, columns=["text"])

@@ -1,9 +1,7 @@
-"""Text to token ids and back. To add one: a class that satisfies contracts.Tokenizer with `build`,
-and a row below.
+"""Text to token ids and back. To add a tokenizer: a subclass of `Named`, and a row below.
 
-Every tokenizer has an `end` token that closes each document. Text given to `encode` can never
-produce it: a prompt or a corpus that spells `<|endoftext|>` gets the ordinary tokens of those
-characters.
+Every tokenizer has an `end` token that closes each document. Text produces no special token: where
+it spells `<|endoftext|>`, it gets the ordinary tokens of these characters, unless `special` is set.
 """
 
 import contextlib
@@ -15,41 +13,50 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from lpkit import records
 from lpkit.contracts import Tokenizer
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, named, pick, shown
 from lpkit.files import PACKAGE, expanded, write_atomically
 from lpkit.processes import Children, new_folder
 
 END_OF_TEXT = "<|endoftext|>"
-FILE = "tokenizer.json"
+FILE = "tokenizer.json"     # the library's; transformers uses it as SETTINGS say
+CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja")
+PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
+          "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~caf\u00e9~"
+          "\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~" + "a b\n" * 999).split("~")
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
 
 
 class Named:
-    """A tokenizer whose name says everything about it, because it learns nothing."""
+    """A tokenizer that learns nothing. `ends`: the ids that end what a model writes."""
 
-    name: ClassVar[str]
+    name: str
+    ends: frozenset[int] = frozenset()
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
         return cls()
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.array(self.encode(text), np.uint32)
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        """Returns the ids of a part of a document, `continued` where it is not the first, and where
+        they decode to other text; empty: nowhere."""
+        return np.array(self.encode(text, special), np.uint32), ""
+
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        return self.encode(text, special)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Tokenizer:
-        return cls()
 
 
 class Bytes(Named):
@@ -61,49 +68,71 @@ class Bytes(Named):
     vocab = 256
     end = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        if special:
+            raise ConfigError("bytes have no special tokens; leave special_tokens out")
         return list(text.encode())
 
-    def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode(), np.uint8)
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        self.encode("", special)
+        return np.frombuffer(text.encode(), np.uint8), ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A model may cut a character in two, or have a larger vocabulary: 0xff is never UTF-8, so
-        # both show as U+FFFD.
+        # half a character, and an id that is no byte, show as U+FFFD: 0xff is never UTF-8
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode(errors="replace")
 
 
 class BPE(Named):
-    """Byte-level BPE with GPT-2's pre-tokenisation, trained with the `tokenizers` library (Sennrich
-    et al. 2016).
-
-    Every byte is in the vocabulary, so that every text has tokens and decodes to itself.
-    """
+    """A tokenizer of the `tokenizers` library: a byte-level BPE (Sennrich et al. 2016) learned here,
+    with GPT-2's pre-tokenisation, from which every text comes back; or a folder's, of any kind.
+    `values`: "model", the library's JSON; "files", those of a folder's SETTINGS."""
 
     name = "bpe"
     default_vocab = 8192
 
-    def __init__(self, model: str, end: int | None = None):
-        """`model`: the library's own JSON. `end`: the id that closes a document, None: <|endoftext|>'s."""
+    def __init__(self, values: Mapping[str, Any]):
         from tokenizers import Tokenizer as Library
 
         try:
-            self._model = Library.from_str(model)
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"this is not a BPE tokenizer of the `tokenizers` library ({error}); "
-                              f"prepare the corpus again") from None
-        self._model.encode_special_tokens = True    # in a text, <|endoftext|> is 13 characters
-        self.vocab = self._model.get_vocab_size()
-        self._asked, spelled = end, self._model.token_to_id(END_OF_TEXT)
-        self.end = spelled if end is None else end
-        if self.end is None or not 0 <= self.end < self.vocab:
-            raise ConfigError(f"this tokenizer has {self.vocab:,} tokens, and {self.end} is none that "
-                              f"can end a document; say eos_token_id in config.json")
+            self._model = model = Library.from_str(json.dumps(values.get("model")))
+            model.no_truncation()       # it was saved as it was used last
+            model.encode("\U0010ffff")  # has it a token for what it does not know?
+        except Exception as error:      # the library raises bare Exception
+            raise ConfigError(f"this is not a tokenizer of the `tokenizers` library ({error}); save "
+                              f"it again, or prepare the corpus again") from None
+        model.no_padding()
+        if hasattr(model.model, "dropout"):     # of merges, by chance
+            model.model.dropout = None
+        self._values = {"name": type(model.model).__name__.lower(), **values}
+        self.name, self._files = self._values["name"], values.get("files", {})
+        self.vocab = 1 + max(model.get_vocab().values(), default=-1)
+        first, last = self._ids(CONFIG, "eos_token_id"), self._ids(GENERATION, "eos_token_id")
+        self.ends = frozenset(last if GENERATION in self._files else first)
+        ends = first or last or self._ids(TOKENS, "eos_token") or self._ids(MAP, "eos_token")
+        self.end = values.get("end", [*ends, model.token_to_id(END_OF_TEXT)][0])
+        if self.end is None:
+            raise ConfigError(f"no token of this tokenizer is known to end a document; say "
+                              f"eos_token_id in {CONFIG}")
+        model.add_special_tokens([model.id_to_token(self.end)])
+        added = model.get_added_tokens_decoder()
+        self._special = {self.end, *(i for i, one in added.items() if one.special)}
+
+    def _ids(self, name: str, key: str) -> list[int]:
+        """Returns the ids that the file `name` gives, by number or by text. Raises ConfigError."""
+        said = self._files.get(name, {}).get(key)
+        each = said if isinstance(said, list) else [said] * (said is not None)
+        if not key.endswith("_id"):
+            texts = [one.get("content") if isinstance(one, Mapping) else one for one in each]
+            each = [self._model.token_to_id(one) if isinstance(one, str) else None for one in texts]
+        if said == [] or not all(type(one) is int and 0 <= one < self.vocab and
+                                 self._model.id_to_token(one) is not None for one in each):
+            raise ConfigError(f"{name} has {key}={shown(said)}, which is no token of {FILE}; correct "
+                              f"it, or leave it out")
+        return each
 
     @classmethod
     def build(cls, vocab: int, texts: Texts, cache_dir: Path) -> "BPE":
-        """Learn `vocab` entries from `texts`, or take them from the cache: they are kept under the
-        texts' own hash."""
+        """Learns `vocab` entries from `texts`, or takes them from the cache, by the texts' hash."""
         if vocab < 257:
             raise ConfigError(f"model.vocab={vocab} is too small for data.tokenizer=bpe, which "
                               f"starts from 256 bytes and {END_OF_TEXT}; use at least 257 (8192 is "
@@ -121,25 +150,41 @@ class BPE(Named):
             cache_dir.mkdir(parents=True, exist_ok=True)
             # whose texts were private, has entries that are
             write_atomically(cached, records.sealed({"model": model}), 0o600)
-        return cls(model)
+        return cls({"model": json.loads(model)})
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        self._model.encode_special_tokens = not special
+        ids = self._model.encode(text, add_special_tokens=False).ids
+        if not special and (found := self._special.intersection(ids)):
+            raise ConfigError(f"a text gives the special token {self._model.id_to_token(min(found))}; "
+                              f"take out what gives it, or set special_tokens=true")
+        return ids
+
+    def part(self, text: str, special: bool, continued: bool) -> tuple[np.ndarray, str]:
+        lead = self.encode("\n", True) if continued else []
+        if self.encode("\na", True) == [*lead, *self.encode("a", True)]:
+            lead = []       # nothing is put before a text
+        whole = "\n" * bool(lead) + text
+        ids = self.encode(whole, special)
+        back = self._model.decode(ids, skip_special_tokens=False)
+        if ids[:len(lead)] != lead:     # the line break is part of a longer token
+            lead, ids, back = [], self.encode(text, special), f"\n {text}"
+        at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
+        found = f"{shown(whole[at:at + 30])} comes back as {shown(back[at:at + 30])}"
+        return np.array(ids[len(lead):], np.uint32), found * (back != whole)
+
+    def prompt(self, text: str, special: bool = False) -> list[int]:
+        self.encode(text, special)      # refuses
+        return self._model.encode(text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        # The library drops ids that it does not know; here they show, as the cut character of a
-        # byte model does.
+        # the library drops ids that it does not know; here they show
         runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab)
         return "".join(self._model.decode(list(run), skip_special_tokens=False) if known else
                        "\ufffd" * len(list(run)) for known, run in runs)
 
     def to_dict(self) -> dict[str, Any]:
-        own = {} if self._asked is None else {"end": self._asked}
-        return {"name": self.name, "model": json.loads(self._model.to_str()), **own}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "BPE":
-        return cls(json.dumps(values.get("model")), values.get("end"))
+        return self._values
 
 
 class GPT2(Named):
@@ -153,19 +198,15 @@ class GPT2(Named):
             import tiktoken
 
             self._model = tiktoken.get_encoding("gpt2")
-        except ImportError:
-            raise ConfigError("data.tokenizer=gpt2 needs the package `tiktoken`; pip install "
-                              "'lpkit[data]', or use data.tokenizer=bpe, which is trained on the "
-                              "source") from None
-        except Exception as error:  # requests' errors, a bad checksum, a proxy's page
-            raise ConfigError(f"the files of data.tokenizer=gpt2 are not in tiktoken's cache and "
-                              f"cannot be fetched ({type(error).__name__}); go online once, or use "
-                              f"data.tokenizer=bpe, which is trained on the source") from None
+        except Exception as error:  # no package, requests' errors, a bad checksum, a proxy's page
+            raise ConfigError(f"data.tokenizer=gpt2 needs `tiktoken`, of 'lpkit[data]', and its files, "
+                              f"fetched once ({type(error).__name__}); or use data.tokenizer=bpe") from None
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
 
-    def encode(self, text: str) -> list[int]:
-        return self._model.encode_ordinary(text)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        return self._model.encode(text, allowed_special="all" if special else set(),
+                                  disallowed_special=())
 
     def decode(self, ids: Iterable[int]) -> str:
         parts = (self._model.decode_single_token_bytes(i) if 0 <= i < self.vocab else b"\xff"
@@ -176,39 +217,37 @@ class GPT2(Named):
 TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 
 
-class OfFolder:
-    """The tokenizer of a run, or of a folder of transformers, in the place of a row."""
-
-    def __init__(self, folder: Path):
-        said, path = records.of_others(folder / FILE), folder / "config.json"
-        if records.SUM in said:
-            said = records.read(folder / FILE)
-        else:               # the library's own
-            end = records.of_others(path).get("eos_token_id") if path.is_file() else None
-            said = {"name": "bpe", "model": said, "end": end[0] if isinstance(end, list) else end}
-        self.tokenizer = tokenizer_from_dict(said)
-        self.default_vocab = self.tokenizer.vocab
-
-    def build(self, vocab: int, texts: Texts, cache_dir: Path) -> Tokenizer:
-        return self.tokenizer
+def of_folder(folder: Path) -> Tokenizer:
+    """Reads the tokenizer of a run, or of a folder of transformers. Raises ConfigError."""
+    said = records.of_others(folder / FILE)
+    if records.SUM in said:
+        return tokenizer_from_dict(records.read(folder / FILE))
+    files = {name: (records.of_others if ".json" in name else records.text_of)(folder / name)
+             for name in SETTINGS if (folder / name).is_file()}
+    files[CONFIG] = {k: one for k, one in files.get(CONFIG, {}).items() if k.endswith("_token_id")}
+    files.get(TOKENS, {}).pop("auto_map", None)     # names code
+    found = BPE({"model": said, "files": files})
+    for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
+        warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss is "
+                      f"of that text, and compares with no loss per byte", stacklevel=3)
+        break
+    return found
 
 
 def builder(name: str) -> Any:
     """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
     if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
-        return OfFolder(expanded(name))
+        found = of_folder(expanded(name))
+        return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
+                               identity=records.digest(found.to_dict()))
     return pick(TOKENIZERS, name, "tokenizer")
 
 
-def identity(name: str, kind: Any) -> str:
-    """Returns what tells `kind`, the builder of that name, from others."""
-    return records.digest(kind.tokenizer.to_dict()) if isinstance(kind, OfFolder) else name
-
-
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_dict` described; a checkpoint keeps it, so that sampling needs no
-    corpus."""
-    return pick(TOKENIZERS, str(values.get("name")), "tokenizer").from_dict(values)
+    """Returns the tokenizer that `to_dict` described."""
+    if "model" in values:
+        return BPE({key: values[key] for key in ("name", "model", "end", "files") if key in values})
+    return pick(TOKENIZERS, str(values.get("name")), "tokenizer")()
 
 
 def _first(texts: Iterator[str], chars: int) -> Iterator[str]:

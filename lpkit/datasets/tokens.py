@@ -1,6 +1,4 @@
-"""Text becomes token files (`lpkit.datasets.prepared`), once: the folder is written under a temporary
-name, synced and renamed, so that a folder with a header is complete.
-"""
+"""Text becomes token files (`lpkit.datasets.prepared`), once."""
 
 import contextlib
 import errno
@@ -30,7 +28,7 @@ from lpkit.datasets.prepared import (
     is_prepared,
     open_tokens,
 )
-from lpkit.datasets.tokenizers import builder, identity
+from lpkit.datasets.tokenizers import builder
 from lpkit.errors import ConfigError, DamagedError, named, shown
 from lpkit.values import Count, Folder, checked
 
@@ -38,8 +36,7 @@ from lpkit.values import Count, Folder, checked
 @checked
 def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
-    """The same in a folder of your choice, which must be new or empty. It can be moved, and used as
-    a data.source."""
+    """Does the same in a new or empty folder, which can be moved, and used as a data.source."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, or "
                           f"remove it first")
@@ -56,7 +53,8 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     kind = builder(data.tokenizer)
     source = sources.find(data.source)
     cache = cache_dir or files.cache_dir("tokens")
-    folder = asked or cache / _name(source, data, vocab, identity(data.tokenizer, kind))
+    folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
+    folder = asked or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with _disk_sentences(folder):
         found, _ = _opened(folder)      # whose cache it is, need not let us write
@@ -91,7 +89,7 @@ def _name(source: sources.Source, data: DataConfig, vocab: int, who: str) -> str
     """Names the folder after what decides its content; `who`: the tokenizer's identity."""
     learned = vocab if data.tokenizer == "bpe" else None
     facts = [FORMAT, VERSION, source.name, source.fingerprint(), who, learned,
-             data.val_fraction]
+             data.val_fraction, *["special"] * data.special_tokens]
     last = source.name.lower().rpartition("/")[2]
     stem = re.sub(r"[^a-z0-9]+", "-", last)[:40].strip("-") or "text"
     return f"{stem}-{who[:16]}-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
@@ -115,25 +113,31 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
             path = folder / f"{split}.bin"
             path.touch(source.mode())
             file = stack.enter_context(path.open("wb"))
-            writers[split] = _Writer(file, DTYPES[dtype], tokenizer.end)
-        unfinished = None
+            writers[split] = _Writer(file, DTYPES[dtype], tokenizer.end, data.special_tokens)
+        unfinished, altered = None, []
         for piece in source.pieces():
             split = SPLITS[sources.is_validation(piece.key, data.val_fraction)]
-            if unfinished and unfinished is not writers[split]:
+            continued = unfinished is writers[split]
+            if unfinished and not continued:
                 unfinished.end()            # its text goes on in the other split
             unfinished = writers[split]
-            unfinished.write(tokenizer.encode_array(piece.text))
+            ids, differs = tokenizer.part(piece.text, data.special_tokens, continued)
+            altered += [differs] * bool(differs)
+            unfinished.write(ids)
             if piece.ends:
                 unfinished.end()
                 unfinished = None
             bar.update(len(piece.text) if piece.text.isascii() else len(piece.text.encode()))
     facts = {split: writer.facts() for split, writer in writers.items()}
     _neither_empty(source, data, facts)
+    if altered:
+        warnings.warn(f"{len(altered):,} parts of {shown(source.name)} decode to another text "
+                      f"({altered[0]}); val_loss is of it, and not per byte of the source", stacklevel=5)
     header = {"format": FORMAT, "version": VERSION, "source": source.header(),
               "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": dtype,
-              "val_fraction": data.val_fraction, "splits": facts,
+              "val_fraction": data.val_fraction, "splits": facts, "altered": len(altered),
               "date": datetime.now(UTC).isoformat(timespec="seconds"),
-              "tokenizer": tokenizer.to_dict()}
+              "special_tokens": data.special_tokens, "tokenizer": tokenizer.to_dict()}
     files.write_atomically(folder / "header.json", records.sealed(header), source.mode())
 
 
@@ -152,8 +156,9 @@ def _neither_empty(source: sources.Source, data: DataConfig, facts: dict[str, di
 class _Writer:
     """Ids to one file, counted and hashed on the way: memory holds one piece."""
 
-    def __init__(self, file: BinaryIO, dtype: np.dtype, end: int):
+    def __init__(self, file: BinaryIO, dtype: np.dtype, end: int, special: bool):
         self.file, self.dtype, self.last = file, dtype, np.array([end], dtype)
+        self.special, self.ended = special, False       # a text may end itself
         self.digest, self.tokens, self.documents, self.largest = hashlib.sha256(), 0, 0, -1
 
     def write(self, ids: np.ndarray) -> None:
@@ -163,10 +168,12 @@ class _Writer:
             self.digest.update(data)
             self.tokens += ids.size
             self.largest = max(self.largest, int(ids.max()))
+            self.documents += int((ids == self.last[0]).sum())
+            self.ended = self.special and ids[-1] == self.last[0]
 
     def end(self) -> None:
-        self.write(self.last)
-        self.documents += 1
+        if not self.ended:
+            self.write(self.last)
 
     def facts(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "documents": self.documents, "largest": self.largest,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from lpkit.datasets.tokenizers import tokenizer_from_dict
+from lpkit.datasets.tokenizers import CONFIG, FILE, TOKENS, tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.files import own_folder, whole_folder
 from lpkit.techniques.adapters import CODED
@@ -55,14 +55,14 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
             return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}
+        files, kept = {CONFIG: about}, run.tokenizer.get("files", {})
         if library := run.tokenizer.get("model"):
-            (folder / "tokenizer.json").write_text(json.dumps(library))
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # else a class is chosen by the model's name, which may split text in another way
-            named = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            spelled = {one["id"]: one["content"] for one in library["added_tokens"]}
-            if end in spelled:
-                named["eos_token"] = spelled[end]
-            (folder / "tokenizer_config.json").write_text(json.dumps(named, indent=1) + "\n")
-        (folder / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+            spelled = {one["id"]: {"eos_token": one["content"]} for one in library["added_tokens"]}
+            named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
+            files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
+        for name, said in files.items():
+            text = said if isinstance(said, str) else json.dumps(said, indent=1) + "\n"
+            (folder / name).write_text(text, encoding="utf-8")
     return out

@@ -192,4 +192,4 @@ def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
     if not (folder / tokenizers.FILE).is_file():
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")
-    return tokenizers.OfFolder(folder).tokenizer.to_dict()
+    return tokenizers.of_folder(folder).to_dict()

@@ -40,7 +40,7 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 # What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
 # the order in which ranks add up.
 MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-              "precision.telemetry_every", "imports", "start.run", "data.scores"}
+              "precision.telemetry_every", "imports", "start.run", "data.scores", "data.special_tokens"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 OF_RUN = "# The run: "
 

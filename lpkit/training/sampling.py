@@ -31,10 +31,11 @@ from lpkit.values import Count, Place, PositiveOrZero, Seed, checked, utf8
 @checked
 def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Count = 200,
            temperature: PositiveOrZero = 0.8, top_k: Count | None = 50, seed: Seed = 0,
-           device: str = "cpu", cache: str = "same") -> str | list[str]:
+           device: str = "cpu", cache: str = "same", special_tokens: bool = False
+           ) -> str | list[str]:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
     list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
-    is a row of `techniques.caches.CACHES`.
+    is a row of `techniques.caches.CACHES`. Prompts may spell `special_tokens`, and end tokens end texts.
 
     With rotary positions, a full context loses its oldest token for each new one. With learned
     positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that
@@ -47,18 +48,24 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
     refuse_keys_to_come(run.config.model)
     training = cast_once(trained(run, device))
     tokenizer = tokenizer_from_dict(run.tokenizer)
-    texts = [prompt] if isinstance(prompt, str) else prompt
+    texts = [prompt] if isinstance(prompt, str) else list(prompt)
     for one in texts:
         utf8("prompt", one)
-    prompts = [tokenizer.encode(one) for one in texts]
+    prompts = [tokenizer.prompt(one, special_tokens) for one in texts]
     if not prompts:
         raise ConfigError("there is no prompt in the list; give at least one")
     if not all(prompts):
         which = f"prompt {prompts.index([]) + 1}" if len(prompts) > 1 else "the prompt"
         raise ConfigError(f"{which} is empty; give at least one character")
     rngs = [torch.Generator(device).manual_seed((seed + i) % 2**63) for i in range(len(prompts))]
-    new = zip(*generate(training, prompts, tokens, temperature, top_k, rngs, cache))
-    texts = [tokenizer.decode([*ids, *more]) for ids, more in zip(prompts, new, strict=True)]
+    steps, ended = [], {}
+    for step in generate(training, prompts, tokens, temperature, top_k, rngs, cache):
+        ended = {i: len(steps) for i, one in enumerate(step) if one in tokenizer.ends} | ended
+        steps.append(step)
+        if len(ended) == len(prompts):
+            break
+    for i, (ids, new) in enumerate(zip(prompts, zip(*steps))):
+        texts[i] += tokenizer.decode([*ids, *new[:ended.get(i)]])[len(tokenizer.decode(ids)):]
     return texts[0] if isinstance(prompt, str) else texts
 
 
