@@ -20,7 +20,7 @@ from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, shown
 from lpkit.nn.adapters import Dora, Lora, side_by_side
 from lpkit.techniques.adapters import CODED, LoraSettings, virtual
-from lpkit.training import build, families, start
+from lpkit.training import build, families, imported, start
 from lpkit.training.families import Family
 from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
@@ -28,6 +28,17 @@ from lpkit.training.runs import Run
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 PLAIN = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
          "alpha_pattern": {}}
+# keys of peft that change nothing of what a saved adapter computes, or that are read here; values
+# that other keys may have; and values of keys that are switched off
+FREE = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora",
+        "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config",
+        "eva_config", "num_virtual_tokens", "num_attention_heads", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
+        "tokenizer_kwargs", "init_weights", "encoder_hidden_size", "prefix_projection"}
+MEANS = {"task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
+         "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
+         "num_transformer_submodules": (None, 1)}
+OFF = (None, False, [], {})
 LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAGNITUDE = "lora_magnitude_vector"
 
@@ -129,35 +140,72 @@ def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) 
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """Makes a run of LoRA that begins from `base`, of peft's files. What they do not adapt of q, k
-    and v, or of gate and up, has an A and a B of zeros. Raises ConfigError."""
+    """Makes a run that begins from `base`, of peft's files: exactly the model that peft loads. What
+    they do not adapt of q, k and v, of gate and up, and of other layers has an A and a B of zeros.
+    Raises ConfigError, with the name of the key, for what this kit does not compute."""
     said, m = records.of_others(folder / CONFIG), base.config.model
-    if said.get("peft_type") in VIRTUAL:
-        return _bring_virtual(folder, said, base, out)
-    for key, due in PLAIN.items():
-        if (has := said.get(key, due)) != due and has:
-            raise ConfigError(f"{str(folder)!r} has {key}={shown(has)}, and this kit reads adapters "
-                              f"with {key}={due}")
-    family, theirs, r = families.of_model(m), load_file(folder / WEIGHTS), said["r"]
-    transposed, used = _lies_transposed(family, m), set()
+    kind, means = said.get("peft_type"), MEANS
+    if learned := isinstance(kind, str) and kind in VIRTUAL:
+        width = m.D if VIRTUAL[kind] == "prompt" else m.G * m.E
+        means = MEANS | {"token_dim": (None, width), "num_layers": (None, m.L),
+                         "task_type": ("CAUSAL_LM",)}       # else peft leaves the places out
+    elif kind != PLAIN["peft_type"]:
+        raise ConfigError(f"{str(folder)!r} has peft_type={shown(kind)}, and this kit reads adapters "
+                          f"with peft_type={' or '.join((PLAIN['peft_type'], *VIRTUAL))}")
+    for key, value in {**dict.fromkeys(means), **said}.items():
+        if key not in FREE and value not in (fine := means.get(key, OFF)):
+            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads adapters "
+                              f"with {key}={' or '.join(map(str, fine))}")
+    imported.header(folder / WEIGHTS)       # says whether it is whole
+    theirs = load_file(folder / WEIGHTS)
+    if learned:
+        return _bring_virtual(folder, said, theirs, base, out)
+    family, targets = families.of_model(m), said.get("target_modules")
+    r, alpha = said.get("r", 8), said.get("lora_alpha", 8)
+    for key, value, kinds in (("r", r, int), ("lora_alpha", alpha, (int, float))):
+        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
+            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, which must be a positive "
+                              f"number")
+    if targets != "all-linear" and not (
+            isinstance(targets, list) and all(isinstance(one, str) for one in targets)):
+        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, which must be a list "
+                          f"of names, or all-linear; list the modules that it adapts")
+    transposed, dora = _lies_transposed(family, m), bool(said.get("use_dora"))
     of = {name.removesuffix(".weight"): [
-        PREFIX + family.named(one).removesuffix(".weight") for one in family.parts(name, t, m)]
-        for name, t in parameters(m).items() if name.startswith("blocks.") and t.ndim == 2}
-    ours = {name: keys for name, keys in of.items()
-            if any(f"{key}.lora_A.weight" in theirs for key in keys)}
-    scale = said["lora_alpha"] / (r**0.5 if said.get("use_rslora") else r)
+        family.named(one).removesuffix(".weight") for one in family.parts(name, t, m)]
+        for name, t in parameters(m).items() if t.ndim == 2}
+    aimed = {key for name, keys in of.items() for key in keys if (
+        name.startswith("blocks.") if targets == "all-linear" else
+        any(f".{key}".endswith(f".{one}") for one in targets))}
+    ends = [".lora_A.weight", ".lora_B.weight", *([f".{MAGNITUDE}"] if dora else [])]
+    due = {f"{PREFIX}{key}{end}" for key in aimed for end in ends}
+    if wrong := min(due ^ theirs.keys(), default=""):
+        raise ConfigError(f"{str(folder)!r} {'lacks' if wrong in due else 'has'} {shown(wrong)}, "
+                          f"which does not agree with target_modules={shown(targets)} and a model "
+                          f"like {str(base.path)!r}; get the whole folder again")
+    ours = {name for name, keys in of.items() if aimed.intersection(keys)}
+    if not ours or not all(name.startswith("blocks.") for name in ours):
+        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, and this kit adapts "
+                          f"the Linears of blocks, one at least")
     config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [{
-        "name": "dora" if said.get("use_dora") else "lora", "rank": r, "alpha": scale * r, "shared": transposed,
+        "name": "dora" if dora else "lora", "rank": r, "shared": transposed,
+        "alpha": alpha * r**0.5 if said.get("use_rslora") else alpha,
         "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
+
+    def found(name: str, blank: Tensor) -> Tensor:
+        t = theirs.get(f"{PREFIX}{name}", blank)
+        if t.shape != blank.shape:
+            raise ConfigError(f"{name} of {str(folder)!r} is {tuple(t.shape)}, and one of rank {r} for "
+                              f"{str(base.path)!r} is {tuple(blank.shape)}; they are not of one model")
+        return t
+
     for name, one in _loras(model):
-        pairs = []
-        for key, B in zip(ours[name], one.B):
-            names = [f"{key}.lora_{ab}.weight" for ab in "AB"]
-            blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
-            pairs.append([theirs.get(n, t) for n, t in zip(names, blank)])
-            used |= {*names}
+        A = torch.zeros(r, one.in_features)
+        pairs = [(found(f"{key}.lora_A.weight", A),
+                  found(f"{key}.lora_B.weight", torch.zeros_like(B.weight)))
+                 for key, B in zip(of[name], one.B)]
         if transposed:      # of one matrix, whose rows lie otherwise
             [(A, B)] = pairs
             pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
@@ -167,19 +215,20 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
                 B.weight.copy_(t)
             if isinstance(one, Dora):       # those that are not adapted keep theirs
                 lengths = family.parts(f"{name}.bias", one.magnitude, m).values()
-                names = [f"{key}.{MAGNITUDE}" for key in ours[name]]
-                used |= {*names}
                 one.magnitude.copy_(family.whole(
-                    f"{name}.bias", [theirs.get(n, t) for n, t in zip(names, lengths)], m))
-    if left := theirs.keys() - used:
-        raise ConfigError(f"{str(folder)!r} adapts {shown(min(left))}, which is no Linear of a block "
-                          f"of {str(base.path)!r}")
+                    f"{name}.bias", [found(f"{key}.{MAGNITUDE}", t)
+                                     for key, t in zip(of[name], lengths)], m))
     return _trained_elsewhere(config, model, base, out, began)
 
 
-def _bring_virtual(folder: Path, said: Mapping[str, Any], base: Run, out: Path) -> Run:
+def _bring_virtual(folder: Path, said: Mapping[str, Any], theirs: Mapping[str, Tensor], base: Run,
+                   out: Path) -> Run:
     """A prefix that an MLP made is in the file as it made it."""
-    learned, name = load_file(folder / WEIGHTS)[LEARNED], VIRTUAL[said["peft_type"]]
+    name, learned = VIRTUAL[said["peft_type"]], theirs.get(LEARNED)
+    if [*theirs] != [LEARNED] or learned.ndim != 2 \
+            or len(learned) != said.get("num_virtual_tokens"):
+        raise ConfigError(f"{str(folder)!r} has {shown({key: tuple(t.shape) for key, t in theirs.items()})}, and a {name} of "
+                          f"num_virtual_tokens={shown(said.get('num_virtual_tokens'))} has as many rows of {LEARNED}")
     config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
         {"name": name, "length": len(learned)}]})
     began = start.read(config)

@@ -2,8 +2,8 @@
 
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
-`planned` reads the headers of its files alone, so that a model of any size is known, or refused,
-at once. `bring` then writes a checkpoint of step 0, block by block, in the memory of one block.
+`planned` reads the headers of its files, and a head that is tied and in the file all the same, so
+that a model of any size is known, or refused, at once. `bring` then writes a checkpoint of step 0, block by block, in the memory of one block.
 Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
 """
 
@@ -20,13 +20,14 @@ from torch import Tensor
 from lpkit import files, records
 from lpkit.config import Config
 from lpkit.datasets import tokenizers
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
 from lpkit.training import build, checkpoint, families, runs, shards
 from lpkit.training.families import Family
 from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -49,10 +50,7 @@ class Plan:
         """Parameters of ours as a checkpoint has them, made of those that lie mapped in the files."""
         found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
-            parts = []
-            for there in self.ours[name]:
-                with safe_open(self.places[there], framework="pt") as file:
-                    parts.append(file.get_tensor(there))
+            parts = [_tensor(self.places[there], there) for there in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
             found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
         return found
@@ -66,13 +64,17 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
                           f"folder that save_pretrained wrote")
+    if (folder / ADAPTER).exists():
+        raise ConfigError(f"{str(folder)!r} has {ADAPTER}, so that transformers adds an adapter to "
+                          f"its model; move the adapter into a folder of its own, and import it "
+                          f"with --base")
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
     if model.L > len(headers):          # before so many are built
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
-    tied = {family.named("head.weight")} if model.tied else set()
+    tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
     for name, t in (due := parameters(model)).items():
         theirs = {family.named(one): tuple(part.shape)
@@ -94,6 +96,13 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
                           f"of this kit has, {left[0]} first; without them it is another model")
+    for head in tied:
+        [embedding] = wanted["embed.weight"]
+        pair = [_tensor(headers[name][0], name) for name in (head, embedding)]
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+            raise ConfigError(f"config.json has tie_word_embeddings=true, and {head} is not "
+                              f"{embedding} in the files of {str(folder)!r}; set "
+                              f"tie_word_embeddings to false, as transformers reads it then")
     of = _tokenizer(folder, tokenizer)
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
@@ -150,15 +159,21 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Returns file, shape and dtype of each tensor. Raises ConfigError."""
-    names = {"model.safetensors"}
-    if (folder / INDEX).is_file():
-        names = {*records.of_others(folder / INDEX).get("weight_map", {}).values()}
-    found = {}
+    names, found = {WEIGHTS}, {}
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as transformers does
+        of = records.of_others(folder / INDEX).get("weight_map")
+        if not isinstance(of, Mapping) or not of:
+            raise ConfigError(f"{INDEX} of {str(folder)!r} has weight_map={shown(of)}, which must "
+                              f"name the file of each tensor; get it again")
+        names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
-        path = folder / files.one_name(str(name))
+        path = folder / name
         if not path.is_file():
             raise _no_shard(folder, path)
-        found |= _header(path)
+        if twice := found.keys() & (more := header(path)).keys():
+            raise ConfigError(f"{min(twice)} is in {path.name} and in {found[min(twice)][0].name}; "
+                              f"keep one of them")
+        found |= more
     for name, (path, _, kind) in found.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
@@ -166,7 +181,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     return found
 
 
-def _header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
+def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Reads what a safetensors file says of its tensors. Raises ConfigError."""
     try:
         with safe_open(path, framework="numpy") as file:    # torch would reserve all of its bytes
@@ -175,6 +190,12 @@ def _header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    """Returns a tensor that lies mapped in its file."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def _no_shard(folder: Path, path: Path) -> ConfigError:
