@@ -182,7 +182,8 @@ ALWAYS = {"is_causal": (True,), "is_encoder_decoder": (False,), "auto_map": (Non
                            "text_config", "decoder", "generator", "text_encoder", "fusion_config",
                            "kv_sharing_modes"), (None,))}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
-UNBIASED, SWITCHED = {"attention_bias": (False,)}, {"use_sliding_window": False}
+UNBIASED, WINDOW = {"attention_bias": (False,)}, {"sliding_window": 4096}
+SWITCHED = WINDOW | {"use_sliding_window": False}
 FAMILIES = (
     Family(architecture="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
            parts=_gpt2_parts, whole=_gpt2_whole, names=IN_GPT2, last="transformer.ln_f.",
@@ -206,8 +207,7 @@ FAMILIES = (
            (2048, None, None, 11008, 1e-6, 32000), {}),
           ("Qwen2", True, False, {}, (32768, 32, None, 22016, 1e-6, 151936), SWITCHED),
           ("Qwen3", False, True, UNBIASED, (32768, 32, 128, 22016, 1e-6, 151936), SWITCHED),
-          ("Mistral", False, False, {}, (131072, 8, None, 14336, 1e-6, 32000),
-           {"sliding_window": 4096}))))
+          ("Mistral", False, False, {}, (131072, 8, None, 14336, 1e-6, 32000), WINDOW))))
 
 
 def of_model(m: ModelConfig) -> Family:

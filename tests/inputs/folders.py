@@ -371,6 +371,9 @@ FILES = [       # name, base, how it is altered, expected
 ]
 
 
+WRITTEN = ("as it was saved", "in two files", "a tied head that is another", "cut off")       # as runs on the disk, too
+
+
 def with_index(value: Any) -> Callable[[Path], None]:
     return both(sharded, changed(INDEX, weight_map=value))
 
@@ -521,7 +524,7 @@ def cases() -> Iterator[Case]:
     import peft
 
     for name, kind, alter, expected in FILES:
-        yield f"{kind}: {name}", functools.partial(judge, kind, alter, expected, written=True)
+        yield f"{kind}: {name}", functools.partial(judge, kind, alter, expected, written=name in WRITTEN)
     for kind, values, expected in SPELLINGS:
         yield f"{kind}: {', '.join(f'{key}={str(value)[:150]}' for key, value in values.items())}"[:200], functools.partial(judge, kind, changed(**values), expected)
     for key in READ:
