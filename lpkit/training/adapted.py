@@ -26,19 +26,15 @@ from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-PLAIN = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
-         "alpha_pattern": {}}
-# keys of peft that change nothing of what a saved adapter computes, or that are read here; values
-# that other keys may have; and values of keys that are switched off
-FREE = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
-        "inference_mode", "r", "lora_alpha", "target_modules", "use_rslora", "use_dora",
-        "lora_dropout", "fan_in_fan_out", "megatron_core", "qalora_group_size", "runtime_config",
-        "eva_config", "num_virtual_tokens", "num_attention_heads", "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
-        "tokenizer_kwargs", "init_weights", "encoder_hidden_size", "prefix_projection"}
-MEANS = {"task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
+# keys that change nothing of a saved adapter, or are read below; and values that others may have
+FREE = {*"""auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
+    target_modules use_rslora use_dora lora_dropout fan_in_fan_out megatron_core qalora_group_size
+    runtime_config eva_config num_virtual_tokens num_attention_heads init_weights
+    prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
+    encoder_hidden_size prefix_projection""".split()}
+MEANS = {"peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
          "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
          "num_transformer_submodules": (None, 1)}
-OFF = (None, False, [], {})
 LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAGNITUDE = "lora_magnitude_vector"
 
@@ -126,8 +122,8 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
             found |= {f"{PREFIX}{key}.{MAGNITUDE}": part.clone()
                       for key, part in zip(parts, lengths.values())}
     targets = {name.split(".lora_")[0].split(".")[-1] for name in found}
-    _write(folder, PLAIN | {
-        "r": rank, "lora_alpha": lora.scale * rank, "target_modules": sorted(targets),
+    _write(folder, {
+        "peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": lora.scale * rank, "target_modules": sorted(targets),
         "use_dora": lora.name == "dora", "fan_in_fan_out": transposed}, found)
 
 
@@ -140,72 +136,54 @@ def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) 
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """Makes a run that begins from `base`, of peft's files: exactly the model that peft loads. What
-    they do not adapt of q, k and v, of gate and up, and of other layers has an A and a B of zeros.
-    Raises ConfigError, with the name of the key, for what this kit does not compute."""
-    said, m = records.of_others(folder / CONFIG), base.config.model
-    kind, means = said.get("peft_type"), MEANS
-    if learned := isinstance(kind, str) and kind in VIRTUAL:
-        width = m.D if VIRTUAL[kind] == "prompt" else m.G * m.E
-        means = MEANS | {"token_dim": (None, width), "num_layers": (None, m.L),
+    """Makes a run that begins from `base`, of peft's files: the model that peft loads. What they do
+    not adapt of q, k and v, of gate and up, and of other layers has an A and a B of zeros. Raises
+    ConfigError, with the name of the key, for what this kit does not compute."""
+    said, m, means = records.of_others(folder / CONFIG), base.config.model, MEANS
+    kind = VIRTUAL.get(str(said.get("peft_type")))
+    if kind:
+        means = MEANS | {"token_dim": (None, m.D if kind == "prompt" else m.G * m.E),
+                         "num_layers": (None, m.L),
                          "task_type": ("CAUSAL_LM",)}       # else peft leaves the places out
-    elif kind != PLAIN["peft_type"]:
-        raise ConfigError(f"{str(folder)!r} has peft_type={shown(kind)}, and this kit reads adapters "
-                          f"with peft_type={' or '.join((PLAIN['peft_type'], *VIRTUAL))}")
     for key, value in {**dict.fromkeys(means), **said}.items():
-        if key not in FREE and value not in (fine := means.get(key, OFF)):
+        fine = means.get(key, (None, False, [], {}))        # of other keys: switched off
+        if value not in fine and key not in FREE and not (kind and key == "peft_type"):
             raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads adapters "
-                              f"with {key}={' or '.join(map(str, fine))}")
+                              f"with {key}={' or '.join(map(shown, fine))}")
     imported.header(folder / WEIGHTS)       # says whether it is whole
     theirs = load_file(folder / WEIGHTS)
-    if learned:
+    if kind:
         return _bring_virtual(folder, said, theirs, base, out)
     family, targets = families.of_model(m), said.get("target_modules")
     r, alpha = said.get("r", 8), said.get("lora_alpha", 8)
-    for key, value, kinds in (("r", r, int), ("lora_alpha", alpha, (int, float))):
-        if isinstance(value, bool) or not isinstance(value, kinds) or value <= 0:
-            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, which must be a positive "
-                              f"number")
-    if targets != "all-linear" and not (
-            isinstance(targets, list) and all(isinstance(one, str) for one in targets)):
-        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, which must be a list "
-                          f"of names, or all-linear; list the modules that it adapts")
-    transposed, dora = _lies_transposed(family, m), bool(said.get("use_dora"))
-    of = {name.removesuffix(".weight"): [
-        family.named(one).removesuffix(".weight") for one in family.parts(name, t, m)]
-        for name, t in parameters(m).items() if t.ndim == 2}
-    aimed = {key for name, keys in of.items() for key in keys if (
-        name.startswith("blocks.") if targets == "all-linear" else
-        any(f".{key}".endswith(f".{one}") for one in targets))}
-    ends = [".lora_A.weight", ".lora_B.weight", *([f".{MAGNITUDE}"] if dora else [])]
-    due = {f"{PREFIX}{key}{end}" for key in aimed for end in ends}
-    if wrong := min(due ^ theirs.keys(), default=""):
-        raise ConfigError(f"{str(folder)!r} {'lacks' if wrong in due else 'has'} {shown(wrong)}, "
-                          f"which does not agree with target_modules={shown(targets)} and a model "
-                          f"like {str(base.path)!r}; get the whole folder again")
-    ours = {name for name, keys in of.items() if aimed.intersection(keys)}
-    if not ours or not all(name.startswith("blocks.") for name in ours):
-        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, and this kit adapts "
-                          f"the Linears of blocks, one at least")
+    if not isinstance(targets, list) or not isinstance(alpha, (int, float)):
+        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)} and lora_alpha="
+                          f"{shown(alpha)}; they must be a list of names and a number")
+    transposed, dora, of, due = _lies_transposed(family, m), bool(said.get("use_dora")), {}, {}
+    for name, t in parameters(m).items():
+        for one, part in family.parts(name, t, m).items():
+            if not name.startswith("blocks.") or t.ndim != 2:
+                continue
+            key, size = family.named(one).removesuffix(".weight"), part.shape[::-1 if transposed else 1]
+            of.setdefault(name.removesuffix(".weight"), []).append(key)
+            if any(f".{key}".endswith(f".{target}") for target in targets):
+                due |= {f"{PREFIX}{key}.lora_A.weight": (r, size[1]),
+                        f"{PREFIX}{key}.lora_B.weight": (size[0], r),
+                        **({f"{PREFIX}{key}.{MAGNITUDE}": (size[0],)} if dora else {})}
+    _refuse_others(folder, theirs, due, f"r={r} and target_modules={shown(targets)}")
+    ours = {name for name, keys in of.items() for key in keys if f"{PREFIX}{key}.lora_A.weight" in due}
     config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [{
         "name": "dora" if dora else "lora", "rank": r, "shared": transposed,
         "alpha": alpha * r**0.5 if said.get("use_rslora") else alpha,
         "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
-
-    def found(name: str, blank: Tensor) -> Tensor:
-        t = theirs.get(f"{PREFIX}{name}", blank)
-        if t.shape != blank.shape:
-            raise ConfigError(f"{name} of {str(folder)!r} is {tuple(t.shape)}, and one of rank {r} for "
-                              f"{str(base.path)!r} is {tuple(blank.shape)}; they are not of one model")
-        return t
-
     for name, one in _loras(model):
-        A = torch.zeros(r, one.in_features)
-        pairs = [(found(f"{key}.lora_A.weight", A),
-                  found(f"{key}.lora_B.weight", torch.zeros_like(B.weight)))
-                 for key, B in zip(of[name], one.B)]
+        pairs = []
+        for key, B in zip(of[name], one.B):
+            blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
+            pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
+                          for ab, t in zip("AB", blank)])
         if transposed:      # of one matrix, whose rows lie otherwise
             [(A, B)] = pairs
             pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
@@ -215,30 +193,36 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
                 B.weight.copy_(t)
             if isinstance(one, Dora):       # those that are not adapted keep theirs
                 lengths = family.parts(f"{name}.bias", one.magnitude, m).values()
-                one.magnitude.copy_(family.whole(
-                    f"{name}.bias", [found(f"{key}.{MAGNITUDE}", t)
-                                     for key, t in zip(of[name], lengths)], m))
+                one.magnitude.copy_(family.whole(f"{name}.bias", [
+                    theirs.get(f"{PREFIX}{key}.{MAGNITUDE}", t)
+                    for key, t in zip(of[name], lengths)], m))
     return _trained_elsewhere(config, model, base, out, began)
+
+
+def _refuse_others(folder: Path, theirs: Mapping[str, Tensor], due: Mapping[str, tuple[int, ...]],
+                   why: str) -> None:
+    """Raises ConfigError for a tensor that is missing, has another shape, or has no place."""
+    has = {name: tuple(t.shape) for name, t in theirs.items()}
+    for name in sorted(has.keys() | due.keys()):
+        if has.get(name) != due.get(name):
+            raise ConfigError(f"{shown(name)} of {str(folder)!r} is {has.get(name, 'not there')}; by "
+                              f"{why} it should be {due.get(name, 'not there')}")
 
 
 def _bring_virtual(folder: Path, said: Mapping[str, Any], theirs: Mapping[str, Tensor], base: Run,
                    out: Path) -> Run:
     """A prefix that an MLP made is in the file as it made it."""
-    name, learned = VIRTUAL[said["peft_type"]], theirs.get(LEARNED)
-    if [*theirs] != [LEARNED] or learned.ndim != 2 \
-            or len(learned) != said.get("num_virtual_tokens"):
-        raise ConfigError(f"{str(folder)!r} has {shown({key: tuple(t.shape) for key, t in theirs.items()})}, and a {name} of "
-                          f"num_virtual_tokens={shown(said.get('num_virtual_tokens'))} has as many rows of {LEARNED}")
+    name, length = VIRTUAL[said["peft_type"]], said.get("num_virtual_tokens")
+    m = base.config.model
+    width = m.D if name == "prompt" else 2 * m.L * m.G * m.E
+    _refuse_others(folder, theirs, {LEARNED: (length, width)}, f"num_virtual_tokens={shown(length)}")
     config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
-        {"name": name, "length": len(learned)}]})
+        {"name": name, "length": length}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
     own = [p for p in model.parameters() if p.requires_grad]
-    if learned.shape[1] != sum(p.shape[1] for p in own):
-        raise ConfigError(f"{str(folder)!r} has vectors of {learned.shape[1]} numbers, and a {name} of "
-                          f"{str(base.path)!r} has {sum(p.shape[1] for p in own)}")
     with torch.no_grad():
-        for p, t in zip(own, learned.split([p.shape[1] for p in own], dim=1)):
+        for p, t in zip(own, theirs[LEARNED].split([p.shape[1] for p in own], dim=1)):
             p.copy_(t)
     return _trained_elsewhere(config, model, base, out, began)
 

@@ -65,9 +65,8 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
                           f"folder that save_pretrained wrote")
     if (folder / ADAPTER).exists():
-        raise ConfigError(f"{str(folder)!r} has {ADAPTER}, so that transformers adds an adapter to "
-                          f"its model; move the adapter into a folder of its own, and import it "
-                          f"with --base")
+        raise ConfigError(f"{str(folder)!r} has {ADAPTER}, which transformers adds to its model; move "
+                          f"the adapter into a folder of its own, and import it with --base")
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
@@ -97,12 +96,10 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
                           f"of this kit has, {left[0]} first; without them it is another model")
     for head in tied:
-        [embedding] = wanted["embed.weight"]
-        pair = [_tensor(headers[name][0], name) for name in (head, embedding)]
-        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
-            raise ConfigError(f"config.json has tie_word_embeddings=true, and {head} is not "
-                              f"{embedding} in the files of {str(folder)!r}; set "
-                              f"tie_word_embeddings to false, as transformers reads it then")
+        one, other = (_tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
+                              f"{head} is not its embedding; set tie_word_embeddings to false")
     of = _tokenizer(folder, tokenizer)
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
@@ -163,8 +160,8 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as transformers does
         of = records.of_others(folder / INDEX).get("weight_map")
         if not isinstance(of, Mapping) or not of:
-            raise ConfigError(f"{INDEX} of {str(folder)!r} has weight_map={shown(of)}, which must "
-                              f"name the file of each tensor; get it again")
+            raise ConfigError(f"{INDEX} has weight_map={shown(of)}, which must be an object with "
+                              f"the file of each tensor; get it again")
         names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
         path = folder / name
