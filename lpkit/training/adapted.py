@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lpkit import records
-from lpkit.config import Config, ModelConfig
+from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, shown
 from lpkit.nn.adapters import Dora, Lora, side_by_side
 from lpkit.techniques.adapters import CODED, LoraSettings, virtual
@@ -26,17 +26,17 @@ from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
+MAGNITUDE = "lora_magnitude_vector"
 # keys that change nothing of a saved adapter, or are read below; and values that others may have
 FREE = {*"""auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
     target_modules use_rslora use_dora lora_dropout fan_in_fan_out megatron_core qalora_group_size
     runtime_config eva_config num_virtual_tokens num_attention_heads init_weights
     prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
     encoder_hidden_size prefix_projection""".split()}
-MEANS = {"peft_type": ("LORA",), "task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
+MEANS = {"peft_type": ("LORA", *VIRTUAL), "task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
          "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
          "num_transformer_submodules": (None, 1)}
-LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
-MAGNITUDE = "lora_magnitude_vector"
 
 
 def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -123,8 +123,9 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
                       for key, part in zip(parts, lengths.values())}
     targets = {name.split(".lora_")[0].split(".")[-1] for name in found}
     _write(folder, {
-        "peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": lora.scale * rank, "target_modules": sorted(targets),
-        "use_dora": lora.name == "dora", "fan_in_fan_out": transposed}, found)
+        "peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": lora.scale * rank,
+        "target_modules": sorted(targets), "use_dora": lora.name == "dora",
+        "fan_in_fan_out": transposed}, found)
 
 
 def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) -> None:
@@ -136,58 +137,66 @@ def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) 
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """Makes a run that begins from `base`, of peft's files: the model that peft loads. What they do
-    not adapt of q, k and v, of gate and up, and of other layers has an A and a B of zeros. Raises
-    ConfigError, with the name of the key, for what this kit does not compute."""
+    """Makes a run of the model that peft loads: `base` with an adapter, where what the files leave out
+    has an A and a B of zeros. Raises ConfigError, with the name of the key, for another adapter."""
     said, m, means = records.of_others(folder / CONFIG), base.config.model, MEANS
-    kind = VIRTUAL.get(str(said.get("peft_type")))
-    if kind:
-        means = MEANS | {"token_dim": (None, m.D if kind == "prompt" else m.G * m.E),
-                         "num_layers": (None, m.L),
+    if kind := VIRTUAL.get(str(said.get("peft_type"))):
+        width = m.D if kind == "prompt" else m.G * m.E
+        means = MEANS | {"token_dim": (None, width), "num_layers": (None, m.L),
                          "task_type": ("CAUSAL_LM",)}       # else peft leaves the places out
     for key, value in {**dict.fromkeys(means), **said}.items():
         fine = means.get(key, (None, False, [], {}))        # of other keys: switched off
-        if value not in fine and key not in FREE and not (kind and key == "peft_type"):
+        if value not in fine and key not in FREE:
             raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads adapters "
                               f"with {key}={' or '.join(map(shown, fine))}")
     imported.header(folder / WEIGHTS)       # says whether it is whole
-    theirs = load_file(folder / WEIGHTS)
-    if kind:
-        return _bring_virtual(folder, said, theirs, base, out)
-    family, targets = families.of_model(m), said.get("target_modules")
+    family, theirs, of, due, aimed = families.of_model(m), load_file(folder / WEIGHTS), {}, {}, set()
+    transposed, dora = _lies_transposed(family, m), bool(said.get("use_dora"))
+    length, targets = said.get("num_virtual_tokens"), said.get("target_modules")
     r, alpha = said.get("r", 8), said.get("lora_alpha", 8)
-    if not isinstance(targets, list) or not isinstance(alpha, (int, float)):
-        raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)} and lora_alpha="
-                          f"{shown(alpha)}; they must be a list of names and a number")
-    transposed, dora, of, due = _lies_transposed(family, m), bool(said.get("use_dora")), {}, {}
-    for name, t in parameters(m).items():
-        for one, part in family.parts(name, t, m).items():
-            if not name.startswith("blocks.") or t.ndim != 2:
-                continue
-            key, size = family.named(one).removesuffix(".weight"), part.shape[::-1 if transposed else 1]
-            of.setdefault(name.removesuffix(".weight"), []).append(key)
-            if any(f".{key}".endswith(f".{target}") for target in targets):
-                due |= {f"{PREFIX}{key}.lora_A.weight": (r, size[1]),
-                        f"{PREFIX}{key}.lora_B.weight": (size[0], r),
-                        **({f"{PREFIX}{key}.{MAGNITUDE}": (size[0],)} if dora else {})}
-    _refuse_others(folder, theirs, due, f"r={r} and target_modules={shown(targets)}")
-    ours = {name for name, keys in of.items() for key in keys if f"{PREFIX}{key}.lora_A.weight" in due}
-    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [{
-        "name": "dora" if dora else "lora", "rank": r, "shared": transposed,
-        "alpha": alpha * r**0.5 if said.get("use_rslora") else alpha,
-        "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
+    if kind:
+        due[LEARNED] = length, width if kind == "prompt" else 2 * m.L * width
+    else:
+        if not (targets and type(targets) is list and type(r) is int and type(alpha) in (int, float)):
+            raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, r={shown(r)} and "
+                              f"lora_alpha={shown(alpha)}; they must be a list and two numbers")
+        for name, t in parameters(m).items():
+            for one, part in family.parts(name, t, m).items():
+                if name.startswith("blocks.") and t.ndim == 2:
+                    key = family.named(one).removesuffix(".weight")
+                    of.setdefault(name.removesuffix(".weight"), []).append(key)
+                    n_out, n_in = part.shape[::-1] if transposed else part.shape
+                    if any(f".{key}".endswith(f".{target}") for target in targets):
+                        aimed.add(name.removesuffix(".weight").split(".", 2)[2])
+                        due |= {f"{PREFIX}{key}.lora_A.weight": (r, n_in),
+                                f"{PREFIX}{key}.lora_B.weight": (n_out, r)}
+                        due |= {f"{PREFIX}{key}.{MAGNITUDE}": (n_out,)} if dora else {}
+    has = {name: tuple(t.shape) for name, t in theirs.items()}
+    if wrong := [one for one in sorted(has.keys() | due.keys()) if has.get(one) != due.get(one)]:
+        keys = "num_virtual_tokens" if kind else "r, use_dora and target_modules"
+        raise ConfigError(f"{shown(wrong[0])} of {str(folder)!r} is {has.get(wrong[0], 'not there')}; by "
+                          f"{keys} it should be {shown(due.get(wrong[0], 'not there'))}")
+    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
+        {"name": kind, "length": length} if kind else {
+            "name": "dora" if dora else "lora", "rank": r, "shared": transposed,
+            "alpha": alpha * r**0.5 if said.get("use_rslora") else alpha,
+            "targets": sorted(aimed)}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
-    for name, one in _loras(model):
-        pairs = []
-        for key, B in zip(of[name], one.B):
-            blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
-            pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
-                          for ab, t in zip("AB", blank)])
-        if transposed:      # of one matrix, whose rows lie otherwise
-            [(A, B)] = pairs
-            pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
-        with torch.no_grad():
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        if kind:
+            for p, t in zip(own.values(), theirs[LEARNED].chunk(len(own), 1)):
+                p.copy_(t)
+        for name, one in _loras(model):
+            pairs = []
+            for key, B in zip(of[name], one.B):
+                blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
+                pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
+                              for ab, t in zip("AB", blank)])
+            if transposed:      # of one matrix, whose rows lie otherwise
+                [(A, B)] = pairs
+                pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
             one.A.weight.copy_(torch.cat([A for A, _ in pairs]))
             for B, (_, t) in zip(one.B, pairs):
                 B.weight.copy_(t)
@@ -196,38 +205,5 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
                 one.magnitude.copy_(family.whole(f"{name}.bias", [
                     theirs.get(f"{PREFIX}{key}.{MAGNITUDE}", t)
                     for key, t in zip(of[name], lengths)], m))
-    return _trained_elsewhere(config, model, base, out, began)
-
-
-def _refuse_others(folder: Path, theirs: Mapping[str, Tensor], due: Mapping[str, tuple[int, ...]],
-                   why: str) -> None:
-    """Raises ConfigError for a tensor that is missing, has another shape, or has no place."""
-    has = {name: tuple(t.shape) for name, t in theirs.items()}
-    for name in sorted(has.keys() | due.keys()):
-        if has.get(name) != due.get(name):
-            raise ConfigError(f"{shown(name)} of {str(folder)!r} is {has.get(name, 'not there')}; by "
-                              f"{why} it should be {due.get(name, 'not there')}")
-
-
-def _bring_virtual(folder: Path, said: Mapping[str, Any], theirs: Mapping[str, Tensor], base: Run,
-                   out: Path) -> Run:
-    """A prefix that an MLP made is in the file as it made it."""
-    name, length = VIRTUAL[said["peft_type"]], said.get("num_virtual_tokens")
-    m = base.config.model
-    width = m.D if name == "prompt" else 2 * m.L * m.G * m.E
-    _refuse_others(folder, theirs, {LEARNED: (length, width)}, f"num_virtual_tokens={shown(length)}")
-    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
-        {"name": name, "length": length}]})
-    began = start.read(config)
-    model = build.made(config, "plain", began)
-    own = [p for p in model.parameters() if p.requires_grad]
-    with torch.no_grad():
-        for p, t in zip(own, theirs[LEARNED].split([p.shape[1] for p in own], dim=1)):
-            p.copy_(t)
-    return _trained_elsewhere(config, model, base, out, began)
-
-
-def _trained_elsewhere(config: Config, model: nn.Module, base: Run, out: Path,
-                       began: start.Start) -> Run:
-    tensors = {f"model/{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    return written(config, base.tokenizer, out, start=began.sha256, tensors=tensors)
+    return written(config, base.tokenizer, out, start=began.sha256,
+                   tensors={f"model/{name}": p for name, p in own.items()})

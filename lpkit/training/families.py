@@ -34,8 +34,7 @@ class Family:
     `parts` makes of a name and tensor of ours those of theirs, and `whole` one of ours of them.
     `sizes`: settings of ours by the names that they have there. `means`: other settings of theirs
     that change what is computed, and the values under which it is what we compute, the one that
-    is meant where none is given first. `defaults`: of their class, for keys that are missing.
-    `also`: other names of a key, which win.
+    is meant where none is given first. `defaults`: of their class. `also`: names of keys that win.
     """
 
     architecture: str

@@ -2,9 +2,10 @@
 
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
-`planned` reads the headers of its files, and a head that is tied and in the file all the same, so
-that a model of any size is known, or refused, at once. `bring` then writes a checkpoint of step 0, block by block, in the memory of one block.
-Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
+`planned` reads the headers of its files alone, so that a model of any size is known, or refused,
+at once; but it compares a tied head that is in a file with its embedding. `bring` then writes a
+checkpoint of step 0, block by block, in the memory of one block. Nothing is fetched, unpickled or
+executed, and a folder with a tensor that has no place is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,6 @@ from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -64,9 +64,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
                           f"folder that save_pretrained wrote")
-    if (folder / ADAPTER).exists():
-        raise ConfigError(f"{str(folder)!r} has {ADAPTER}, which transformers adds to its model; move "
-                          f"the adapter into a folder of its own, and import it with --base")
+    if (adapter := folder / "adapter_config.json").exists():
+        raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; move "
+                          f"it into a folder of its own, and import it with --base")
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
@@ -167,10 +167,9 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
         path = folder / name
         if not path.is_file():
             raise _no_shard(folder, path)
-        if twice := found.keys() & (more := header(path)).keys():
-            raise ConfigError(f"{min(twice)} is in {path.name} and in {found[min(twice)][0].name}; "
-                              f"keep one of them")
-        found |= more
+        for tensor, place in header(path).items():
+            if found.setdefault(tensor, place) is not place:
+                raise ConfigError(f"{shown(tensor)} is in two files, {path.name} too; keep one of them")
     for name, (path, _, kind) in found.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
