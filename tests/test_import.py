@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from lpkit import cli, hardware, train
 from lpkit.errors import ConfigError
-from lpkit.predict.fit import fit
 from lpkit.training.export import export
 from lpkit.training.imported import bring, planned
 from lpkit.training.runs import Run
@@ -232,28 +231,29 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path, tokenizer, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_command_that_it_prints_runs(tmp_path, tokenizer, capsys):
-    """Of a context of 131,072 tokens, which 16 sequences would need terabytes for."""
+def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsys):
+    """Of a context of 131,072 tokens, of which 16 sequences do not fit into 1 GiB."""
+    monkeypatch.setattr(hardware, "available_bytes", lambda device: 2**30)
     config = transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 131_072, "eos_token_id": 0})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "theirs")
     tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
     assert cli.main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
-    command = capsys.readouterr().out.split("lpkit train ")[1].split()
-    given = dict(one.split("=", 1) for one in command if "=" in one)
-    config = Run.open(tmp_path / "run").config.replace({key: value for key, value in given.items() if key.startswith(("model.", "global_"))})
-    here = hardware.room("cpu")
-    assert fit(config.replace({"model.context": 131_072, "global_batch": 16}), here).refused and not fit(config, here).refused
-    (tmp_path / "text.txt").write_text("def import(folder): return the run\n" * 20_000)
-    words = [one.replace("data.source=...", f"data.source={tmp_path / 'text.txt'}").replace("...", str(tmp_path / "books")) for one in command]
-    shorter = ["model.context=128", "global_batch=1", "system.device=cpu", "eval_batches=1"]       # so that it is fast
-    words = [one for one in words if not one.startswith(("model.context", "global_batch"))]
-    assert cli.main(["train", *words, *shorter]) == 0
+    command = capsys.readouterr().out.split("lpkit train ")[1].replace("--out ...", f"--out {tmp_path / 'books'}")
+    (tmp_path / "text.txt").write_text("def import(folder): return the run\n" * 30_000)
+    words = command.replace("data.source=...", f"data.source={tmp_path / 'text.txt'} system.device=cpu system.attention=sdpa eval_batches=1").split()
+    assert cli.main(["train", *words]) == 0
+    run = Run.open(tmp_path / "books")
+    assert run.config.model.T * run.config.global_batch >= 4096 and run.summary["status"] == "complete"
+    whole = [one for one in words if not one.startswith(("model.context=", "global_batch="))]
+    capsys.readouterr()
+    assert cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2 and "at its peak" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["predict", "train", "advise", "measure", "sample", "export", "plan --tokens 1e9 --model"])
+@pytest.mark.parametrize("command", ["predict", "train", "advise", "measure", "sample", "export", "plan --tokens 1e9 --devices 8 --model"])
 def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "theirs", tokenizer)
     more = ["--out", str(tmp_path / "out")] if command == "export" else []
+    capsys.readouterr()
     assert cli.main([*command.split(), str(tmp_path / "theirs"), *more]) == 2
     said = capsys.readouterr().err
     assert f"it is a folder of transformers: import it first, by lpkit import {tmp_path / 'theirs'} --out runs/theirs" in said and said.count("\n") == 1
