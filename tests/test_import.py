@@ -232,18 +232,20 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path, tokenizer, monkeypatch):
 
 
 def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsys):
-    """Of a context of 131,072 tokens, of which 16 sequences do not fit into 1 GiB."""
-    monkeypatch.setattr(hardware, "available_bytes", lambda device: 2**30)
+    """Of a context of 131,072 tokens, of which 16 sequences do not fit into 64 MiB."""
+    monkeypatch.setattr(hardware, "available_bytes", lambda device: 2**26)
     config = transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 131_072, "eos_token_id": 0})
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "theirs")
     tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
     assert cli.main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
     command = capsys.readouterr().out.split("lpkit train ")[1].replace("--out ...", f"--out {tmp_path / 'books'}")
-    (tmp_path / "text.txt").write_text("def import(folder): return the run\n" * 30_000)
-    words = command.replace("data.source=...", f"data.source={tmp_path / 'text.txt'} system.device=cpu system.attention=sdpa eval_batches=1").split()
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"def import{i}(folder): return the run\n" * 1000)
+    words = command.replace("data.source=...", f"data.source={tmp_path / 'text'} system.device=cpu system.attention=sdpa eval_batches=1").split()
     assert cli.main(["train", *words]) == 0
     run = Run.open(tmp_path / "books")
-    assert run.config.model.T * run.config.global_batch >= 4096 and run.summary["status"] == "complete"
+    assert run.config.model.T * run.config.global_batch >= 1024 and run.summary["status"] == "complete"
     whole = [one for one in words if not one.startswith(("model.context=", "global_batch="))]
     capsys.readouterr()
     assert cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2 and "at its peak" in capsys.readouterr().err
