@@ -241,7 +241,7 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
     command = capsys.readouterr().out.split("lpkit train ")[1].replace("--out ...", f"--out {tmp_path / 'books'}")
     (tmp_path / "text").mkdir()
     for i in range(40):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"def import{i}(folder): return the run\n" * 1000)
+        (tmp_path / "text" / f"{i}.txt").write_text(f"def import{i}(folder): return the run\n" * 300)
     words = command.replace("data.source=...", f"data.source={tmp_path / 'text'} system.device=cpu system.attention=sdpa eval_batches=1").split()
     assert cli.main(["train", *words]) == 0
     run = Run.open(tmp_path / "books")
