@@ -115,6 +115,12 @@ def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
                           f"at {error.start:,}); give a text file") from None
 
 
+def of_transformers(path: Path) -> str:
+    """Returns the way out where a run is needed and `path` is a folder of transformers; else ""."""
+    return (f"; it is a folder of transformers: import it first, by lpkit import {named(path)} --out "
+            f"runs/{named(path.resolve().name)}") * (path / "config.json").is_file()
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)

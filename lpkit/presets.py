@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lpkit.config import Config, DataConfig, ModelConfig, parse_settings
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, named, pick
+from lpkit.files import of_transformers
 from lpkit.values import checked
 
 
@@ -60,6 +61,8 @@ def resolve(target: str, settings: Iterable[str] = ()) -> Config:
     if target not in PRESETS and (path / "config.yaml").is_file():
         path /= "config.yaml"
     if target in PRESETS or path.suffix not in (".yaml", ".yml"):
+        if hint := of_transformers(path):
+            raise ConfigError(f"{named(target)} holds no run{hint}")
         config = preset(target)
     else:
         from lpkit.plain_yaml import read_yaml

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lpkit import cli, train
+from lpkit import cli, hardware, train
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.training.export import export
@@ -167,6 +167,11 @@ def replaced(folder, name, t):
     save_file({key: one for key, one in (load_file(path) | {name: t}).items() if one is not None}, path)
 
 
+def indexed(folder, weight_map):
+    (folder / "model.safetensors").unlink()     # which transformers would read
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
 def pickled(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x02.")
@@ -181,17 +186,17 @@ def cut(folder):
     (lambda f: (f / "config.json").unlink(), r"holds no model of transformers \(no config.json\); give the folder"),
     (lambda f: (f / "config.json").write_text("[1]"), "config.json is not the JSON object that it should be"),
     (lambda f: changed(f, model_type="mixtral"), "there is no model_type 'mixtral'; did you mean 'mistral'"),
-    (lambda f: changed(f, model_type="mistral", sliding_window=4096), "a mistral model with sliding_window=4096 computes something else"),
-    (lambda f: changed(f, hidden_act="gelu"), "a llama model with hidden_act='gelu' computes something else.*may be silu"),
-    (lambda f: changed(f, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5}), "rope rope_type='yarn' computes something else"),
-    (lambda f: changed(f, rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}), "rope low_freq_factor=2.0 computes"),
-    (lambda f: changed(f, rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope type='linear'"),
+    (lambda f: changed(f, model_type="mistral", sliding_window=31), "a mistral model with sliding_window=31 computes something else"),
+    (lambda f: changed(f, hidden_act="gelu"), "a llama model with hidden_act='gelu' computes something else.*may be 'silu' or 'swish'"),
+    (lambda f: changed(f, rope_parameters={"rope_type": "yarn", "rope_theta": 5e5}), "rope_parameters.rope_type='yarn' computes something else"),
+    (lambda f: changed(f, rope_parameters={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0}), "rope_parameters.low_freq_factor=2.0 computes"),
+    (lambda f: changed(f, rope_parameters="gone", rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling.rope_type='linear'"),
     (lambda f: changed(f, quantization_config={"bits": 4}), "quantization_config=.* computes something else"),
-    (lambda f: changed(f, hidden_size="gone"), "of a llama model has no hidden_size"),
+    (lambda f: changed(f, hidden_size="gone"), r"embed_tokens.weight is \(300, 48\) in model.safetensors, and config.json says \(300, 4096\)"),
     (lambda f: changed(f, num_hidden_layers=3), "lacks 9 tensors of a LlamaForCausalLM of 3 layers, model.layers.2.input_layernorm.weight first"),
     (lambda f: changed(f, num_hidden_layers=1), "has 9 tensors that no LlamaForCausalLM of this kit has, model.layers.1"),
     (lambda f: changed(f, num_hidden_layers=10**9), "has 21 tensors, and config.json says 1,000,000,000 layers; they are not of one model"),
-    (lambda f: changed(f, hidden_size="wide"), "model.width must be a whole number, got 'wide'"),
+    (lambda f: changed(f, hidden_size="wide"), "config.json of a llama model: hidden_size must be a whole number, got 'wide'"),
     (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which must be an object"),
     (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, 48\) in model.safetensors, and config.json says"),
     (lambda f: changed(f, vocab_size=200), r"embed_tokens.weight is \(300, 48\)"),
@@ -200,7 +205,8 @@ def cut(folder):
     (pickled, "has its weights in pytorch_model.bin, a pickle, which may run anything when it is read; convert it first"),
     (cut, "model.safetensors' is not a whole file of safetensors .*file not fully covered.*get it again"),
     (lambda f: (f / "model.safetensors").unlink(), "lacks model.safetensors; get the whole folder again"),
-    (lambda f: (f / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}})), "cannot be the name"),
+    (lambda f: indexed(f, {"a": "../a.safetensors"}), "cannot be the name"),
+    (lambda f: indexed(f, ["model.safetensors"]), r"model.safetensors.index.json has weight_map=\['model.safetensors'\], which must be an object"),
     (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json of the `tokenizers` library; save it from a fast tokenizer, or name one"),
     (lambda f: (f / "tokenizer.json").write_text('{"model": 1, "version": 1}'), "is not a tokenizer of the `tokenizers` library"),
     (lambda f: changed(f, eos_token_id=300), "config.json has eos_token_id=300, which is no token of tokenizer.json"),
@@ -225,6 +231,36 @@ def test_a_disk_that_fills_leaves_nothing(tmp_path, tokenizer, monkeypatch):
     with pytest.raises(Exception, match="No such file"):
         bring(plan, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsys):
+    """Of a context of 131,072 tokens, of which 16 sequences do not fit into 64 MiB."""
+    monkeypatch.setattr(hardware, "available_bytes", lambda device: 2**26)
+    config = transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1, "max_position_embeddings": 131_072, "eos_token_id": 0})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "theirs")
+    tokenizer.save(str(tmp_path / "theirs" / "tokenizer.json"))
+    assert cli.main(["import", str(tmp_path / "theirs"), "--out", str(tmp_path / "run")]) == 0
+    command = capsys.readouterr().out.split("lpkit train ")[1].replace("--out ...", f"--out {tmp_path / 'books'}")
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"def import{i}(folder): return the run\n" * 300)
+    words = command.replace("data.source=...", f"data.source={tmp_path / 'text'} system.device=cpu system.attention=sdpa eval_batches=1").split()
+    assert cli.main(["train", *words]) == 0
+    run = Run.open(tmp_path / "books")
+    assert run.config.model.T * run.config.global_batch >= 1024 and run.summary["status"] == "complete"
+    whole = [one for one in words if not one.startswith(("model.context=", "global_batch="))]
+    capsys.readouterr()
+    assert cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2 and "at its peak" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["predict", "train", "advise", "measure", "sample", "export", "plan --tokens 1e9 --devices 8 --model"])
+def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, tokenizer, capsys):
+    saved("llama", tmp_path / "theirs", tokenizer)
+    more = ["--out", str(tmp_path / "out")] if command == "export" else []
+    capsys.readouterr()
+    assert cli.main([*command.split(), str(tmp_path / "theirs"), *more]) == 2
+    said = capsys.readouterr().err
+    assert f"it is a folder of transformers: import it first, by lpkit import {tmp_path / 'theirs'} --out runs/theirs" in said and said.count("\n") == 1
 
 
 def test_a_folder_that_is_there_and_no_out(tmp_path, tokenizer, capsys):

@@ -9,9 +9,12 @@ fetched, unpickled or executed. --check reads the headers alone and writes nothi
 """
 
 from argparse import ArgumentParser, Namespace
+from itertools import product
 
 from lpkit.commands import a_folder, opened
 from lpkit.errors import ConfigError, named
+from lpkit.predict.fit import fit
+from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -29,16 +32,24 @@ def run(args: Namespace) -> dict:
         raise ConfigError("lpkit import needs --out DIR, a new folder, or --check")
     if args.base:
         return _adapter(args)
-    from lpkit.training.imported import bring, planned  # imports torch
+    from lpkit import hardware
+    from lpkit.training.build import choose_device  # imports torch
+    from lpkit.training.imported import bring, planned
 
     plan = planned(args.folder, args.tokenizer)
     if not args.check:
         bring(plan, args.out)
-    m = plan.config.model
+    m, here = plan.config.model, hardware.room(choose_device("auto").used)
+    contexts = [m.T >> i for i in range(32) if POSITIONS[m.position].turns
+                and 128 <= m.T >> i <= 4096] or [m.T]       # learned places cannot be fewer
+    fits = (f"model.context={T} global_batch={batch}"
+            for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
+                "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)
     return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
             "architecture": plan.family.architecture, "parameters": plan.weights, "layers": m.L,
             "width": m.D, "context": m.T, "vocab": m.V, "tokenizer": plan.tokenizer["name"],
-            "param_dtype": plan.config.memory.param_dtype.name}
+            "param_dtype": plan.config.memory.param_dtype.name,
+            "fits": next(fits, "model.changes=lora")}
 
 
 def _adapter(args: Namespace) -> dict:
@@ -65,4 +76,5 @@ def text(result: dict) -> str:
     if not (run := result["run_dir"]):
         return what
     return (f"{what}\n{named(run)} is a run now. Train from it: lpkit train {named(run)}/config.yaml "
-            f"start.run={named(run)} data.tokenizer={named(run)} data.source=... --out ...")
+            f"start.run={named(run)} data.tokenizer={named(run)} {result['fits']} data.source=... "
+            f"--out ...")

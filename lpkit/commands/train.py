@@ -40,6 +40,7 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     from tqdm import tqdm
 
+    from lpkit.files import of_transformers
     from lpkit.presets import PRESETS, resolve
     from lpkit.training.background import default_folder, train
     from lpkit.training.launch import launch
@@ -51,7 +52,7 @@ def run(args: Namespace) -> dict:
     if target is None and not args.resume:
         raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go "
                           "on with --resume --out DIR")
-    if target not in (None, *PRESETS) and Path(target).is_dir():
+    if target not in (None, *PRESETS) and Path(target).is_dir() and not of_transformers(Path(target)):
         raise ConfigError(f"{target} is a folder: go on with a run by --resume --out {target}, or "
                           f"begin from its weights with a preset and start.run={target}")
     config = (resolve(target, asked) if target is not None

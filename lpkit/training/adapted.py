@@ -16,20 +16,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lpkit import records
-from lpkit.config import Config, ModelConfig
+from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError, shown
 from lpkit.nn.adapters import Dora, Lora, side_by_side
 from lpkit.techniques.adapters import CODED, LoraSettings, virtual
-from lpkit.training import build, families, start
+from lpkit.training import build, families, imported, start
 from lpkit.training.families import Family
 from lpkit.training.imported import parameters, written
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-PLAIN = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "rank_pattern": {},
-         "alpha_pattern": {}}
 LEARNED, VIRTUAL = "prompt_embeddings", {"PROMPT_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAGNITUDE = "lora_magnitude_vector"
+# keys that change nothing of a saved adapter, or are read below; and values that others may have
+FREE = {*"""auto_mapping peft_version base_model_name_or_path revision inference_mode r lora_alpha
+    target_modules use_rslora use_dora lora_dropout fan_in_fan_out megatron_core qalora_group_size
+    runtime_config eva_config num_virtual_tokens num_attention_heads init_weights
+    prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
+    encoder_hidden_size prefix_projection""".split()}
+MEANS = {"peft_type": ("LORA", *VIRTUAL), "task_type": (None, "CAUSAL_LM"), "bias": (None, "none"),
+         "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva", "mica"),
+         "num_transformer_submodules": (None, 1)}
 
 
 def rebuilt(run: Run, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -115,9 +122,10 @@ def save_adapter(run: Run, tensors: Mapping[str, Tensor], folder: Path) -> None:
             found |= {f"{PREFIX}{key}.{MAGNITUDE}": part.clone()
                       for key, part in zip(parts, lengths.values())}
     targets = {name.split(".lora_")[0].split(".")[-1] for name in found}
-    _write(folder, PLAIN | {
-        "r": rank, "lora_alpha": lora.scale * rank, "target_modules": sorted(targets),
-        "use_dora": lora.name == "dora", "fan_in_fan_out": transposed}, found)
+    _write(folder, {
+        "peft_type": "LORA", "bias": "none", "r": rank, "lora_alpha": lora.scale * rank,
+        "target_modules": sorted(targets), "use_dora": lora.name == "dora",
+        "fan_in_fan_out": transposed}, found)
 
 
 def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) -> None:
@@ -129,72 +137,73 @@ def _write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) 
 
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
-    """Makes a run of LoRA that begins from `base`, of peft's files. What they do not adapt of q, k
-    and v, or of gate and up, has an A and a B of zeros. Raises ConfigError."""
-    said, m = records.of_others(folder / CONFIG), base.config.model
-    if said.get("peft_type") in VIRTUAL:
-        return _bring_virtual(folder, said, base, out)
-    for key, due in PLAIN.items():
-        if (has := said.get(key, due)) != due and has:
-            raise ConfigError(f"{str(folder)!r} has {key}={shown(has)}, and this kit reads adapters "
-                              f"with {key}={due}")
-    family, theirs, r = families.of_model(m), load_file(folder / WEIGHTS), said["r"]
-    transposed, used = _lies_transposed(family, m), set()
-    of = {name.removesuffix(".weight"): [
-        PREFIX + family.named(one).removesuffix(".weight") for one in family.parts(name, t, m)]
-        for name, t in parameters(m).items() if name.startswith("blocks.") and t.ndim == 2}
-    ours = {name: keys for name, keys in of.items()
-            if any(f"{key}.lora_A.weight" in theirs for key in keys)}
-    scale = said["lora_alpha"] / (r**0.5 if said.get("use_rslora") else r)
-    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [{
-        "name": "dora" if said.get("use_dora") else "lora", "rank": r, "alpha": scale * r, "shared": transposed,
-        "targets": sorted({name.split(".", 2)[2] for name in ours})}]})
+    """Makes a run of the model that peft loads: `base` with an adapter, where what the files leave out
+    has an A and a B of zeros. Raises ConfigError, with the name of the key, for another adapter."""
+    said, m, means = records.of_others(folder / CONFIG), base.config.model, MEANS
+    if kind := VIRTUAL.get(str(said.get("peft_type"))):
+        width = m.D if kind == "prompt" else m.G * m.E
+        means = MEANS | {"token_dim": (None, width), "num_layers": (None, m.L),
+                         "task_type": ("CAUSAL_LM",)}       # else peft leaves the places out
+    for key, value in {**dict.fromkeys(means), **said}.items():
+        fine = means.get(key, (None, False, [], {}))        # of other keys: switched off
+        if value not in fine and key not in FREE:
+            raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads adapters "
+                              f"with {key}={' or '.join(map(shown, fine))}")
+    imported.header(folder / WEIGHTS)       # says whether it is whole
+    family, theirs, of, due, aimed = families.of_model(m), load_file(folder / WEIGHTS), {}, {}, set()
+    transposed, dora = _lies_transposed(family, m), bool(said.get("use_dora"))
+    length, targets = said.get("num_virtual_tokens"), said.get("target_modules")
+    r, alpha = said.get("r", 8), said.get("lora_alpha", 8)
+    if kind:
+        due[LEARNED] = length, width if kind == "prompt" else 2 * m.L * width
+    else:
+        if not (targets and type(targets) is list and type(r) is int and type(alpha) in (int, float)):
+            raise ConfigError(f"{str(folder)!r} has target_modules={shown(targets)}, r={shown(r)} and "
+                              f"lora_alpha={shown(alpha)}; they must be a list and two numbers")
+        for name, t in parameters(m).items():
+            for one, part in family.parts(name, t, m).items():
+                if name.startswith("blocks.") and t.ndim == 2:
+                    key = family.named(one).removesuffix(".weight")
+                    of.setdefault(name.removesuffix(".weight"), []).append(key)
+                    n_out, n_in = part.shape[::-1] if transposed else part.shape
+                    if any(f".{key}".endswith(f".{target}") for target in targets):
+                        aimed.add(name.removesuffix(".weight").split(".", 2)[2])
+                        due |= {f"{PREFIX}{key}.lora_A.weight": (r, n_in),
+                                f"{PREFIX}{key}.lora_B.weight": (n_out, r)}
+                        due |= {f"{PREFIX}{key}.{MAGNITUDE}": (n_out,)} if dora else {}
+    has = {name: tuple(t.shape) for name, t in theirs.items()}
+    if wrong := [one for one in sorted(has.keys() | due.keys()) if has.get(one) != due.get(one)]:
+        keys = "num_virtual_tokens" if kind else "r, use_dora and target_modules"
+        raise ConfigError(f"{shown(wrong[0])} of {str(folder)!r} is {has.get(wrong[0], 'not there')}; by "
+                          f"{keys} it should be {shown(due.get(wrong[0], 'not there'))}")
+    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
+        {"name": kind, "length": length} if kind else {
+            "name": "dora" if dora else "lora", "rank": r, "shared": transposed,
+            "alpha": alpha * r**0.5 if said.get("use_rslora") else alpha,
+            "targets": sorted(aimed)}]})
     began = start.read(config)
     model = build.made(config, "plain", began)
-    for name, one in _loras(model):
-        pairs = []
-        for key, B in zip(ours[name], one.B):
-            names = [f"{key}.lora_{ab}.weight" for ab in "AB"]
-            blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
-            pairs.append([theirs.get(n, t) for n, t in zip(names, blank)])
-            used |= {*names}
-        if transposed:      # of one matrix, whose rows lie otherwise
-            [(A, B)] = pairs
-            pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
-        with torch.no_grad():
+    own = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        if kind:
+            for p, t in zip(own.values(), theirs[LEARNED].chunk(len(own), 1)):
+                p.copy_(t)
+        for name, one in _loras(model):
+            pairs = []
+            for key, B in zip(of[name], one.B):
+                blank = torch.zeros(r, one.in_features), torch.zeros_like(B.weight)
+                pairs.append([theirs.get(f"{PREFIX}{key}.lora_{ab}.weight", t)
+                              for ab, t in zip("AB", blank)])
+            if transposed:      # of one matrix, whose rows lie otherwise
+                [(A, B)] = pairs
+                pairs = [(A, family.whole(f"{name}.weight", [B.mT], m))]
             one.A.weight.copy_(torch.cat([A for A, _ in pairs]))
             for B, (_, t) in zip(one.B, pairs):
                 B.weight.copy_(t)
             if isinstance(one, Dora):       # those that are not adapted keep theirs
                 lengths = family.parts(f"{name}.bias", one.magnitude, m).values()
-                names = [f"{key}.{MAGNITUDE}" for key in ours[name]]
-                used |= {*names}
-                one.magnitude.copy_(family.whole(
-                    f"{name}.bias", [theirs.get(n, t) for n, t in zip(names, lengths)], m))
-    if left := theirs.keys() - used:
-        raise ConfigError(f"{str(folder)!r} adapts {shown(min(left))}, which is no Linear of a block "
-                          f"of {str(base.path)!r}")
-    return _trained_elsewhere(config, model, base, out, began)
-
-
-def _bring_virtual(folder: Path, said: Mapping[str, Any], base: Run, out: Path) -> Run:
-    """A prefix that an MLP made is in the file as it made it."""
-    learned, name = load_file(folder / WEIGHTS)[LEARNED], VIRTUAL[said["peft_type"]]
-    config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
-        {"name": name, "length": len(learned)}]})
-    began = start.read(config)
-    model = build.made(config, "plain", began)
-    own = [p for p in model.parameters() if p.requires_grad]
-    if learned.shape[1] != sum(p.shape[1] for p in own):
-        raise ConfigError(f"{str(folder)!r} has vectors of {learned.shape[1]} numbers, and a {name} of "
-                          f"{str(base.path)!r} has {sum(p.shape[1] for p in own)}")
-    with torch.no_grad():
-        for p, t in zip(own, learned.split([p.shape[1] for p in own], dim=1)):
-            p.copy_(t)
-    return _trained_elsewhere(config, model, base, out, began)
-
-
-def _trained_elsewhere(config: Config, model: nn.Module, base: Run, out: Path,
-                       began: start.Start) -> Run:
-    tensors = {f"model/{name}": p for name, p in model.named_parameters() if p.requires_grad}
-    return written(config, base.tokenizer, out, start=began.sha256, tensors=tensors)
+                one.magnitude.copy_(family.whole(f"{name}.bias", [
+                    theirs.get(f"{PREFIX}{key}.{MAGNITUDE}", t)
+                    for key, t in zip(of[name], lengths)], m))
+    return written(config, base.tokenizer, out, start=began.sha256,
+                   tensors={f"model/{name}": p for name, p in own.items()})

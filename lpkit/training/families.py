@@ -34,7 +34,7 @@ class Family:
     `parts` makes of a name and tensor of ours those of theirs, and `whole` one of ours of them.
     `sizes`: settings of ours by the names that they have there. `means`: other settings of theirs
     that change what is computed, and the values under which it is what we compute, the one that
-    is meant where none is given first.
+    is meant where none is given first. `defaults`: of their class. `also`: names of keys that win.
     """
 
     architecture: str
@@ -47,48 +47,59 @@ class Family:
     whole: Callable[[str, Sequence[Tensor], ModelConfig], Tensor]
     sizes: Mapping[str, str]
     means: Mapping[str, tuple]
-    tied: bool = False      # where their config does not say
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any]
+    also: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, m: ModelConfig) -> dict[str, Any]:
         """Returns what `config.json` says of a model of ours."""
         ours = vars(m) | {"kv_heads": m.G, "head_dim": m.E, "mlp_width": m.F}
         found = {"architectures": [self.architecture], "model_type": self.model_type,
-                 "vocab_size": m.V, "tie_word_embeddings": m.tied, "bos_token_id": None,
-                 "eos_token_id": None, **{there: ours[key] for key, there in self.sizes.items()}}
+                 "bos_token_id": None, "eos_token_id": None,
+                 **{there: ours[key] for key, there in self.sizes.items()}}
         if self.needs["position"] == "rope":
             found["rope_parameters"] = {"rope_type": "default", "rope_theta": m.rope_theta}
             if m.rope_factor != 1:
-                found["rope_parameters"] |= SLOWED | {"factor": m.rope_factor}
+                found["rope_parameters"] |= {"rope_type": "llama3", "factor": m.rope_factor} | {
+                    key: due for key, (due,) in SLOWED.items()}
         return found
 
     def model(self, said: Mapping[str, Any]) -> ModelConfig:
-        """Returns the model that a `config.json` describes. Raises ConfigError for one that is not
-        computed as ours are, or whose sizes are no sizes."""
-        rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            raise ConfigError(f"config.json has rope_parameters={shown(rope)}, which must be an "
-                              f"object; get the folder again")
-        flat = {**said, **{f"rope {key}": value for key, value in rope.items()}}
-        for key, fine in self.means.items():
-            if flat.get(key, fine[0]) not in fine:
-                raise ConfigError(f"a {self.model_type} model with {key}={shown(flat[key])} computes "
-                                  f"something else than this kit's; {key} may be "
-                                  f"{' or '.join(map(str, fine))}")
-        lacks = [there for key, there in self.sizes.items() if said.get(there) is None
-                 and key not in self.defaults]
-        if lacks or "vocab_size" not in said:
-            raise ConfigError(f"config.json of a {self.model_type} model has no "
-                              f"{', '.join(lacks) or 'vocab_size'}; get the whole folder again")
-        sizes = {key: self.defaults.get(key) if said.get(there) is None else said[there]
-                 for key, there in self.sizes.items()}
+        """Returns the model that transformers makes of a `config.json`. Raises ConfigError, with the
+        name of the key, for an invalid size and for a model that this kit does not compute."""
+        values = {**self.defaults, **said, **{
+            self.also[key]: value for key, value in said.items() if key in self.also}}
+        sizes, means = dict(self.sizes), dict(self.means)
         if self.needs["position"] == "rope":
-            sizes["rope_theta"] = float(rope.get("rope_theta") or said.get("rope_theta") or 1e4)
-            if "llama3" in (rope.get("rope_type"), rope.get("type")):
-                sizes["rope_factor"] = float(rope.get("factor", 1))
+            where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+            rope = {} if values.get(where) is None else values[where]
+            if not isinstance(rope, Mapping):
+                raise ConfigError(f"config.json has {where}={shown(rope)}, which must be an object")
+            rope = {"rope_type": rope.get("type", "default"), AT_FIRST: values[sizes["context"]],
+                    "rope_theta": values.get("rope_theta", 1e4), **dict.fromkeys(SLOWED), **rope}
+            turned, sizes["rope_theta"] = TURNED, f"{where}.rope_theta"
+            if rope["rope_type"] == "llama3":
+                turned, sizes["rope_factor"] = TURNED | SLOWED, f"{where}.factor"
+            values |= {f"{where}.{key}": value for key, value in rope.items()}
+            means |= {f"{where}.{key}": fine for key, fine in turned.items()}
         needs = {"qkv_bias" if key == "biased_qkv" else key: due for key, due in self.needs.items()}
-        return ModelConfig(**needs | sizes | {
-            "vocab": said["vocab_size"], "tied": said.get("tie_word_embeddings", self.tied)})
+        try:
+            m = ModelConfig(**needs | {key: values.get(there) for key, there in sizes.items()})
+        except ConfigError as error:
+            sentence = str(error)
+            for key, there in sizes.items():
+                sentence = sentence.replace(f"model.{key}", there)
+            raise ConfigError(f"config.json of a {self.model_type} model: {sentence}") from None
+        # a window that covers the context hides nothing
+        idle = {key for key in WINDOWS if isinstance(values.get(key), int) and values[key] >= m.T}
+        means["layer_types"] = (None, ["full_attention"] * min(m.L, 4096))
+        for key, fine in means.items():
+            value = values.get(key, fine[0])
+            if key not in idle and (value, type(value) is bool) not in [
+                    (one, type(one) is bool) for one in fine]:
+                raise ConfigError(f"a {self.model_type} model with {key}={shown(value)} computes "
+                                  f"something else than this kit's; {key} may be "
+                                  f"{' or '.join(map(shown, fine))}")
+        return m
 
     def weights(self, ours: Mapping[str, Tensor], m: ModelConfig) -> dict[str, Tensor]:
         return {self.named(one): part.contiguous() for name, t in ours.items()
@@ -137,35 +148,47 @@ def _queries_keys_values(t: Tensor, m: ModelConfig) -> list[Tensor]:
 
 COMMON = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
           "context": "max_position_embeddings", "kv_heads": "num_key_value_heads",
-          "head_dim": "head_dim", "mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps"}
-SLOWED = {"rope_type": "llama3", "low_freq_factor": SLOW, "high_freq_factor": FAST,
-          "original_max_position_embeddings": TRAINED}
-PLAIN = {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,),
-         "use_sliding_window": (False,), "quantization_config": (None,),
-         "rope rope_type": ("default", "llama3"), "rope type": ("default", "llama3"),
-         "rope partial_rotary_factor": (1.0,),
-         **{f"rope {key}": (due,) for key, due in SLOWED.items() if key != "rope_type"}}
+          "head_dim": "head_dim", "mlp_width": "intermediate_size", "norm_eps": "rms_norm_eps",
+          "vocab": "vocab_size", "tied": "tie_word_embeddings"}
+OF_GPT2 = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "context": "n_positions",
+           "mlp_width": "n_inner", "norm_eps": "layer_norm_epsilon", "vocab": "vocab_size",
+           "tied": "tie_word_embeddings"}
+AT_FIRST, WINDOWS = "original_max_position_embeddings", ("sliding_window", "attention_chunk_size")
+SLOWED = {"low_freq_factor": (SLOW,), "high_freq_factor": (FAST,), AT_FIRST: (TRAINED,)}
+TURNED = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (None, 1.0),
+          "full_attention": (None,), "sliding_attention": (None,)}
+# keys that transformers reads of any class
+ALWAYS = {"is_causal": (True,), "is_encoder_decoder": (False,), "auto_map": (None, {}),
+          "per_layer_config": (None, {}), **dict.fromkeys((
+              "attention_chunk_size", "quantization_config", "transformers_weights"), (None,))}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "mlp": "swiglu", "bias": False}
+UNBIASED, WHOLE = {"attention_bias": (False,)}, {"sliding_window": (None,)}
+SWITCHED = {"use_sliding_window": (False,)}     # without it, sliding_window is not read
 FAMILIES = (
     Family(architecture="GPT2LMHeadModel", model_type="gpt2", prefix="transformer.",
-           parts=_gpt2_parts, whole=_gpt2_whole, names=IN_GPT2, last="transformer.ln_f.", tied=True,
+           parts=_gpt2_parts, whole=_gpt2_whole, names=IN_GPT2, last="transformer.ln_f.",
            needs={"norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True,
-                  "kv_heads": None, "qk_norm": False, "tied": True},
-           sizes={"layers": "n_layer", "width": "n_embd", "heads": "n_head",
-                  "context": "n_positions", "mlp_width": "n_inner",
-                  "norm_eps": "layer_norm_epsilon"},
-           means={"activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-                  "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-                  "add_cross_attention": (False,), "quantization_config": (None,)},
-           defaults={"mlp_width": None, "norm_eps": 1e-5}),
+                  "kv_heads": None, "qk_norm": False, "tied": True}, sizes=OF_GPT2,
+           means=ALWAYS | WHOLE | {"activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+                                   "scale_attn_weights": (True,), "add_cross_attention": (False,),
+                                   "scale_attn_by_inverse_layer_idx": (False,)},
+           defaults=dict(zip(OF_GPT2.values(), (12, 768, 12, 1024, None, 1e-5, 50257, True))),
+           also={"hidden_size": "n_embd", "max_position_embeddings": "n_positions",
+                 "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}),
     *(Family(architecture=f"{name}ForCausalLM", model_type=name.lower(), names=IN_LLAMA,
              needs=LLAMA | {"biased_qkv": bias, "qk_norm": norms}, last="model.norm.",
              prefix="model.", parts=_llama_parts, whole=_llama_whole, sizes=COMMON,
-             means=PLAIN | more, defaults={"kv_heads": None, "head_dim": head_dim, "norm_eps": 1e-6})
-      for name, bias, norms, head_dim, more in (
-          ("Llama", False, False, None, {}), ("Qwen2", True, False, None, {}),
-          ("Qwen3", False, True, 128, {}),
-          ("Mistral", False, False, None, {"sliding_window": (None,)}))))
+             means=ALWAYS | means | {"hidden_act": ("silu", "swish"), AT_FIRST: (None, TRAINED),
+                                     "partial_rotary_factor": (None, 1.0)},
+             defaults=dict(zip(COMMON.values(), (32, 4096, 32, *sizes, False))) | more)
+      # by default: context, kv_heads, head_dim, mlp_width, norm_eps, vocab
+      for name, bias, norms, means, sizes, more in (
+          ("Llama", False, False, UNBIASED | WHOLE | {"mlp_bias": (False,)},
+           (2048, None, None, 11008, 1e-6, 32000), {}),
+          ("Qwen2", True, False, SWITCHED, (32768, 32, None, 22016, 1e-6, 151936), {}),
+          ("Qwen3", False, True, SWITCHED | UNBIASED, (32768, 32, 128, 22016, 1e-6, 151936), {}),
+          ("Mistral", False, False, WHOLE, (131072, 8, None, 14336, 1e-6, 32000),
+           {"sliding_window": 4096}))))
 
 
 def of_model(m: ModelConfig) -> Family:
@@ -174,12 +197,10 @@ def of_model(m: ModelConfig) -> Family:
         return {key: due for key, due in one.needs.items() if getattr(m, key) != due}
 
     nearest = min(FAMILIES, key=lambda one: len(differs(one)))
-    wrong = [f"model.{key}={getattr(m, key)}" for key in differs(nearest)]
-    if m.attention != type(m)().attention:
-        wrong.append(f"model.attention={m.attention}")
+    keys = [*differs(nearest), *(key for key in ("attention", "block")
+                                 if getattr(m, key) != getattr(type(m)(), key))]
+    wrong = [f"model.{key}={getattr(m, key)}" for key in keys]
     wrong += [f"model.changes={one}" for one in m.changes]
-    if m.block != type(m)().block:
-        wrong.append(f"model.block={m.block}")
     if wrong:
         due = ", ".join(f"model.{key}={value}" for key, value in differs(nearest).items())
         raise ConfigError(f"transformers has no model with {', '.join(wrong)}; the nearest, "

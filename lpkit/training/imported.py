@@ -3,8 +3,9 @@
     lpkit import smollm --out runs/smollm       config.json, *.safetensors, tokenizer.json
 
 `planned` reads the headers of its files alone, so that a model of any size is known, or refused,
-at once. `bring` then writes a checkpoint of step 0, block by block, in the memory of one block.
-Nothing is fetched, unpickled or executed, and a folder with a tensor that has no place is refused.
+at once; but it compares a tied head that is in a file with its embedding. `bring` then writes a
+checkpoint of step 0, block by block, in the memory of one block. Nothing is fetched, unpickled or
+executed, and a folder with a tensor that has no place is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,13 @@ from torch import Tensor
 from lpkit import files, records
 from lpkit.config import Config
 from lpkit.datasets import tokenizers
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, shown
 from lpkit.training import build, checkpoint, families, runs, shards
 from lpkit.training.families import Family
 from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")   # constants of old files
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -49,10 +50,7 @@ class Plan:
         """Parameters of ours as a checkpoint has them, made of those that lie mapped in the files."""
         found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
-            parts = []
-            for there in self.ours[name]:
-                with safe_open(self.places[there], framework="pt") as file:
-                    parts.append(file.get_tensor(there))
+            parts = [_tensor(self.places[there], there) for there in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
             found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
         return found
@@ -66,13 +64,16 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
                           f"folder that save_pretrained wrote")
+    if (adapter := folder / "adapter_config.json").exists():
+        raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; move "
+                          f"it into a folder of its own, and import it with --base")
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
     if model.L > len(headers):          # before so many are built
         raise ConfigError(f"{str(folder)!r} has {len(headers)} tensors, and {CONFIG} says "
                           f"{model.L:,} layers; they are not of one model")
-    tied = {family.named("head.weight")} if model.tied else set()
+    tied = {family.named("head.weight")} & headers.keys() if model.tied else set()
     wanted, shapes, missing = {}, {}, []
     for name, t in (due := parameters(model)).items():
         theirs = {family.named(one): tuple(part.shape)
@@ -94,6 +95,11 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
                           f"of this kit has, {left[0]} first; without them it is another model")
+    for head in tied:
+        one, other = (_tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
+        if one.dtype != other.dtype or not torch.equal(one, other):
+            raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
+                              f"{head} is not its embedding; set tie_word_embeddings to false")
     of = _tokenizer(folder, tokenizer)
     if (known := tokenizers.tokenizer_from_dict(of).vocab) > model.V:
         raise ConfigError(f"the tokenizer of {str(folder)!r} has {known:,} entries, and the model "
@@ -150,15 +156,20 @@ def written(config: Config, tokenizer: Mapping[str, Any], out: Path, *, start: s
 
 def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Returns file, shape and dtype of each tensor. Raises ConfigError."""
-    names = {"model.safetensors"}
-    if (folder / INDEX).is_file():
-        names = {*records.of_others(folder / INDEX).get("weight_map", {}).values()}
-    found = {}
+    names, found = {WEIGHTS}, {}
+    if (folder / INDEX).is_file() and not (folder / WEIGHTS).exists():      # as transformers does
+        of = records.of_others(folder / INDEX).get("weight_map")
+        if not isinstance(of, Mapping) or not of:
+            raise ConfigError(f"{INDEX} has weight_map={shown(of)}, which must be an object with "
+                              f"the file of each tensor; get it again")
+        names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
-        path = folder / files.one_name(str(name))
+        path = folder / name
         if not path.is_file():
             raise _no_shard(folder, path)
-        found |= _header(path)
+        for tensor, place in header(path).items():
+            if found.setdefault(tensor, place) is not place:
+                raise ConfigError(f"{shown(tensor)} is in two files, {path.name} too; keep one of them")
     for name, (path, _, kind) in found.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
             raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
@@ -166,7 +177,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
     return found
 
 
-def _header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
+def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     """Reads what a safetensors file says of its tensors. Raises ConfigError."""
     try:
         with safe_open(path, framework="numpy") as file:    # torch would reserve all of its bytes
@@ -175,6 +186,12 @@ def _header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    """Returns a tensor that lies mapped in its file."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def _no_shard(folder: Path, path: Path) -> ConfigError:

@@ -78,6 +78,7 @@ class Run(Checked):
         if not (self.path / CONFIG).is_file():
             runs = [p.parent.name for p in self.path.parent.glob(f"*/{CONFIG}")]
             beside = f"; {nearest(self.path.name, runs)}" if runs else ""
+            beside = files.of_transformers(self.path) or beside
             raise ConfigError(f"{named(self.path)!r} holds no run (no {CONFIG}){beside}")
         self._refuse_links()
 
