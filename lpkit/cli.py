@@ -19,6 +19,7 @@ from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, print
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
+from lpkit.values import annotated, unique
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
@@ -87,11 +88,19 @@ def say(text: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
+    given: tuple[tuple[str, str], ...] = ()     # options and their values
+
     def _get_values(self, action: argparse.Action, words: list[str]):
         # argparse makes an empty list of --budget=--
         if action.option_strings and words == ["--"]:
             raise argparse.ArgumentError(action, "'--' is no value")
+        if action.option_strings and isinstance(action, argparse._StoreAction):
+            self.given = (*self.given, (action.option_strings[-1], " ".join(words)))
+            unique(self.given)      # argparse takes the last
         return super()._get_values(action, words)
+
+    def _get_value(self, action: argparse.Action, word: str):
+        return annotated(word, action.type or str, (action.option_strings or [action.dest])[-1])
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None:

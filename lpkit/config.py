@@ -392,7 +392,7 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
 def _row_and_settings(text: str) -> dict[str, str]:
     """lora:rank=8:shared=true"""
     name, *settings = text.split(":")
-    return {"name": name, **dict(one.partition("=")[::2] for one in settings)}
+    return rules.unique([("name", name), *(one.partition("=")[::2] for one in settings)])
 
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:
@@ -479,7 +479,8 @@ def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     """['model.layers=6'] -> {'model.layers': '6'}."""
-    return dict(map(key_and_value, settings))
+    pairs = map(key_and_value, settings)
+    return rules.unique((key.removesuffix(".name"), value) for key, value in pairs)
 
 
 def key_and_value(setting: str) -> tuple[str, str]:

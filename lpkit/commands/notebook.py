@@ -18,7 +18,7 @@ from lpkit.commands import a_folder, needs, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.tables import text_table
-from lpkit.values import convert
+from lpkit.values import Count, annotated
 
 OUT = Path("runs") / "notebooks"
 
@@ -76,10 +76,7 @@ def _processes(on: str | None) -> int:
     asked = parse_settings([on])
     if list(asked) != ["processes"]:
         raise ConfigError(f"--on {shown(on)}: only processes=N is known here")
-    processes = convert(asked["processes"], int, "processes")
-    if processes < 1:
-        raise ConfigError(f"processes must be 1 or more, got {processes}")
-    return processes
+    return annotated(asked["processes"], Count, "processes")
 
 
 def text(result: dict[str, Any]) -> str:
