@@ -1,0 +1,31 @@
+"""What users bring, all of tests/inputs: right, or one sentence."""
+
+import pytest
+
+from tests.attack import inputs
+
+TABLES = inputs.tables()
+LEAST = {"yamls": 48, "command_lines": 60}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{table}-{name}"[:90]) for table, cases in TABLES.items() for name, case in cases])
+def test_what_users_bring_is_right_or_refused_in_a_sentence(case):
+    said = case()
+    assert said == "right" or (said.strip() and "\n" not in said.strip()), said
+
+
+def test_the_tables_are_as_long_as_they_say():
+    for table, least in LEAST.items():
+        names = [name for name, _ in TABLES[table]]
+        assert len(names) >= least and len(set(names)) == len(names)
+
+
+def test_the_attack_tells_silence_and_tracebacks(monkeypatch, tmp_path):
+    def silent():
+        raise AssertionError("another number")
+
+    table = [("a", lambda: "right"), ("b", lambda: "it is refused"), ("c", silent), ("d", lambda: [][0])]
+    monkeypatch.setattr(inputs, "tables", lambda: {"made_up": table})
+    outcome = inputs.attack(9, 0, tmp_path)
+    assert {what: len(each) for what, each in outcome.failures.items()} == {"silent": 1, "tracebacks": 1}
+    assert (outcome.tried, outcome.facts) == (4, {"made_up": {"tried": 4, "right": 1, "refused": 1, "silent": 1, "tracebacks": 1}})
