@@ -48,11 +48,9 @@ COMMANDS = {
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
 WAYS_OUT = {
-    errno.ENOSPC: "free some space, or choose another folder",
-    errno.EDQUOT: "free some space, or choose another folder",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
     errno.EROFS: "choose a folder that can be written",
-    errno.EACCES: "choose another path, or change its permissions",
-    errno.EPERM: "choose another path, or change its permissions",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose another path, or change its permissions"),
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "close other programs, or choose smaller settings",
 }
@@ -88,15 +86,13 @@ def say(text: str) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    given: tuple[tuple[str, str], ...] = ()     # options and their values
-
     def _get_values(self, action: argparse.Action, words: list[str]):
         # argparse makes an empty list of --budget=--
         if action.option_strings and words == ["--"]:
             raise argparse.ArgumentError(action, "'--' is no value")
         if action.option_strings and isinstance(action, argparse._StoreAction):
-            self.given = (*self.given, (action.option_strings[-1], " ".join(words)))
-            unique(self.given)      # argparse takes the last
+            first = vars(action).setdefault("given", words)     # argparse takes the last
+            unique((action.option_strings[-1], " ".join(one)) for one in (first, words))
         return super()._get_values(action, words)
 
     def _get_value(self, action: argparse.Action, word: str):

@@ -479,15 +479,14 @@ def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     """['model.layers=6'] -> {'model.layers': '6'}."""
-    pairs = map(key_and_value, settings)
-    return rules.unique((key.removesuffix(".name"), value) for key, value in pairs)
+    return rules.unique(map(key_and_value, settings))
 
 
 def key_and_value(setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"expected key=value, got {shown(setting)}")
-    return key.strip(), value.strip()
+    return key.strip().removesuffix(".name"), value.strip()
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

@@ -234,8 +234,7 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     if origin in (tuple, Sequence, Iterable):
         parts = value
         if isinstance(value, str):
-            parts = [] if typed == "none" else [part.strip() for part in value.split(",")]
-            parts = [part for part in parts if part]
+            parts = [*filter(None, map(str.strip, value.split(",")))] if typed != "none" else []
         if isinstance(parts, (list, tuple)):
             return tuple(convert(part, args[0], name) for part in parts)
     if origin is Mapping and isinstance(value, Mapping):
@@ -252,8 +251,8 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         return Path(value)
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
-    way_out = WRITTEN.get(kind, "") if isinstance(value, str) else ""
-    raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}{way_out}")
+    raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}"
+                      f"{WRITTEN.get(kind, '') if isinstance(value, str) else ''}")
 
 
 def annotated(value: Any, kind: Any, name: str) -> Any:
@@ -267,8 +266,7 @@ def unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
     values: dict[str, str] = {}
     for key, value in pairs:
         if values.setdefault(key, value) != value:
-            raise ConfigError(f"{key} is given twice, as {shown(values[key])} and as "
-                              f"{shown(value)}; give it once")
+            raise ConfigError(f"{key} is both {shown(values[key])} and {shown(value)}; give one")
     return values
 
 

@@ -83,8 +83,7 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
 
 
 def asked(args: argparse.Namespace, **options: str) -> list[str]:
-    """Returns every `key=value`, whichever way it was given. Raises ConfigError for a key that one
-    of the `options` sets, too: keys by option."""
+    """Returns every `key=value`. Refuses a key that one of the `options`, by name, sets too."""
     given = [*args.settings, *args.set]
     parse_settings([*given, *(f"{key}=--{option}" for option, keys in options.items()
                               if getattr(args, option) is not None for key in keys.split())])

@@ -15,15 +15,14 @@ from pathlib import Path
 from lpkit.commands import settings, target_and_asked
 from lpkit.errors import ConfigError, in_one_line, pick
 from lpkit.files import expanded, write_atomically
-from lpkit.values import Count
 
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml", help="what to train")
     settings(parser)
     parser.add_argument("--on", default="here", metavar="PLACE", help="here, slurm, k8s or sky")
-    parser.add_argument("--nodes", type=Count, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--processes", type=Count, default=1, metavar="P", help="on each of them (1)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="on each of them (1)")
     parser.add_argument("--gpu", metavar="KIND", help="a GPU a process, by what the place calls it; "
                         "without it none is asked for")
     parser.add_argument("--name", help="of the job (the target's)")

@@ -49,8 +49,7 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and (name or asked):
-        raise ConfigError(f"--all runs every notebook as it is; leave out "
-                          f"{shown(name or asked[0])}, or leave out --all")
+        raise ConfigError(f"--all runs all as they are; leave it or {shown(name or asked[0])} out")
     if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(name)]

@@ -18,7 +18,7 @@ from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import text_table
 from lpkit.techniques.optimizers import OPTIMIZERS
-from lpkit.values import Count, Positive
+from lpkit.values import Count
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 FACTOR = Annotated[float, values.between(0.1, 10)]
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     settings_and_machine(parser)
     parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
     parser.add_argument("--deadline", help="for the run: 12h, 30d, 2w")
-    parser.add_argument("--devices", type=Count, help="how many; by default powers of two are "
+    parser.add_argument("--devices", type=int, help="how many; by default powers of two are "
                         "searched")
     parser.add_argument("--precision", action="append", metavar="NAME",
                         help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's "
@@ -44,8 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
                         f"by default the config's")
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
-    parser.add_argument("--context", type=Count, help="tokens of a sequence; by default the config's")
-    parser.add_argument("--price-per-hour", type=Positive, help="US dollars per device")
+    parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
     parser.add_argument("--factor", type=FACTOR, help="seconds of a measured step over their "
                         "prediction, as lpkit.predict.time.calibrate gives it: all times are "
                         "multiplied by it")
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not found.options:
         raise RunFailedError(found.sentence)
     if args.show is not None and args.show > len(found.options):
-        raise ConfigError(f"--show {args.show}: there are {len(found.options)} plans; choose from "
-                          f"1 to {len(found.options)}")
+        raise ConfigError(f"--show must be from 1 to {len(found.options)}, got {shown(args.show)}")
     return {"model": args.model, **found.to_dict(max(args.top, args.show or 1)), "show": args.show}
 
 
@@ -95,7 +94,8 @@ def _refuse_unused(settings: dict[str, str]) -> None:
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
     """'250k', '$250,000', '1e12', '1.5T' as a number above 0. Raises ConfigError."""
-    plain = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).strip().removeprefix("$")
+    plain = re.sub(r"^\$?[1-9]\d{0,2}(,\d{3})+(?![\d,])", lambda found: found[0].replace(",", ""),
+                   text.strip()).removeprefix("$")
     return _scaled(option, text, plain, COUNTS, most, f"{most:g} {unit}",
                    f"a number of {unit}; write it as 250000, 250k, 1.5M, 300B or 1e12")
 

@@ -13,8 +13,6 @@ from lpkit.predict.evidence import STACKS
 from lpkit.predict.units import between, duration, quantity
 from lpkit.techniques.optimizers import OPTIMIZERS
 
-AXES = "parallel.data parallel.shard parallel.tensor parallel.pipeline parallel.context"
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
@@ -41,7 +39,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.presets import resolve
 
     config = resolve(args.target, asked(
-        args, devices=AXES, optimizer="optimizer", precision="precision.recipe",
+        args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
+        "parallel.context", optimizer="optimizer", precision="precision.recipe",
         recompute="memory.recompute", zero="parallel.zero"))
     prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
                          precision=args.precision, optimizer=args.optimizer, zero=args.zero,

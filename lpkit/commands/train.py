@@ -22,7 +22,6 @@ from lpkit.commands import a_folder, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, in_one_line
 from lpkit.tables import beside
-from lpkit.values import Count
 
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
@@ -34,7 +33,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="the run folder (default: a new one under runs/)")
     parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    parser.add_argument("--processes", type=Count, metavar="N", help="train on N processes of this "
+    parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
                         "machine: replicas, where parallel.* does not say otherwise")
 
 

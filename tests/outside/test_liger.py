@@ -14,7 +14,6 @@ from lpkit.kernels import cross_entropy as kernel
 from lpkit.memory.loss import linear_cross_entropy
 from lpkit.nn.layers import LayerNorm, RMSNorm, RotaryPositions
 from lpkit.nn.mlps import GeluMLP, SwigluMLP
-from tests.outside import different
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHARE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
@@ -102,15 +101,9 @@ def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
 SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64), (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
 
 
-def norms():
-    for kind in ("rmsnorm", "layernorm", "layernorm without a bias"):
-        for shape in SHAPES:
-            for dtype in DTYPES:
-                name = f"{kind} {shape} {dtype}"
-                yield pytest.param(kind, shape, dtype, id=name, marks=different(name))
-
-
-@pytest.mark.parametrize("kind, shape, dtype", norms())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "layernorm without a bias"])
 def test_norms(kind, shape, dtype):
     D, x = shape[-1], drawn(*shape, dtype=dtype)
     norm = (RMSNorm(D, eps=1e-6) if kind == "rmsnorm" else LayerNorm(D, eps=1e-6, bias=kind == "layernorm")).to(dtype)
@@ -128,7 +121,8 @@ def test_norms(kind, shape, dtype):
 
     found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(), *(t.double() for t in values))
     for one, of_definition in zip(found, due, strict=True):
-        close(one, of_definition, SHARE[dtype] * (4 if one.ndim == 1 else 1))   # the gradient of a gain sums over all rows
+        # the gradient of a gain sums over all rows; PyTorch's own layer norm adds them in bf16
+        close(one, of_definition, SHARE[dtype] * (8 if one.ndim == 1 else 1))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 8), (9, 7, 41), (5, 123, 123)], ids=str)
