@@ -24,6 +24,9 @@ SOURCES = {
                                 "7bc41952de39", "MIT"),
     "test_liger": Source("linkedin/Liger-Kernel", "test/transformers/test_{cross_entropy,fused_linear_cross_entropy,rms_norm,layer_norm,rope,swiglu}.py",
                          "ead96b618e5c", "BSD-2-Clause"),
+    "test_liger_functions": Source("linkedin/Liger-Kernel", "test/transformers/test_{cross_entropy,fused_linear_cross_entropy}.py", "ead96b618e5c",
+                                   "BSD-2-Clause"),
+    "test_optimizer_classes": Source("pytorch/pytorch", "torch.optim, as an oracle", "2.13.0", "BSD-3-Clause"),
     "test_transformers": Source("huggingface/transformers", "its classes, as an oracle", "5.23.0", "Apache-2.0"),
     "test_optimizers": Source("pytorch/pytorch", "torch.optim, as an oracle; each rule's own paper", "2.13.0", "BSD-3-Clause"),
 }
