@@ -30,11 +30,10 @@ def page() -> str:
         lines += [*recorded(result),
                   markdown_table(("attack", "trials", "did harm", "seconds", "at commit", "seen"),
                                  [_row({**result, **case}) for case in result["cases"]]), ""]
-        for case in result["cases"]:
+        for case in ({**result, **case} for case in result["cases"]):
             if kinds := {kind: counts for kind, counts in case["facts"].items() if isinstance(counts, dict)}:
                 heads = next(iter(kinds.values()))
-                lines += [f"By kind, {case['case']}:", "",
-                          markdown_table((case["case"], *heads), [(kind, *map(str, counts.values())) for kind, counts in kinds.items()]), ""]
+                lines += [markdown_table((case["case"], *heads), [(kind, *map(str, counts.values())) for kind, counts in kinds.items()]), ""]
     return "\n".join(lines)
 
 
