@@ -206,8 +206,9 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value),
-                       "a list of NEW:OLD, as blocks.2:blocks.0")
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value)
+                       and len({one.partition(":")[0] for one in value}) == len(value),
+                       "a list of NEW:OLD with each NEW once, as blocks.2:blocks.0")
 
 
 @dataclass(frozen=True, kw_only=True)

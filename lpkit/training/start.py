@@ -25,7 +25,6 @@ from lpkit.errors import ConfigError
 from lpkit.techniques.growth import GROWTH
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
-from lpkit.values import unique
 
 
 @dataclass(kw_only=True)
@@ -105,7 +104,7 @@ def read(config: Config, tokenizer: str = "") -> Start:
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
     if file := getattr(asked.grow, "file", ""):
         digest.update(Path(file).read_bytes())
-    places = unique(one.partition(":")[::2] for one in asked.map)
+    places = dict(one.partition(":")[::2] for one in asked.map)
     row, both = GROWTH[asked.grow.name], {"small": run.config.model, "large": config.model}
     grown = partial(row.load(), settings=asked.grow, **both) if row.implementation else None
     return Start(where=str(saved.path), sha256=digest.hexdigest(), tensors=tensors, places=places,

@@ -63,6 +63,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict cpu-3m optimizer=lion optimizer.name=sgd", "optimizer is both 'lion' and 'sgd'"),
     ("predict cpu-3m optimizer=lion --optimizer adamw", "optimizer is both 'lion' and '--optimizer'"),
     ("predict cpu-3m model.changes=lora:rank=8:rank=4", "rank is both '8' and '4'"),
+    ("predict cpu-3m start.map=a:b,a:c", "start.map must be a list of NEW:OLD with each NEW once"),
     ("predict cpu-3m model.layers=8,000", "model.layers must be a whole number, got '8,000'; write it as"),
     ("predict cpu-3m model.layers = 3", "expected key=value, got 'model.layers'"),
     ("predict cpu-3m model.layers", "expected key=value, got 'model.layers'"),
