@@ -19,6 +19,7 @@ from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, print
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
 from lpkit.training.runs import RunFailedError
+from lpkit.values import annotated, unique
 
 COMMANDS = {
     "lab": "open JupyterLab on the course, on this machine only",
@@ -47,11 +48,9 @@ COMMANDS = {
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
 WAYS_OUT = {
-    errno.ENOSPC: "free some space, or choose another folder",
-    errno.EDQUOT: "free some space, or choose another folder",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
     errno.EROFS: "choose a folder that can be written",
-    errno.EACCES: "choose another path, or change its permissions",
-    errno.EPERM: "choose another path, or change its permissions",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose another path, or change its permissions"),
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENOMEM: "close other programs, or choose smaller settings",
 }
@@ -91,7 +90,13 @@ class _Parser(argparse.ArgumentParser):
         # argparse makes an empty list of --budget=--
         if action.option_strings and words == ["--"]:
             raise argparse.ArgumentError(action, "'--' is no value")
+        if action.option_strings and isinstance(action, argparse._StoreAction):
+            first = vars(action).setdefault("given", words)     # argparse takes the last
+            unique((action.option_strings[-1], " ".join(one)) for one in (first, words))
         return super()._get_values(action, words)
+
+    def _get_value(self, action: argparse.Action, word: str):
+        return annotated(word, action.type or str, (action.option_strings or [action.dest])[-1])
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None:

@@ -207,8 +207,9 @@ class SystemConfig(Group):
         _pick({"auto": None, **ATTENTION}, self.attention, "system.attention")
 
 
-_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value),
-                       "a list of NEW:OLD, as blocks.2:blocks.0")
+_mapping = rules.check(lambda value: all(re.fullmatch("[^:]+:[^:]+", one) for one in value)
+                       and len({one.partition(":")[0] for one in value}) == len(value),
+                       "a list of NEW:OLD with each NEW once, as blocks.2:blocks.0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,7 +394,7 @@ def _named(f: dataclasses.Field, value: Any, key: str) -> Any:
 def _row_and_settings(text: str) -> dict[str, str]:
     """lora:rank=8:shared=true"""
     name, *settings = text.split(":")
-    return {"name": name, **dict(one.partition("=")[::2] for one in settings)}
+    return rules.unique([("name", name), *(one.partition("=")[::2] for one in settings)])
 
 
 def _settings(table: Mapping[str, Any], value: Any, key: str, default: str | None) -> Settings:
@@ -480,14 +481,14 @@ def _change_row(values: dict[str, Any], table: Mapping[str, Any], name: Any) -> 
 
 def parse_settings(settings: Iterable[str]) -> dict[str, str]:
     """['model.layers=6'] -> {'model.layers': '6'}."""
-    return dict(map(key_and_value, settings))
+    return rules.unique(map(key_and_value, settings))
 
 
 def key_and_value(setting: str) -> tuple[str, str]:
     key, equals, value = setting.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"expected key=value, got {shown(setting)}")
-    return key.strip(), value.strip()
+    return key.strip().removesuffix(".name"), value.strip()
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

@@ -205,6 +205,7 @@ def _readable(kind: Any) -> bool:
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True,
          "false": False, "no": False, "off": False, "0": False}
+WRITTEN = {int: "; write it as 8000 or 8e3", float: "; write it as 0.4 or 4e-1"}
 
 
 def convert(value: Any, kind: Any, name: str) -> Any:
@@ -233,8 +234,7 @@ def convert(value: Any, kind: Any, name: str) -> Any:
     if origin in (tuple, Sequence, Iterable):
         parts = value
         if isinstance(value, str):
-            parts = [] if typed == "none" else [part.strip() for part in value.split(",")]
-            parts = [part for part in parts if part]
+            parts = [*filter(None, map(str.strip, value.split(",")))] if typed != "none" else []
         if isinstance(parts, (list, tuple)):
             return tuple(convert(part, args[0], name) for part in parts)
     if origin is Mapping and isinstance(value, Mapping):
@@ -251,7 +251,23 @@ def convert(value: Any, kind: Any, name: str) -> Any:
         return Path(value)
     if isinstance(kind, type) and kind not in (int, float) and isinstance(value, kind):
         return value
-    raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}")
+    raise ConfigError(f"{name} must be {_described(kind)}, got {shown(value)}"
+                      f"{WRITTEN.get(kind, '') if isinstance(value, str) else ''}")
+
+
+def annotated(value: Any, kind: Any, name: str) -> Any:
+    """`value` as int, Count or another annotation says. Raises ConfigError."""
+    checks, kind = getattr(kind, "__metadata__", ()), getattr(kind, "__origin__", kind)
+    return _Rule(kind, frozenset({str} & {kind, *get_args(kind)}), checks).read(name, value)
+
+
+def unique(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """The mapping of the pairs. Raises ConfigError for a key with two values."""
+    values: dict[str, str] = {}
+    for key, value in pairs:
+        if values.setdefault(key, value) != value:
+            raise ConfigError(f"{key} is both {shown(values[key])} and {shown(value)}; give one")
+    return values
 
 
 def _number(value: Any, kind: type) -> float:

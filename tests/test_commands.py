@@ -91,7 +91,7 @@ def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 wrong.append([*words, "huge"])
-            elif action.option_strings and (action.choices or action.type in (int, float)):
+            elif action.option_strings and (action.choices or number(action)):
                 wrong += [[*words, f"{action.option_strings[-1]}=huge"], [*words, action.option_strings[-1]]]
             elif action.required and action.nargs != "*":
                 wrong.append(words)
@@ -100,7 +100,60 @@ def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
                 sys.exit(cli.main(line))
             out, err = capsys.readouterr()
             assert (left.value.code, out) == (2, "") and err.count("\n") == 1 and err.startswith("lpkit: "), (line, err)
-            assert any(way_out in err for way_out in (f"; see `lpkit {name}", "; choose one of ", "; did you mean ")), err
+            assert any(way_out in err for way_out in (f"; see `lpkit {name}", "; choose one of ", "; did you mean ", "; write it as ")), err
+
+
+def number(action):
+    return getattr(action.type, "__origin__", action.type) in (int, float)
+
+
+NO_NUMBERS = ["", "x", "8,000", "8k", "40%", "1;5", "0x10", "8 000", "1,5", "None", "true"]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, capsys):
+    for prog, parser in parsers(name).items():
+        for action in parser._actions:
+            for text in NO_NUMBERS if number(action) and action.option_strings else ():
+                option = action.option_strings[-1]
+                with pytest.raises(SystemExit) as left:
+                    sys.exit(cli.main([*prog.split(), f"{option}={text}"]))
+                out, err = capsys.readouterr()
+                kind = "a whole number" if getattr(action.type, "__origin__", action.type) is int else "a number"
+                assert (left.value.code, out) == (2, "") and err.startswith(f"lpkit: {option} must be {kind}, got {text!r}; write it as "), err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["predict", "cpu-3m", "--devices", "1.6e1"], None), (["plan", "--model", "llama-8b", "--tokens", "1,500B", "--devices", "8"], None),
+    (["plan", "--model", "llama-8b", "--tokens", "1,5T", "--devices", "8"], "--tokens '1,5T' is not a number of tokens"),
+    (["plan", "--model", "llama-8b", "--tokens", "1T", "--budget", "$1,00"], "--budget '$1,00' is not a number of dollars"),
+    (["predict", "cpu-3m", "steps=5", "steps=6"], "steps is both '5' and '6'; give one"),
+    (["predict", "cpu-3m", "--set", "steps=5", "steps=6"], "steps is both '6' and '5'"),
+    (["predict", "cpu-3m", "--set", "steps=5", "--set", " steps = 6"], "steps is both '5' and '6'"),
+    (["predict", "cpu-3m", "steps=5", "steps=5"], None),
+    (["predict", "cpu-3m", "optimizer=lion", "optimizer.name=adamw"], "optimizer is both 'lion' and 'adamw'"),
+    (["predict", "cpu-3m", "model.changes=lora:rank=8:rank=4"], "rank is both '8' and '4'"),
+    (["predict", "cpu-3m", "--devices", "1", "--dev", "2"], "--devices is both '1' and '2'"),
+    (["predict", "cpu-3m", "--machine", "h100", "--machine=h200"], "--machine is both "),
+    (["data", "prepare", "x", "--vocab", "5", "--vocab", "6"], "--vocab is both "),
+    (["train", "cpu-3m", "--out", "x", "--out", "y"], "--out is both "),
+    (["notebook", "00", "--tier", "cpu", "--tier", "smoke"], "--tier is both "),
+    (["predict", "cpu-3m", "optimizer=lion", "--optimizer", "adamw"], "optimizer is both 'lion' and '--optimizer'"),
+    (["predict", "cpu-3m", "--optimizer", "lion"], None),
+    (["predict", "cpu-3m", "precision.recipe.name=fp32", "--precision", "bf16"], "precision.recipe is both "),
+    (["predict", "cpu-3m", "parallel.tensor=2", "--devices", "4"], "parallel.tensor is both '2' and '--devices'"),
+    (["predict", "cpu-3m", "parallel.data=2", "parallel.zero=3", "--zero", "1"], "parallel.zero is both "),
+    (["predict", "cpu-3m", "memory.recompute=block", "--recompute", "none"], "memory.recompute is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "model.context=64", "--context", "32"], "model.context is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "global_batch=4", "--batch-tokens", "1M"], "global_batch is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "optimizer=lion", "--optimizer", "adamw"], "optimizer is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "grad_accum_steps=2"], "plan does not use grad_accum_steps"),
+])
+def test_of_two_values_for_one_thing_neither_is_taken(words, said, capsys):
+    """The last was, in silence. A number may be written as any count of tokens is."""
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    assert (code == 0 and out and not err) if said is None else (code, out) == (2, "") and err.startswith(f"lpkit: {said}"), (code, err)
 
 
 def test_a_wrong_choice_is_told_what_there_is(capsys):

@@ -309,7 +309,7 @@ def test_the_command_does_the_same(stand_in, tmp_path, capsys):
 
 @pytest.mark.parametrize("words, sentence", [
     (["--processes", "0"], "processes must be positive, got 0"),
-    (["--processes", "two"], "argument --processes: invalid int value: 'two'"),
+    (["--processes", "two"], "--processes must be a whole number, got 'two'"),
     (["--processes", "5"], "processes=5 need as many cores, and there are 4; use processes=4"),
     # "set data=3" was said, and 16 sequences do not split over 3
     (["--processes", "3", "parallel.data=2"], "is 2 devices, not 3; use 2 devices"),

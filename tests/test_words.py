@@ -1,6 +1,5 @@
 """Failures become sentences: what values look like in them, what YAML may hold, and how a command ends."""
 
-import argparse
 import errno
 import os
 import signal
@@ -17,7 +16,7 @@ from lpkit.errors import ConfigError, nearest, printable, shown
 from lpkit.files import read_text
 from lpkit.plain_yaml import parse_yaml, read_yaml
 from lpkit.techniques.layouts import Layout
-from lpkit.values import Count, Place, checked
+from lpkit.values import Count, Place, annotated, checked
 from tests.attack import command_line, patience
 
 MEAN = ["\x1b[31mred", "\u202egnp.exe", "a\u200bb", "\x00", "\r\n", "\x9b2J", "\udcff", "\u2028"]
@@ -191,7 +190,7 @@ def test_argparse_repeats_its_input_short_and_harmless(capsys):
     for arguments in (["predict", "cpu-3m", "--\x1b[2J" + "x" * 10**5], ["predict", "cpu-3m", "--devices", "9" * 5000],
                       ["plan", "--model", "llama-8b", "--tokens", "1e9", "--budget=--"]):
         with pytest.raises(SystemExit) as left:
-            cli.main(arguments)
+            sys.exit(cli.main(arguments))
         said = capsys.readouterr().err
         assert left.value.code == 2 and "\x1b" not in said and len(said.splitlines()[-1]) < 700
 
@@ -246,5 +245,5 @@ def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
 def test_options_that_share_a_type_share_its_words():
     from lpkit.commands import a_folder
 
-    with pytest.raises(argparse.ArgumentTypeError, match="is empty"):
-        a_folder("")
+    with pytest.raises(ConfigError, match="--out is empty; give one"):
+        annotated("", a_folder, "--out")

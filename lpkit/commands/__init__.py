@@ -18,12 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from lpkit.config import parse_settings
 from lpkit.errors import ConfigError
-from lpkit.files import expanded, resource
+from lpkit.files import resource
 from lpkit.predict.time import with_step
 from lpkit.techniques import machines
-from lpkit.values import folder
+from lpkit.values import Folder
 
+a_folder = Folder       # the type of an argument
 FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
 
 
@@ -61,15 +63,6 @@ def serve_until_told(serve: Callable[[], int], stop: Callable[[], None], goodbye
     sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
 
 
-def a_folder(text: str) -> Path:
-    """The type of an argument that names a folder, which may be there or not."""
-    try:
-        folder("it", text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return expanded(text)
-
-
 def opened(path: Path) -> Any:
     """The run in a folder, when its own files agree. Raises ConfigError."""
     from lpkit.training.runs import Run
@@ -89,9 +82,12 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
                         help="the same")
 
 
-def asked(args: argparse.Namespace) -> list[str]:
-    """Returns every `key=value`, whichever way it was given."""
-    return [*args.settings, *args.set]
+def asked(args: argparse.Namespace, **options: str) -> list[str]:
+    """Returns every `key=value`. Refuses a key that one of the `options`, by name, sets too."""
+    given = [*args.settings, *args.set]
+    parse_settings([*given, *(f"{key}=--{option}" for option, keys in options.items()
+                              if getattr(args, option) is not None for key in keys.split())])
+    return given
 
 
 def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:

@@ -19,6 +19,7 @@ from typing import Any
 from lpkit.commands import a_folder, needs
 from lpkit.errors import ConfigError, named
 from lpkit.predict.units import duration
+from lpkit.values import Count
 
 
 def shared_arguments(parser: argparse.ArgumentParser, what: str, kept: str) -> None:
@@ -33,7 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments(parser, "claim", "verdicts")
     parser.add_argument("--null", action="store_true",
                         help="the first arm against itself, with other seeds")
-    parser.add_argument("--processes", type=int, metavar="N",
+    parser.add_argument("--processes", type=Count, metavar="N",
                         help="runs side by side (default: as many as the cores allow)")
 
 
@@ -43,8 +44,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.claims.settle import Settling
 
     claim = protocol.read(args.file, executor=args.executor)
-    if args.processes is not None and args.processes < 1:
-        raise ConfigError(f"--processes must be 1 or more, got {args.processes}")
     result = with_runs(claim, args.out, args.processes,
                        lambda *ways: Settling(claim, *ways).settle(args.null))
     how = ["--null"] * args.null + [f"--import={name}" for name in args.imports]

@@ -53,8 +53,8 @@ def run(args: Namespace) -> dict:
 
 
 def _adapter(args: Namespace) -> dict:
-    if not args.out:
-        raise ConfigError("lpkit import --base needs --out DIR, a new folder")
+    if not args.out or args.check or args.tokenizer:
+        raise ConfigError("lpkit import --base needs --out DIR alone: no --check, no --tokenizer")
     base = opened(args.base)
     from lpkit.training.adapted import bring_adapter  # imports torch
 

@@ -18,7 +18,7 @@ from lpkit.commands import a_folder, needs, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.tables import text_table
-from lpkit.values import convert
+from lpkit.values import Count, annotated
 
 OUT = Path("runs") / "notebooks"
 
@@ -49,8 +49,7 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and (name or asked):
-        raise ConfigError(f"--all runs every notebook as it is; leave out "
-                          f"{shown(name or asked[0])}, or leave out --all")
+        raise ConfigError(f"--all runs all as they are; leave it or {shown(name or asked[0])} out")
     if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(name)]
@@ -76,10 +75,7 @@ def _processes(on: str | None) -> int:
     asked = parse_settings([on])
     if list(asked) != ["processes"]:
         raise ConfigError(f"--on {shown(on)}: only processes=N is known here")
-    processes = convert(asked["processes"], int, "processes")
-    if processes < 1:
-        raise ConfigError(f"processes must be 1 or more, got {processes}")
-    return processes
+    return annotated(asked["processes"], Count, "processes")
 
 
 def text(result: dict[str, Any]) -> str:

@@ -9,16 +9,19 @@ import argparse
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from lpkit import values
 from lpkit.commands import asked, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import text_table
 from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.values import Count
 
 COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+FACTOR = Annotated[float, values.between(0.1, 10)]
 SPANS = {"min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 MOST_TOKENS, MOST_DOLLARS, MOST_SECONDS = 1e16, 1e12, 100 * 365.25 * 86_400
 # Settings that change a plan: these, and the model's but for four.
@@ -43,11 +46,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
     parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
-    parser.add_argument("--factor", type=float, help="seconds of a measured step over their "
+    parser.add_argument("--factor", type=FACTOR, help="seconds of a measured step over their "
                         "prediction, as lpkit.predict.time.calibrate gives it: all times are "
                         "multiplied by it")
-    parser.add_argument("--top", type=int, default=10, help="layouts to show (%(default)s)")
-    parser.add_argument("--show", type=int, metavar="N", help="open the N-th: every row with its "
+    parser.add_argument("--top", type=Count, default=10, help="layouts to show (%(default)s)")
+    parser.add_argument("--show", type=Count, metavar="N", help="open the N-th: every row with its "
                         "formula and source")
 
 
@@ -56,8 +59,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.presets import resolve
     from lpkit.training.runs import RunFailedError
 
-    if args.top < 1:
-        raise ConfigError(f"--top must be 1 or more, got {args.top}")
     limits: dict[str, Any] = {"devices": args.devices}
     if args.budget is not None:
         limits["budget"] = amount("--budget", args.budget, MOST_DOLLARS, "dollars")
@@ -66,21 +67,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if limits == {"devices": None}:
         raise ConfigError("a plan needs a limit: give --budget, --deadline or --devices")
     context = [] if args.context is None else [f"model.context={args.context}"]
-    config = resolve(args.model, ["grad_accum_steps=1", *asked(args), *context])
-    _refuse_unused(parse_settings(asked(args)))
+    settings = asked(args, context="model.context", batch_tokens="global_batch",
+                     optimizer="optimizer", precision="precision.recipe")
+    _refuse_unused(parse_settings(settings))
+    config = resolve(args.model, ["grad_accum_steps=1", *settings, *context])
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
-    if args.factor is not None and not 0.1 <= args.factor <= 10:
-        raise ConfigError(f"--factor is measured over predicted seconds, from 0.1 to 10; got "
-                          f"{args.factor}")
     found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),
                  **limits, precisions=args.precision, optimizer=args.optimizer,
                  price_per_hour=args.price_per_hour, calibration=args.factor)
     if not found.options:
         raise RunFailedError(found.sentence)
-    if args.show is not None and not 1 <= args.show <= len(found.options):
-        raise ConfigError(f"--show {args.show}: there are {len(found.options)} plans; choose from "
-                          f"1 to {len(found.options)}")
+    if args.show is not None and args.show > len(found.options):
+        raise ConfigError(f"--show must be from 1 to {len(found.options)}, got {shown(args.show)}")
     return {"model": args.model, **found.to_dict(max(args.top, args.show or 1)), "show": args.show}
 
 
@@ -95,7 +94,8 @@ def _refuse_unused(settings: dict[str, str]) -> None:
 
 def amount(option: str, text: str, most: float, unit: str = "tokens") -> float:
     """'250k', '$250,000', '1e12', '1.5T' as a number above 0. Raises ConfigError."""
-    plain = text.replace(",", "").strip().removeprefix("$")
+    plain = re.sub(r"^\$?[1-9]\d{0,2}(,\d{3})+(?![\d,])", lambda found: found[0].replace(",", ""),
+                   text.strip()).removeprefix("$")
     return _scaled(option, text, plain, COUNTS, most, f"{most:g} {unit}",
                    f"a number of {unit}; write it as 250000, 250k, 1.5M, 300B or 1e12")
 

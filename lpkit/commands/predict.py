@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict import predict
     from lpkit.presets import resolve
 
-    config = resolve(args.target, asked(args))
+    config = resolve(args.target, asked(
+        args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
+        "parallel.context", optimizer="optimizer", precision="precision.recipe",
+        recompute="memory.recompute", zero="parallel.zero"))
     prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
                          precision=args.precision, optimizer=args.optimizer, zero=args.zero,
                          recompute=args.recompute, price_per_hour=args.price_per_hour)

@@ -14,17 +14,19 @@ import csv
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from lpkit.commands import a_folder, lesson, needs, serve_until_told
 from lpkit.errors import ConfigError, named
+from lpkit.values import between
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     from lpkit.course import room as rooms
 
     parser.add_argument("names", nargs="*", metavar="NAME", help="learners")
-    parser.add_argument("--learners", type=int, default=0, metavar="N", help="this many, numbered")
+    parser.add_argument("--learners", type=Annotated[int, between(0, rooms.MOST)], default=0,
+                        metavar="N", help="this many, numbered")
     parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
                         help=f"where homes and the hub's files lie (default {rooms.FOLDER})")
     parser.add_argument("--port", type=int, default=8000, help="default 8000")
@@ -53,9 +55,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.files import whole_file
 
     lesson("solutions").shown_when()        # labs inherit the word: refuse a wrong one here
-    if args.learners < 0 or args.learners > rooms.MOST:
-        raise ConfigError(f"a room is for 1 to {rooms.MOST} learners, and --learners is "
-                          f"{args.learners}")
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
         raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
                           f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or say --no-tls")

@@ -15,7 +15,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("notebook", metavar="NAME", help="06, or 06_fp8_training")
     parser.add_argument("--executed", type=a_folder, default=OUT, metavar="DIR",
                         help=f"where `lpkit notebook` wrote it (default {OUT})")
-    parser.add_argument("--out", type=a_folder, default=a_folder("."), metavar="DIR",
+    parser.add_argument("--out", type=a_folder, default=".", metavar="DIR",
                         help="for NAME.slides.html (default: here)")
 
 

@@ -39,7 +39,7 @@ class Outcome:
 
     tried: int = 0
     failures: dict[str, list[str]] = field(default_factory=dict)
-    facts: dict[str, float | str] = field(default_factory=dict)     # what else was seen, with units
+    facts: dict[str, float | str | dict] = field(default_factory=dict)     # what else was seen, with units; counts by kind
 
     def failed(self, what: str, trial: object) -> None:
         self.failures.setdefault(what, []).append(str(trial))

@@ -30,12 +30,16 @@ def page() -> str:
         lines += [*recorded(result),
                   markdown_table(("attack", "trials", "did harm", "seconds", "at commit", "seen"),
                                  [_row({**result, **case}) for case in result["cases"]]), ""]
+        for case in ({**result, **case} for case in result["cases"]):
+            if kinds := {kind: counts for kind, counts in case["facts"].items() if isinstance(counts, dict)}:
+                heads = next(iter(kinds.values()))
+                lines += [markdown_table((case["case"], *heads), [(kind, *map(str, counts.values())) for kind, counts in kinds.items()]), ""]
     return "\n".join(lines)
 
 
 def _row(case: dict) -> tuple[str, ...]:
     harm = ", ".join(f"{what}: {len(trials)}" for what, trials in case["failures"].items())
-    seen = ", ".join(f"{what}: {value}" for what, value in case["facts"].items())
+    seen = ", ".join(f"{what}: {value}" for what, value in case["facts"].items() if not isinstance(value, dict))
     return (case["case"], f"{case['peer_median']:,.0f}", harm or "none", f"{case['seconds']:,.0f}",
             case.get("at", case["commit"]), seen)
 

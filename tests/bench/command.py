@@ -33,6 +33,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    if args.all and args.names:
+        raise ConfigError(f"--all runs every benchmark; leave out {args.names[0]}, or leave out --all")
     names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
     rows, told = [pick(BENCHES, name, "benchmark") for name in names], {}
     if args.rounds < 1:

@@ -1,0 +1,198 @@
+"""The layers that Liger-Kernel fuses, at its kinds of shape and dtype, beside float64: values and every gradient.
+
+The tolerance of float32 is 2e-5 of the largest magnitude (sums of up to 1,000 terms in another order); that of bf16 is two units in its
+last place, 2^-7, of the same.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lpkit.config import ModelConfig
+from lpkit.errors import ConfigError
+from lpkit.kernels import cross_entropy as kernel
+from lpkit.memory.loss import linear_cross_entropy
+from lpkit.nn.layers import LayerNorm, RMSNorm, RotaryPositions
+from lpkit.nn.mlps import GeluMLP, SwigluMLP
+
+DTYPES = [torch.float32, torch.bfloat16]
+SHARE = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
+    assert found.shape == due.shape and found.isfinite().all()
+    assert (found.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
+
+
+def with_gradients(call, *inputs: torch.Tensor, seed: int = 9) -> list[torch.Tensor]:
+    """What `call` returns, and the gradients of its inputs under one drawn gradient."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    y = call(*inputs)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, inputs, g)]
+
+
+# ---- cross-entropy
+
+ROWS = [(256, 512), (4, 8), (141, 31), (63, 41), (30, 3200), (1, 2), (64, 4096)]
+
+
+@pytest.mark.parametrize("by", ["", "definition"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M, V", ROWS)
+def test_cross_entropy_of_own_logits(M, V, dtype, scale, by):
+    """The sum, by the kernel of this device and by its definition: nats in float32 and the gradient in the dtype of the logits."""
+    logits, y = (drawn(M, V) * scale).to(dtype), torch.randint(V, (M,), generator=torch.Generator().manual_seed(1))
+    wide = logits.double().requires_grad_()
+    due = F.cross_entropy(wide, y, reduction="none")
+    due.sum().backward()
+    nats, gradient = kernel.on_cpu(logits, y) if not by else kernel.cross_entropy(logits, y)
+    assert nats.dtype == torch.float32 and gradient.dtype == dtype
+    close(nats, due.detach(), 2e-6)
+    close(gradient, wide.grad, SHARE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("M, V", ROWS)
+def test_cross_entropy_weighs_each_row(M, V, dtype):
+    logits, y = drawn(M, V).to(dtype), torch.randint(V, (M,), generator=torch.Generator().manual_seed(1))
+    weights = torch.rand(M, generator=torch.Generator().manual_seed(2))
+    wide = logits.double().requires_grad_()
+    (F.cross_entropy(wide, y, reduction="none") * weights.double()).sum().backward()
+    _, gradient = kernel.on_cpu(logits, y, weights)
+    close(gradient, wide.grad, SHARE[dtype])
+
+
+def test_logits_that_are_not_contiguous():
+    logits, y = drawn(41, 63).T, torch.randint(41, (63,), generator=torch.Generator().manual_seed(1))
+    wide = logits.double().requires_grad_()
+    F.cross_entropy(wide, y, reduction="sum").backward()
+    close(kernel.on_cpu(logits, y)[1], wide.grad, SHARE[torch.float32])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("scalar", [1.0, 0.5])
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 16, 32, 64), (2, 2, 8, 8), (1, 32, 64, 128)])
+def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
+    """The mean, with the gradients of hidden states, weight and bias; the gradient that comes from above is `scalar`."""
+    h, y = drawn(B * T, H), torch.randint(V, (B * T,), generator=torch.Generator().manual_seed(1))
+    head = torch.nn.Linear(H, V, bias=bias)
+    h1, h2 = h.clone().requires_grad_(), h.double().requires_grad_()
+    wide = torch.nn.Linear(H, V, bias=bias).double()
+    wide.load_state_dict({key: t.double() for key, t in head.state_dict().items()})
+    due = F.cross_entropy(wide(h2), y)
+    (due * scalar).backward()
+    found = linear_cross_entropy(h1, head, y, chunk)
+    (found * scalar).backward()
+    close(found.detach(), due.detach(), 2e-6)
+    close(h1.grad, h2.grad, 2e-5)
+    for ours, theirs in zip(head.parameters(), wide.parameters(), strict=True):
+        close(ours.grad, theirs.grad, 2e-5)
+
+
+# ---- norms
+
+SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64), (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "layernorm without a bias"])
+def test_norms(kind, shape, dtype):
+    D, x = shape[-1], drawn(*shape, dtype=dtype)
+    norm = (RMSNorm(D, eps=1e-6) if kind == "rmsnorm" else LayerNorm(D, eps=1e-6, bias=kind == "layernorm")).to(dtype)
+    for i, p in enumerate(norm.parameters()):
+        p.data.copy_(drawn(D, seed=3 + i))
+    values = [p.detach() for p in norm.parameters()]
+
+    def definition(x, w, *b):
+        centred = x if kind == "rmsnorm" else x - x.mean(-1, keepdim=True)
+        y = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+        return y + b[0] if b else y
+
+    def ours(x, *parameters):
+        return torch.func.functional_call(norm, dict(zip(dict(norm.named_parameters()), parameters, strict=True)), (x,))
+
+    found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(), *(t.double() for t in values))
+    for one, of_definition in zip(found, due, strict=True):
+        # the gradient of a gain sums over all rows; PyTorch's own layer norm adds them in bf16
+        close(one, of_definition, SHARE[dtype] * (8 if one.ndim == 1 else 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 8), (9, 7, 41), (5, 123, 123)], ids=str)
+def test_the_norm_of_a_sum_gives_both(shape):
+    norm, x, delta = RMSNorm(shape[-1], eps=1e-6), drawn(*shape), drawn(*shape, seed=1)
+    total, y = norm(x, delta)
+    assert torch.equal(total, x + delta)
+    close(y.detach(), F.rms_norm((x + delta).double(), shape[-1:], eps=1e-6), 2e-5)
+
+
+# ---- rotary positions
+
+def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.Tensor:
+    """Pair (i, i + E/2) turns by place / theta^(2i/E)."""
+    T, E = x.shape[-2:]
+    angles = torch.arange(start, start + T).double()[:, None] * theta ** (-torch.arange(0, E, 2).double() / E)
+    left, right = x.double().chunk(2, dim=-1)
+    turned = torch.complex(left, right) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B, T, H, E", [(1, 128, 32, 64), (2, 128, 8, 64), (1, 2, 2, 8), (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
+def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
+    from lpkit.kernels.pytorch import rotate_pytorch
+    from lpkit.kernels.rotary import rotate
+
+    positions = RotaryPositions(ModelConfig(width=H * E, heads=H, head_dim=E, context=T, position="rope", rope_theta=theta))
+    x = drawn(B, H, T, E, dtype=dtype)
+    cos, sin = positions.rotation(T, 0, x)
+    for turn in (rotate_pytorch, rotate):
+        close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))     # an angle of 400 has 24 bits
+
+
+@pytest.mark.parametrize("start", [1, 7, 200])
+def test_rotary_positions_from_a_later_place(start):
+    positions = RotaryPositions(ModelConfig(width=64, heads=1, context=256, position="rope"))
+    x = drawn(2, 1, 16, 64)
+    from lpkit.kernels.pytorch import rotate_pytorch
+
+    close(rotate_pytorch(x, *positions.rotation(16, start, x)), by_complex_numbers(x, 10_000.0, start), 6e-5)
+
+
+def test_a_head_of_an_odd_size_has_no_pairs():
+    with pytest.raises(ConfigError, match="rotary positions turn pairs"):
+        ModelConfig(width=9 * 41, heads=9, head_dim=41, position="rope")
+
+
+# ---- MLPs
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B, T, D, W", [(2, 64, 64, 128), (2, 2, 8, 8), (9, 7, 41, 41), (6, 42, 123, 431), (3, 1, 8, 1409)])
+@pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+def test_mlps(kind, B, T, D, W, dtype, bias):
+    config = ModelConfig(width=D, heads=1, head_dim=2, mlp_width=W, mlp=kind, bias=bias)
+    mlp = (SwigluMLP if kind == "swiglu" else GeluMLP)(config).to(dtype)
+    x, wide = drawn(B, T, D, dtype=dtype), {key: p.detach().double() for key, p in mlp.named_parameters()}
+
+    def definition(x):
+        first = "gate_up" if kind == "swiglu" else "up"
+        h = F.linear(x, wide[f"{first}.weight"], wide.get(f"{first}.bias"))
+        if kind == "swiglu":
+            gate, up = h.chunk(2, dim=-1)
+            h = gate * gate.sigmoid() * up
+        else:
+            h = 0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3)))
+        return F.linear(h, wide["down.weight"], wide.get("down.bias"))
+
+    found, due = with_gradients(mlp, x), with_gradients(definition, x.double())
+    for one, of_definition in zip(found, due, strict=True):
+        close(one, of_definition, SHARE[dtype] * 2)     # of bf16, the hidden layer is rounded too
