@@ -13,16 +13,7 @@ from typing import Any
 from lpkit.techniques.adapters import ADAPTERS, QUANTISED, SHARED
 from lpkit.techniques.attention import OPERATIONS, Rule
 from lpkit.techniques.masked import MASKED
-from lpkit.techniques.operation import (
-    FP32,
-    POSITIONS,
-    TOKEN_ID,
-    Hold,
-    Kind,
-    MicroBatch,
-    Op,
-    linear,
-)
+from lpkit.techniques.operation import FP32, POSITIONS, TOKEN_ID, Hold, Kind, MicroBatch, Op, linear
 
 # Norms and additions.
 
