@@ -21,7 +21,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
 from lpkit.nn.adapters import Lora
 from lpkit.optim import muon
-from lpkit.optim.adafactor import adafactor
+from lpkit.optim.rules import adafactor
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.adapters import LoraSettings, StableLoraSettings
 from lpkit.techniques.attention import Rule

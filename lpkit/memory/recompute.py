@@ -2,8 +2,8 @@
 https://arxiv.org/abs/1604.06174).
 
 The second forward pass meets the same numbers as the first, so gradients are the same bit for bit:
-nothing in a block draws from the random generator, and the state of a ScaledLinear does not move
-inside a micro-batch.
+dropout draws the same masks again, and the state of a ScaledLinear does not move inside a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -59,27 +59,32 @@ class Recompute(Transform):
     stage = Stage.RECOMPUTE
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        contexts = {}       # torch.compile understands the one below and no other
+        contexts = draws(model)     # torch.compile understands the one below and no other
         if self.keep:
             keep = partial(create_selective_checkpoint_contexts, list(self.keep))
-            contexts = {"context_fn": keep}
+            contexts["context_fn"] = keep
         for block in model.blocks[::self.every]:
             block.forward = partial(_block_twice, block.forward, contexts)
         return model
 
 
-def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], x: Tensor,
+def draws(model: nn.Module) -> dict[str, Any]:
+    """Makes the generator's state come back for the second time, where a model has dropout."""
+    return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
+
+
+def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Any], x: Tensor,
                  *rest) -> Tensor:
     # a layer's number that checkpoint is given makes two graphs in torch 2.11: for 0, for others
     return _twice(lambda x: forward(x, *rest), contexts, x)
 
 
-def _twice(forward: Callable[..., Tensor], contexts: dict[str, Callable], *given) -> Tensor:
+def _twice(forward: Callable[..., Tensor], contexts: dict[str, Any], *given) -> Tensor:
     if not torch.is_grad_enabled():
         return forward(*given)
     if not torch.compiler.is_compiling() and (queue := QUEUE.get()) is not None:
         forward = deferring(queue)(forward)     # also the second time, outside the context
-    return checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts)
+    return checkpoint(forward, *given, use_reentrant=False, **contexts)
 
 
 def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
@@ -101,7 +106,7 @@ class CoreAttention(Transform):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         for block in model.blocks:
-            block.attention.attend = partial(_twice, block.attention.attend, {})
+            block.attention.attend = partial(_twice, block.attention.attend, draws(model))
         return model
 
 

@@ -15,6 +15,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
 from lpkit.kernels.rows import gelu
 from lpkit.techniques.adapters import AdapterSettings, BottleneckSettings, LoraSettings, adapted
+from lpkit.techniques.adapters import DropoutSettings as Dropout
 from lpkit.techniques.adapters import VirtualSettings as Virtual
 from lpkit.techniques.operation import fused
 
@@ -41,7 +42,7 @@ class Lora(Adapter):
     def __init__(self, base: nn.Linear, rank: int, scale: float, rows: Sequence[int] = ()):
         super().__init__(base)
         self.scale, rows = scale, tuple(rows) or (base.out_features,)
-        self.groups = base.out_features // sum(rows)
+        self.groups, self.drop = base.out_features // sum(rows), nn.Identity()
         like = {"bias": False, "device": base.weight.device, "dtype": base.weight.dtype}
         self.A = nn.Linear(base.in_features, len(rows) * rank, **like)
         self.B = nn.ModuleList(nn.Linear(rank, self.groups * n, **like) for n in rows)
@@ -49,7 +50,8 @@ class Lora(Adapter):
             nn.init.zeros_(one.weight)      # it begins as the model that it adapts
 
     def forward(self, x: Tensor) -> Tensor:   # (..., in) -> (..., out)
-        parts = (self.A(x) * self.scale).chunk(len(self.B), dim=-1)     # scaled where it is thin
+        thin = self.A(self.drop(x)) * self.scale
+        parts = thin.chunk(len(self.B), dim=-1)
         delta = side_by_side([B(part) for B, part in zip(self.B, parts)], self.groups, -1)
         if len(self.B) == 1:        # a product's own result, which selective recomputation keeps
             delta = delta.clone()
@@ -236,6 +238,30 @@ def add_prompt(model: nn.Module, settings: Virtual) -> None:
     where = model.embed.weight.device
     model.prompt = nn.Embedding(settings.length, model.config.D, device=where)
     nn.init.normal_(model.prompt.weight, std=STD)
+
+
+def add_dropout(model: nn.Module, settings: Dropout) -> None:
+    """Adds modules without parameters, and leaves every name as it was."""
+    after = [(model.positions, "add", settings.embedding)]
+    for block in model.blocks if settings.residual else ():
+        after += [(part, "forward", settings.residual) for part in (block.attention, block.mlp)]
+    for block in model.blocks if settings.attention else ():
+        own = block.attention.probabilities = nn.Dropout(settings.attention)
+        block.attention.attend = partial(_within, own, block.attention.attend)
+    for module, name, share in after:
+        module.dropout = nn.Dropout(share)
+        setattr(module, name, partial(_then, module.dropout, getattr(module, name)))
+    for one in model.modules():
+        if isinstance(one, Lora):
+            one.drop = nn.Dropout(settings.adapters)
+
+
+def _then(drop: nn.Dropout, function: Callable[..., Tensor], *given: Any) -> Tensor:
+    return drop(function(*given))
+
+
+def _within(drop: nn.Dropout, attend: Attend, *given: Any) -> Tensor:
+    return attend(*given, dropout=drop.p * drop.training)
 
 
 def _around(model: nn.Module, settings: AdapterSettings,

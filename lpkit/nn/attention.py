@@ -34,11 +34,11 @@ def sees(rule: Rule, queries: Tensor, keys: Tensor, documents: Tensor | None) ->
 
 @limited("plain")
 def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-          sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+          sinks: Tensor | None = None, *, rule: Rule = CAUSAL, dropout: float = 0.0) -> Tensor:
     """softmax(q k^T / sqrt(E)) v over the tokens that the rule lets through. Holds the (B, H, T, T)
-    scores. A query that sees none gets zeros."""
+    scores. A query that sees none gets zeros. `dropout`: of the probabilities."""
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)    # grouped heads share k and v
-    return probabilities(q, k, documents, sinks, rule=rule) @ v
+    return F.dropout(probabilities(q, k, documents, sinks, rule=rule), dropout) @ v
 
 
 def probabilities(q: Tensor, k: Tensor, documents: Tensor | None = None,

@@ -1,1 +1,13 @@
-"""Update rules, and the stepper that applies any of them: where state is, its format, rounding."""
+"""Update rules, and the stepper that applies any of them: where state is, its format, rounding.
+`AdamW`, `Lion`, `Muon` and so on are classes as in torch.optim (`lpkit.optim.classes`)."""
+
+
+def __getattr__(name: str):
+    from lpkit.techniques.optimizers import OPTIMIZERS
+
+    names = {row.replace("-", ""): row for row in OPTIMIZERS}
+    if name.lower() not in names or name.islower():       # lpkit.optim.muon is a module
+        raise AttributeError(f"module 'lpkit.optim' has no attribute {name!r}")
+    from lpkit.optim.classes import optimizer
+
+    return optimizer(names[name.lower()])

@@ -9,6 +9,7 @@ from lpkit.predict.attention import qkv_numbers
 from lpkit.techniques.adapters import (
     AdapterSettings,
     BottleneckSettings,
+    DropoutSettings,
     LoraSettings,
     QuantisedBaseSettings,
     VirtualSettings,
@@ -169,3 +170,41 @@ def prefix(ops: Operations, s: MicroBatch, settings: VirtualSettings) -> Operati
     for op in ops.block:
         block += [own, there.frozen] if op is here else [op.frozen]
     return _frozen(ops, block)
+
+
+def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operations:
+    """A CPU keeps the factor of each number, a GPU a byte. The first block keeps fewer of LoRA."""
+    m, compute, on_cpu, block = s.model, s.compute_bytes, s.kind == "cpu", []
+
+    def drop(name: str, numbers: float, itemsize: int, grows: bool = False) -> Op:
+        wide = numbers * itemsize
+        return Op(name=name, part="", saved_bytes=wide if on_cpu else numbers, moved_bytes=3 * wide,
+                  saved_itemsize=itemsize,
+                  backward=(Hold(nbytes=wide, frees=1.0, grows=wide * grows),))
+
+    for op in ops.block:
+        if settings.adapters and op.name.endswith(".A"):
+            numbers = s.tokens * op.matmul[0]
+            block.append(drop(f"{op.name[:-1]}drop", numbers,
+                              s.residual_bytes if op.reads_residual else compute))
+            op = replace(op, saved_bytes=numbers * (s.operand_bytes or compute))
+        if settings.attention and op.name == "attention":
+            # in backward the dropped ones are freed before the gradient of the others is there
+            pairs, (work, *rest) = s.batch * m.H * m.T**2, op.backward
+            more = pairs * (2 * compute if on_cpu else 1)
+            at_once = work.nbytes + more * s.attends_again - pairs * compute * on_cpu
+            op = replace(op, saved_bytes=op.saved_bytes + more * (not s.attends_again),
+                         backward=(replace(work, nbytes=at_once), *rest), score_passes=(9, 15))
+        if settings.residual and op.writes_residual:
+            op = replace(op, writes_residual=s.mixed)
+        block.append(op)
+        if settings.residual and op.name in ("attention.out", "mlp.down"):
+            block.append(drop(f"{op.part}.dropout", s.tokens * m.D, compute, grows=not s.mixed))
+    due = ["attention.out", "mlp.down"] * (settings.residual > 0) + ["attention"]
+    if missing := [name for name in due if name not in {op.name for op in block}]:
+        raise ConfigError(f"model.changes={settings.name} drops what comes of {' and '.join(due)}, "
+                          f"and model.block={m.block} has no {missing[0]}; use another block")
+    if settings.embedding and ops.embed.trained:    # until the end of backward
+        mask = ops.positions.saved_bytes + drop("", s.tokens * m.D, s.residual_bytes).saved_bytes
+        ops = replace(ops, positions=replace(ops.positions, name="attention", saved_bytes=mask))
+    return replace(ops, block=tuple(block))

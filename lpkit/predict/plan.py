@@ -36,14 +36,7 @@ from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.techniques import machines
-from lpkit.techniques.layouts import (
-    AXES,
-    Layout,
-    check,
-    divisors,
-    refuse_untrainable,
-    stages_fit,
-)
+from lpkit.techniques.layouts import AXES, Layout, check, divisors, refuse_untrainable, stages_fit
 from lpkit.techniques.machines import Machine
 from lpkit.values import Positive, Text, between, checked
 

@@ -15,7 +15,7 @@ from lpkit.errors import ConfigError, nearest, shown
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.operation import POSITIONS, Kind
 from lpkit.techniques.row import Settings
-from lpkit.values import Count, Positive
+from lpkit.values import Count, Positive, Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +181,55 @@ SHARED = {"shared-layers": Kind(
     problem=_alone, settings=SharedSettings(), implementation="lpkit.nn.blocks:share_layers",
     source="Lan et al. 2019, https://arxiv.org/abs/1909.11942; Dehghani et al. 2018, "
            "https://arxiv.org/abs/1807.03819, without its halting")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropoutSettings(Settings):
+    """Shares of numbers that an update sets to 0; it divides the others by the share that is left.
+    Evaluation and sampling drop nothing."""
+
+    embedding: Rate = 0.0   # of embeddings and positions, as embd_pdrop of GPT-2
+    residual: Rate = 0.0    # of what attention and MLP add to the stream, as resid_pdrop
+    attention: Rate = 0.0   # of attention's probabilities, as attn_pdrop
+    adapters: Rate = 0.0    # of the input of LoRA's A, as lora_dropout of peft
+
+    def problem(self, m: Any) -> str:
+        before = [type(one) for one in m.changes[:-1]]
+        others = [one for one in before if one is not QuantisedBaseSettings]
+        lora = [one for one in others if issubclass(one, LoraSettings)]
+        return next((f"model.changes={self.name} {why}" for found, why in (
+            (not any((self.embedding, self.residual, self.attention, self.adapters)),
+             "drops nothing; set embedding, residual, attention or adapters"),
+            (m.changes[-1] != self or lora != others,
+             "comes last, behind LoRA and quantised-base alone; leave the others out"),
+            (self.adapters and (not lora or DoraSettings in lora),
+             f"has adapters={self.adapters} and no LoRA; name lora, rslora or pissa before it"),
+            (self.attention and m.attention.rule(m.T) is None,
+             f"needs probabilities, and model.attention={m.attention.name} has none; set attention=0"),
+            ) if found), "")
+
+
+def drops_probabilities(m: Any) -> bool:
+    return any(isinstance(one, DropoutSettings) and one.attention for one in m.changes)
+
+
+def _draws(config: Any, recipe: Any) -> str:
+    system, offload = config.system, config.memory.activation_offload.name
+    if config.parallel.devices > 1 or config.governors or offload != "device":
+        return ("draws and keeps the masks of one whole device so far; leave out parallel, governors "
+                "and memory.activation_offload")
+    # a GPU has both by default
+    by_default = "auto" if system.device == "cpu" else False
+    if not {system.compile, system.cuda_graphs} <= {False, by_default}:
+        return ("draws masks outside of compiled code and CUDA graphs; set system.compile=false and "
+                "system.cuda_graphs=false")
+    return ""
+
+
+DROPOUT = {"dropout": Kind(
+    operations=TERMS + "dropped", why="an update sets a share of numbers to 0", problem=_draws,
+    source="Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html",
+    settings=DropoutSettings(), implementation=OF + "add_dropout")}
 CODED = (".codes", ".scales", ".scales_scale", ".scales_mean")      # endings of its buffers
 QUANTISED = {"quantised-base": Kind(     # what adapters that come before it leave frozen
     operations=TERMS + "in_codes", why="frozen matrices of blocks as codes and scales, made anew for each "

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
+from lpkit.techniques.adapters import drops_probabilities
 from lpkit.techniques.attention import EVERY_KEY, KINDS, OPERATIONS, Rule
 from lpkit.techniques.operation import Kind, Pairs
 
@@ -51,12 +52,14 @@ class Backend(Kind):
     assumed:  predictions may take it for `auto`; others have to be verified and raced first.
     rounding: of what it casts to fewer bits by design, relative; such a one is used by name alone.
     partial:  a `contracts.Partial`, by which parts of the keys can be combined; "": it has none.
+    drops:    takes `dropout`, the share of probabilities that become 0.
     """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
     assumed: bool = True
     rounding: float = 0.0
     partial: str = ""
+    drops: bool = False
 
 
 HALF = ("bfloat16", "float16")
@@ -233,7 +236,7 @@ MASKS = ("window", "global_tokens", "blocks", "documents")
 FLASH_2 = "Dao 2023, https://arxiv.org/abs/2307.08691"
 FLASH_3 = "Shah et al. 2024, https://arxiv.org/abs/2407.08608"
 ATTENTION: dict[str, Backend] = {
-    "plain": Backend(why="the definition", operations=OPERATIONS + "plain",
+    "plain": Backend(why="the definition", operations=OPERATIONS + "plain", drops=True,
                      implementation="lpkit.nn.attention:plain",
                      partial="lpkit.nn.attention:plain_partial"),
     "tiled": Backend(why="tiles of queries and keys, in PyTorch: FlashAttention, to be read",
@@ -296,6 +299,8 @@ ATTENTION |= {
 def why_not(name: str, asked: Attending) -> str:
     """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
     computes = KINDS[asked.model.attention.name].operations
+    if drops_probabilities(asked.model) and not ATTENTION[name].drops:
+        return "drops no probabilities of attention; plain can"
     if not computes:
         return ATTENTION[name].why_not(asked)
     others = f"computes softmax attention alone; {' and '.join(computes)} can"
@@ -319,6 +324,8 @@ def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any
         if problem := why_not(asked, given):
             raise ConfigError(f"system.attention={asked} {problem}")
         return asked, "asked for"
+    if drops_probabilities(model):
+        return able(given)[0], "it drops probabilities of attention"
     if device == "cpu" and given.rule not in (None, Rule(), EVERY_KEY):
         return "blocked", f"it skips what {model.attention.name} attention leaves out"
     if given.rule != Rule():

@@ -249,13 +249,13 @@ OPTIMIZERS = {
             ("rows", lambda p, s: p[:1] if len(p) == 2 else (0,)),
             ("columns", lambda p, s: p[1:] if len(p) == 2 else (0,)),
             ("exp_avg_sq", lambda p, s: (0,) if len(p) == 2 else None))),
-        temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.adafactor:adafactor"),
+        temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.rules:adafactor"),
     "adam": Optimizer(
         why="AdamW, with the weight decay in the gradient",
         source="Kingma & Ba 2015, arXiv:1412.6980", slots=MOMENTS,
         settings=AdamWSettings(weight_decay=0.0, beta2=0.999),
-        implementation="lpkit.optim.adam:adam", kernel="lpkit.optim.adam:adam_kernel",
-        fused="lpkit.optim.adam:adam_fused"),
+        implementation="lpkit.optim.rules:adam", kernel="lpkit.optim.rules:adam_kernel",
+        fused="lpkit.optim.rules:adam_fused"),
     "adamw": Optimizer(
         why="the mean of gradients over the root of their mean square",
         source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
@@ -276,18 +276,18 @@ OPTIMIZERS = {
         # to the projection and back; singular vectors take 6 m n^2 + 20 n^3 (Golub & Van Loan)
         flops=lambda p, s: len(p[1:]) * (4 * math.prod(p) * min(s.rank, *p) + (
             6 * max(p) * min(p)**2 + 20 * min(p)**3) / s.every),
-        implementation="lpkit.optim.galore:galore"),
+        implementation="lpkit.optim.soap:galore"),
     "lamb": Optimizer(
         why="AdamW's step, made as long as lr times the norm of its parameter",
         source="You et al. 2019, arXiv:1904.00962, algorithm 2",
         settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
-        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.trust:lamb"),
+        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.rules:lamb"),
     "lars": Optimizer(
         why="SGD with momentum, whose step is a share of the norm of its parameter",
         source="You et al. 2017, arXiv:1708.03888, algorithm 1",
         settings=LarsSettings(lr=1.0, weight_decay=5e-4),
         slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
-        implementation="lpkit.optim.trust:lars"),
+        implementation="lpkit.optim.rules:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -321,8 +321,8 @@ OPTIMIZERS = {
         source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
         slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False),
                Slot(name="weight_sum", signed=False, shape=lambda p, s: (1,))),
-        temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.schedule_free:average",
-        implementation="lpkit.optim.schedule_free:schedule_free"),
+        temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.rules:average",
+        implementation="lpkit.optim.rules:schedule_free"),
     "sgd": Optimizer(
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
@@ -339,7 +339,7 @@ OPTIMIZERS = {
         # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
         flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
                             + 11 * sum(n**3 for n in sides(p)) / s.every),
-        implementation="lpkit.optim.shampoo:shampoo"),
+        implementation="lpkit.optim.soap:shampoo"),
     "soap": Optimizer(
         why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
         source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3",

@@ -25,7 +25,7 @@ from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
 from lpkit.hardware import multiplies_tiles
 from lpkit.nn.attention import sees
-from lpkit.techniques.adapters import attended
+from lpkit.techniques.adapters import attended, drops_probabilities
 from lpkit.techniques.attention import EVERY_KEY, Rule
 from lpkit.techniques.attention_backends import (
     ATTENTION,
@@ -76,7 +76,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
         return Choice(asked=asked, used=before, why="as this run was begun")
     if problem := why_not(used, given):
         raise ConfigError(f"{WHERE}={used} {problem}")
-    if asked == "auto" and model.attention.rule(model.T) is not None and (
+    if asked == "auto" and model.attention.rule(model.T) and not drops_probabilities(model) and (
             on_gpu or flops(model) * config.global_batch * config.steps >= RACE_FLOPS):
         return race(given, config.micro_batch, device)
     if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
