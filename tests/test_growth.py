@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import lpkit
 from lpkit import cli
@@ -77,44 +76,6 @@ def test_a_preserving_row_has_the_logits_of_the_small_model(layout):
     for large in wider_ones(small):
         for uneven in (0.0, 0.5):
             assert error(small, large, settings("bert2bert", uneven=uneven)) < 1e-6
-
-
-@pytest.mark.parametrize("layout", [{}, *OTHERS, *LAYOUTS[::4]], ids=lambda one: "-".join(map(str, one.values())))
-def test_a_map_can_be_a_copy(layout, tmp_path):
-    """The paper's Proposition 1: what stacks and what copies neurons are such maps; with the matrices of copies every number is bert2BERT's. Those of
-    which a fit begins keep the function, too."""
-    small = replace(SMALL, **layout)
-    one = {name: p.detach() for name, p in Transformer(small).named_parameters()}
-    for large in wider_ones(small):
-        stacked = replace(large, layers=2 * small.L)
-        ours, theirs = dict(growth.linear(one, small, stacked, settings("ligo"), maps={})), dict(
-            growth.wider(one, small, stacked, settings("bert2bert", uneven=0.0, depth="stack")))
-        assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
-        file = tmp_path / "maps.safetensors"
-        save_file(growth.copying(small, large, uneven=0.5), file)
-        assert error(small, replace(large, layers=small.L), settings("ligo", file=str(file))) < 1e-6
-
-
-def test_a_map_is_the_papers_products(tmp_path):
-    """Wang et al. 2023, equations 4 and 5, with matrices drawn, number by number in float64."""
-    small = replace(SMALL, layers=3, norm="rmsnorm", bias=False, tied=False)
-    large, file, draw = replace(small, layers=5, width=48, heads=6, mlp_width=30), tmp_path / "maps.safetensors", torch.Generator().manual_seed(3)
-    sizes = {"width": (48, 32), "mlp": (30, 24), "heads": (48, 32), "qkv": (80, 64)}
-    maps = {f"{way}.{axis}": torch.randn(size, generator=draw) for axis, size in sizes.items() for way in ("writes", "reads")}
-    maps |= {f"depth.{module}": torch.randn(5, 3, generator=draw) for module in ("qkv", "out", "up", "down", "norm")}
-    save_file(maps, file)
-    one, other = models(small, large, settings("ligo", file=str(file)))
-    was, now, maps = ({name: t.detach().double() for name, t in group.items()} for group in (
-        dict(one.named_parameters()), dict(other.named_parameters()), maps))
-    for layer in range(5):
-        for leaf, module, writes, reads in (("attention.qkv", "qkv", "qkv", "width"), ("attention.out", "out", "width", "heads"), ("mlp.up", "up", "mlp", "width"),
-                                            ("mlp.down", "down", "width", "mlp"), ("norm2", "norm", "width", "")):
-            mixed = sum(maps[f"depth.{module}"][layer, below] * was[f"blocks.{below}.{leaf}.weight"] for below in range(3))
-            due = torch.einsum("ia,a...->i...", maps[f"writes.{writes}"], mixed)
-            due = torch.einsum("ia,ja->ij", due, maps[f"reads.{reads}"]) if reads else due
-            torch.testing.assert_close(now[f"blocks.{layer}.{leaf}.weight"], due, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(now["embed.weight"], was["embed.weight"] @ maps["writes.width"].T, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(now["head.weight"], was["head.weight"] @ maps["reads.width"].T, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("asked", [settings("stack"), settings("interpolate"), settings("bert2bert", aki=True), settings("bert2bert", depth="stack")],
@@ -197,21 +158,6 @@ def test_what_does_not_fit_is_one_sentence(name, small, large, sentence):
     assert sentence in refusal(settings(name), small, replace(small, **large))
 
 
-@pytest.mark.parametrize(("maps", "sentence"), [
-    ({"writes.widht": (64, 32)}, "; did you mean 'writes.width'?"), ({"depth.attention": (2, 2)}, "'depth.attention' is (2, 2) in "),
-    ({"writes.width": (96, 32)}, r"'writes.width' is (96, 32) in "), ({"depth.up": (4, 2)}, "these models need (2, 2)"),
-    (None, "cannot be read ("), (b"no file of tensors", "cannot be read ("), (b"", "cannot be read ("),
-    (b"\2" + bytes(7) + b"{}", ""), (b"\7" + bytes(7) + b'{"a":1}', "cannot be read (")], ids=str)
-def test_a_map_that_does_not_fit_is_one_sentence(maps, sentence, tmp_path):
-    file = tmp_path / "maps.safetensors"
-    if isinstance(maps, bytes):
-        file.write_bytes(maps)
-    elif maps:
-        save_file({name: torch.zeros(size) for name, size in maps.items()}, file)
-    said = refusal(settings("ligo", file=str(file)), SMALL, WIDE)
-    assert sentence in said and "\n" not in said and bool(said) == bool(sentence)      # a file may leave out all
-
-
 def test_bert2bert_stacks_by_whole_factors_alone():
     asked, large = settings("bert2bert", depth="stack"), replace(WIDE, layers=5)
     assert "no multiple of 2" in refusal(asked, SMALL, large) and not refusal(settings("bert2bert"), SMALL, large)
@@ -290,23 +236,6 @@ def test_ranks_of_zero_grow_the_same_model(base, tmp_path):
         assert [line["loss"] for line in ranks.metrics] == pytest.approx([line["loss"] for line in alone.metrics], rel=1e-5)
         again = lpkit.train(config.replace({"steps": 3}), out=ranks.path, resume=True)
         assert again.summary["from_step"] == 2 and again.summary["status"] == "complete"
-
-
-def test_maps_of_a_run_in_16_bits(base, tmp_path):
-    """Its tensors are rounded, and what is made of them is float32 before it is rounded again; the file is part of what the run is."""
-    file = tmp_path / "maps.safetensors"
-    large = grown(base, "bert2bert").model
-    save_file(growth.copying(base.config.model, large), file)
-    low = lpkit.train(base.config.replace({"memory.param_dtype": "bf16", "precision.recipe": "bf16", "steps": 2}), out=tmp_path / "low")
-    config = low.config.replace({"start.run": str(low.path), "start.grow": {"name": "ligo", "file": str(file)}, **GROWN["bert2bert"], "model.layers": 2})
-    training = Training.build(config)
-    even = Training.build(config.replace({"start.grow": {"name": "bert2bert", "uneven": 0.0}}))
-    assert next(training.model.parameters()).dtype == torch.bfloat16
-    assert all(torch.equal(p, q) for p, q in zip(training.model.parameters(), even.model.parameters(), strict=True))
-    run = lpkit.train(config.replace({"steps": 2}), out=tmp_path / "run")
-    save_file({"depth.up": torch.eye(2)}, file)
-    with pytest.raises(ConfigError, match="was begun from weights with the SHA-256"):
-        lpkit.train(config.replace({"steps": 3}), out=run.path, resume=True)
 
 
 def test_adapters_of_a_grown_model_are_all_that_is_kept(base, tmp_path):

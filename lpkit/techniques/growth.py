@@ -3,18 +3,13 @@
 A preserving row begins as the same function: new layers end in zeros, and copies of a neuron share
 its outgoing weights. Copies with equal shares have the same gradients and stay alike: a large model
 learns what the small one could. So shares are uneven (LEMON, https://arxiv.org/abs/2310.07999).
-A linear map is a file: its fit on data is not made again by who goes on.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lpkit.errors import nearest
-from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS, operations
-from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.blocks import MLPS, NORMS
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Rate
 
@@ -50,41 +45,6 @@ AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "
         "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}
 
 
-def sizes(m: Any) -> dict[str, int]:
-    """Returns those of a model's axes."""
-    found = {"width": m.D, "gain": m.D if BLOCKS[m.block].channels else 1}
-    for op in operations(MicroBatch(model=m)).block:
-        if axes := op.matmul and AXES.get(op.name.rpartition(".")[2]):
-            found[axes[1]], found[axes[0]] = op.matmul
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Maps(Settings):
-    """`file`: safetensors. A matrix W becomes writes.AXIS W reads.AXIS^T, (large, small) each, and
-    those of a layer are first summed over the small layers by its row of depth.MODULE. What it
-    leaves out is bert2BERT's."""
-
-    file: str = ""
-
-    def problem(self, of: Any) -> str:
-        small, large = of
-        due = {f"depth.{module}": (large.L, small.L) for module in AXES}
-        due |= {f"{way}.{axis}": (size, sizes(small)[axis])
-                for axis, size in sizes(large).items() for way in ("writes", "reads")}
-        try:
-            with Path(self.file).open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                head = json.loads(file.read(min(length, 1 << 20)))
-            has = {name: tuple(head[name]["shape"]) for name in head if name != "__metadata__"}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            return (f"start.grow.file={self.file!r} cannot be read ({error}); `python -m "
-                    f"lessons.ligo` fits one")
-        wrong = next((name for name, shape in has.items() if shape != due.get(name)), "")
-        way_out = f"these models need {due[wrong]}" if wrong in due else nearest(wrong, due)
-        return wrong and f"{wrong!r} is {has[wrong]} in {self.file!r}; {way_out}"
-
-
 DEEPER = "lpkit.training.growth:deeper"
 KNOWN = {"block": ("pre-norm", "parallel", "rezero", "skipinit", "layerscale"),
          "norm": tuple(NORMS), "mlp": tuple(MLPS)}      # the kit's own
@@ -104,8 +64,4 @@ GROWTH: dict[str, Row] = {
                         grows=("layers", "width", "heads", "kv_heads", "mlp_width"),
                         multiples=("width",), implementation="lpkit.training.growth:wider",
                         source="Chen et al. 2021, https://arxiv.org/abs/2110.07143, section 3"),
-    "ligo": Growth(why="linear maps of the small model's tensors, from a file", settings=Maps(),
-                   grows=("layers", "width", "heads", "kv_heads", "mlp_width"), knows=KNOWN,
-                   implementation="lpkit.training.growth:linear",
-                   source="Wang et al. 2023, https://arxiv.org/abs/2303.00980, section 3"),
 }

@@ -6,21 +6,19 @@ Groups of heads are copied whole, and queries in each, so that one meets a copy 
 tied head the last norm is shared: its columns are the embedding's.
 """
 
-import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques.blocks import BLOCKS
-from lpkit.techniques.growth import AXES, GROWTH, Maps, WidthSettings, sizes
+from lpkit.techniques.growth import AXES, GROWTH, WidthSettings
 from lpkit.techniques.row import Settings
 from lpkit.training.runs import Run
 
@@ -96,37 +94,6 @@ def wider(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,
         return t
 
     return deeper(tensors, small, large, settings, made)
-
-
-def linear(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig, settings: Maps,
-           maps: Mapping[str, Tensor] | None = None) -> Pairs:
-    """Makes tensors as `Maps` says. `maps`: in place of the file, where a gradient is asked."""
-    maps = copying(small, large) | (load_file(settings.file) if maps is None else maps)
-
-    def made(name: str, t: Tensor) -> Tensor:
-        t, (writes, reads) = t.float(), _axes_of(name, small)       # of 16 bits, it may be
-        t = maps[f"writes.{writes}"] @ t if writes else t
-        if reads and (name.endswith("weight") or not writes):
-            t = t @ maps[f"{'writes' if 'embed.' in name else 'reads'}.{reads}"].T
-        return t
-
-    yield from ((name, made(name, t)) for name, t in tensors.items() if name[:7] != "blocks.")
-    leaves = [name.removeprefix("blocks.0.") for name in tensors if name.startswith("blocks.0.")]
-    stack = torch.eye(small.L).repeat(-(-large.L // small.L), 1)
-    for layer, leaf in itertools.product(range(large.L), leaves):
-        depth = maps.get(f"depth.{leaf.split('.')[-2].rstrip('12')}", stack)[layer]
-        mixed = sum(w * tensors.get(f"blocks.{below}.{leaf}", 0) for below, w in enumerate(depth))
-        yield f"blocks.{layer}.{leaf}", made(leaf, mixed)
-
-
-def copying(small: ModelConfig, large: ModelConfig, uneven: float = 0.0) -> dict[str, Tensor]:
-    """Returns bert2BERT's matrices, (large, small); whoever fits them begins with `uneven` ones."""
-    draw, maps, axes = torch.Generator().manual_seed(0), {}, _axes(small, large)
-    for axis, size in sizes(small).items():
-        places, copies = axes[axis], torch.eye(size)[axes[axis]]
-        share = shares(torch.ones(size), places, uneven, draw)
-        maps |= {f"writes.{axis}": copies, f"reads.{axis}": copies * share[:, None]}
-    return maps
 
 
 def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:

@@ -103,8 +103,6 @@ def read(config: Config, tokenizer: str = "") -> Start:
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():
         digest.update(t.contiguous().flatten().view(torch.uint8).numpy())
-    if file := getattr(asked.grow, "file", ""):
-        digest.update(Path(file).read_bytes())
     places = dict(one.partition(":")[::2] for one in asked.map)
     row, both = GROWTH[asked.grow.name], {"small": run.config.model, "large": config.model}
     grown = partial(row.load(), settings=asked.grow, **both) if row.implementation else None

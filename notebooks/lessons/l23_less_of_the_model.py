@@ -19,18 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lessons.drawing import axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.judge import adding_to
-from lessons.ligo import fit
 from lessons.style import COLOURS
 from lessons.timing import PHASES, by_phase
 from lpkit import hardware
@@ -212,9 +209,8 @@ def resumed(config: Config, cut: int) -> tuple[list[float], list[float]]:
 # ---- Growth
 
 GROWN = {"stack": {"model.layers": 4}, "interpolate": {"model.layers": 4},
-         "identity-depth": {"model.layers": 4}, "bert2bert": {"model.width": 64, "model.heads": 4},
-         "ligo": {"model.width": 64, "model.heads": 4}}
-PRESERVING, FITTED = ("identity-depth", "bert2bert"), ("ligo",)
+         "identity-depth": {"model.layers": 4}, "bert2bert": {"model.width": 64, "model.heads": 4}}
+PRESERVING = ("identity-depth", "bert2bert")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,17 +223,10 @@ class Growth:
 
 
 def grow(run: Run, row: str, updates: int) -> Growth:
-    """A larger model begins from the small one's weights by a row of `start.grow`. Where its maps
-    are fitted first, a quarter of the updates goes into that."""
+    """Trains a larger model that begins from the small one's weights by a row of `start.grow`."""
     small = Training.build(run.config.replace({"start.run": str(run.path)}))
-    config, by = run.config.replace({**GROWN[row], "steps": updates}), {"name": row}
-    with TemporaryDirectory() as folder:
-        if row in FITTED:
-            by["file"] = f"{folder}/maps.safetensors"
-            save_file(fit(run, config, updates // 4), by["file"])
-            updates -= updates // 4
-        large = Training.build(config.replace({"start.run": str(run.path), "start.grow": by,
-                                               "steps": updates}))
+    large = Training.build(run.config.replace({**GROWN[row], "steps": updates, "start.grow": row,
+                                               "start.run": str(run.path)}))
     batch = small.val.batch(0)
 
     @torch.no_grad()
