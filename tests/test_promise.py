@@ -544,7 +544,7 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
     config = with_toys.replace(toys.SAYS[name])
     if name == "weighted":
         config = toys.prepared_scores(config, tmp_path)
-    losses, evaluated, weights = toys.trained(config.replace({"grad_accum_steps": 2, "eval_batches": 2} if name == "soap" else {}))
+    losses, evaluated, weights = toys.trained(config.replace({"grad_accum_steps": 2} if name == "soap" else {}))
     for found in on_ranks("toys_train", config, layouts=LAYOUTS):
         for layout, (here, val, theirs) in zip(LAYOUTS, found, strict=True):
             assert here == pytest.approx(losses, rel=1e-5) and val == pytest.approx(evaluated, rel=1e-5), layout

@@ -33,7 +33,7 @@ def tiny(corpus, monkeypatch) -> Config:
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
         "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 6, "global_batch": 8, "grad_accum_steps": 4, "eval_every": 3, "eval_batches": 4, "checkpoint_every": 0,
+        "steps": 6, "global_batch": 8, "grad_accum_steps": 4, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 0,
         "schedule.warmup_steps": 2, "precision.recipe": "fp32", "precision.backend": "auto", "system.device": "cpu",
         "system.compile": False, "system.threads": 1})
 
