@@ -223,7 +223,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
     assert "did you mean 'dummy'" in said("anna", *folder, "--authenticator", "dumy", "--teacher", "boss")
     assert "module.Class" in said("anna", *folder, "--authenticator", "lpkit.nothing.Here", "--teacher", "boss")
     rooms.refuse_missing("jupyterhub.auth.PAMAuthenticator")
-    assert "--learners is -1" in said("--learners", "-1")
+    assert "--learners must be from 0 to 500, got -1" in said("--learners", "-1")
     assert "this would be for 0" in said(*folder)
     assert "unencrypted" in said("anna", "--address", "0.0.0.0")
     assert "no file" in said("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
