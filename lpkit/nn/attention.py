@@ -113,6 +113,12 @@ def backend(name: str, model: ModelConfig) -> Attend:
     return getattr(call, "__wrapped__", call) if rule == CAUSAL else partial(call, rule=rule)
 
 
+def able_backend(model: ModelConfig) -> Attend:
+    """Return PyTorch's own attention, or the first backend that computes the attention of `model`."""
+    asked = Attending(model=model)
+    return backend(next(one for one in ("sdpa", *ATTENTION) if not why_not(one, asked)), model)
+
+
 def partial_of(name: str) -> Partial:
     """The backend's own. Raises ConfigError for one that has none."""
     row = pick(ATTENTION, name, "system.attention")

@@ -15,7 +15,7 @@ from lpkit.config import ModelConfig
 from lpkit.contracts import IGNORED, Attend
 from lpkit.errors import ConfigError
 from lpkit.kernels.pytorch import rotate_pytorch
-from lpkit.nn.attention import sdpa
+from lpkit.nn.attention import able_backend
 from lpkit.nn.layers import add_norm, linear
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
@@ -123,9 +123,9 @@ class Transformer(nn.Module):
 
     vocabulary: Any = None
 
-    def __init__(self, config: ModelConfig, attend: Attend = sdpa):
+    def __init__(self, config: ModelConfig, attend: Attend | None = None):
         super().__init__()
-        self.config = config
+        self.config, attend = config, attend or able_backend(config)
         self.embed = nn.Embedding(config.V, config.D)
         self.positions = POSITIONS[config.position].load()(config)
         block = BLOCKS[config.block].load()
