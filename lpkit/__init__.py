@@ -19,7 +19,7 @@ _WHERE = {
     "predict_trace": "lpkit.measure.trace",
     "reconcile": "lpkit.measure.trace",
 }
-_ROOMS = {"measure", "parallel", "predict", "presets"}
+_ROOMS = {"functions", "measure", "parallel", "predict", "presets"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
 
 

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
     "optim": BASE | {"techniques", "kernels"},
     "memory": BASE | {"techniques", "kernels", "nn", "optim", "precision"},
+    "functions": BASE | {"techniques", "kernels", "nn", "memory", "precision"},
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
@@ -41,7 +42,7 @@ WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "pla
                  "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
-          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "datasets", "parallel", "training", "measure", "claims",
+          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "claims",
           "course", "commands", "cli", "__main__"]
 PATH_LINES = 11_200
 UPDATE_FUNCTIONS, UPDATE_FILES = 109, 25        # 90 and 18

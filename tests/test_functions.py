@@ -8,13 +8,18 @@ import contextlib
 import functools
 import itertools
 import math
+import subprocess
+import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from lpkit import functions
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
@@ -315,3 +320,162 @@ def test_the_losses_of_a_run_ignore_what_pytorch_ignores(by, weighted):
             torch.testing.assert_close(got, true, rtol=1e-4, atol=1e-6)
         if w is None:
             assert loss.item() == pytest.approx(F.cross_entropy(logits, y.flatten()).item(), rel=1e-6)
+
+
+# ---- losses
+
+def wanted(logits, targets, weights=None, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, soft_cap=None, reduction="mean"):
+    """By PyTorch in float64. PyTorch's smoothed mean divides by the number of targets that count, as ours does."""
+    z = logits.double()
+    z = z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)
+    nats = F.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    counts = (targets != ignore_index).double() * (1 if weights is None else weights.double())
+    nats = (nats + z_loss * z.logsumexp(-1).square()) * counts
+    return nats if reduction == "none" else nats.sum() if reduction == "sum" else nats.sum() / counts.sum()
+
+
+OPTIONS = [{}, {"ignore_index": 3}, {"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"soft_cap": 5.0}, {"ignore_index": 0, "label_smoothing": 0.2,
+           "z_loss": 1e-3, "soft_cap": 20.0}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_losses_are_pytorchs(options, reduction, dtype, weighted):
+    """Values and gradients of logits, hidden states, weight and bias; sizes are odd, pieces do not divide them, views are not contiguous."""
+    rng = torch.Generator().manual_seed(0)
+    h, w, b = (torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in ((13, 2, 9), (7, 9, 2), (7,)))
+    h, w = h.transpose(0, 1), w[:, :, 0]
+    targets, weights = torch.randint(7, (13, 2), generator=rng).T, torch.randint(1, 9, (2, 13), generator=rng) / 8 if weighted else None     # sums are exact
+    targets = targets.masked_fill(torch.rand(2, 13, generator=rng) < 0.2, options.get("ignore_index", -100))
+    if weighted:
+        weights[1, 4] = 0
+    leaves = [t.requires_grad_() for t in (h.detach().clone().transpose(0, 1).contiguous().transpose(0, 1), w.detach(), b)]
+    logits = (2 * h @ w.mT).detach().requires_grad_()
+    off = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    for got, exact, inputs in (
+            (functions.cross_entropy(logits, targets, weights, reduction=reduction, **options), lambda z: z.flatten(0, 1), [logits]),
+            (functions.linear_cross_entropy(leaves[0], leaves[1], targets, leaves[2], weights, chunk_tokens=8, reduction=reduction, **options),
+             lambda h, w, b: F.linear(h.flatten(0, 1), w, b), leaves)):
+        doubles = [t.detach().double().requires_grad_() for t in inputs]
+        want = wanted(exact(*doubles), targets.flatten(), None if weights is None else weights.flatten(), reduction=reduction, **options)
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert got.shape == (targets.shape if reduction == "none" else ())
+        assert (got.double().flatten() - want).norm() <= off * want.norm()
+        upstream = torch.linspace(0.5, 2, got.numel(), dtype=torch.float64).view(got.shape)
+        for ours, theirs in zip(torch.autograd.grad(got, inputs, upstream.to(got.dtype)),
+                                torch.autograd.grad(want, doubles, upstream.view(want.shape)), strict=True):
+            assert ours.dtype == inputs[0].dtype and (ours.double() - theirs).norm() <= 2 * off * theirs.norm()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_losses_pass_gradcheck(options):
+    rng = torch.Generator().manual_seed(1)
+    h, w, b = (torch.randn(shape, generator=rng, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (6, 4), (6,)))
+    y = torch.tensor([0, 3, 5, 1, options.get("ignore_index", -100)])
+    how = {"reduction": "none", **options}      # the others run backward once, in place, and are PyTorch's to 1e-12
+    assert torch.autograd.gradcheck(lambda z: functions.cross_entropy(z, y, **how), (h @ w.T).detach().requires_grad_())
+    assert torch.autograd.gradcheck(lambda h, w, b: functions.linear_cross_entropy(h, w, y, b, **how), (h, w, b))
+
+
+def test_a_loss_leaves_its_logits_alone_and_counts_what_counts():
+    logits = torch.randn(4, 5, requires_grad=True)
+    before = logits.detach().clone()
+    y = torch.tensor([1, -100, 2, -100])
+    loss = functions.cross_entropy(logits, y)
+    loss.backward()
+    assert torch.equal(logits.detach(), before) and not logits.grad[1::2].any() and logits.grad[::2].any()
+    assert torch.allclose(loss, F.cross_entropy(before, y))
+    bad = before.clone()
+    bad[1], bad[3, 0] = torch.nan, torch.inf
+    for options in ({}, {"label_smoothing": 0.1, "z_loss": 1e-3}):
+        for targets, weights in ((y, None), (y.clamp(min=0), torch.tensor([1.0, 0, 1, 0]))):
+            for reduction in ("mean", "sum", "none"):
+                z = bad.clone().requires_grad_()
+                functions.cross_entropy(z, targets, weights, reduction=reduction, **options).sum().backward()
+                assert z.grad.isfinite().all() and not z.grad[1::2].any()
+        assert functions.cross_entropy(before, torch.full((4,), -100), **options) == 0, "nothing counts"
+    for targets, words in ((torch.tensor([0, 5, 1, 1]), "from 0 to 4, or -100 to be ignored; got 5"), (y[:3], "must be .4,., one a token")):
+        with pytest.raises(ConfigError, match=words):
+            functions.cross_entropy(before, targets)
+    with pytest.raises(ConfigError, match="got -100"):
+        functions.cross_entropy(before, y, ignore_index=0)
+    with pytest.raises(ConfigError, match="no reduction 'avg'"):
+        functions.cross_entropy(before, y, reduction="avg")
+    for options in ({"chunk_tokens": 0}, {"label_smoothing": 1.5}, {"soft_cap": 0.0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}={next(iter(options.values()))}"):
+            functions.cross_entropy(before, y, **options)
+    assert functions.cross_entropy(before[:0], y[:0]) == 0 and functions.cross_entropy(before[:0], y[:0], reduction="none").shape == (0,)
+
+
+# ---- attention of other lengths
+
+@pytest.mark.parametrize("rule", [Rule(**kind, sinks=sinks, soft_cap=cap) for kind in KINDS for sinks, cap in ((False, None), (True, 1.5))], ids=named)
+@pytest.mark.parametrize("name", ["plain", "tiled"])
+@pytest.mark.parametrize("Tq, Tk", [(1, 19), (7, 19), (19, 19), (19, 7)])
+def test_queries_are_the_last_places_and_sums_have_gradients(rule, name, Tq, Tk):
+    q, k, v, _, sinks = arguments = tensors(rule, Tq=Tq, Tk=Tk)
+    out, lse = functions.attention(q, k, v, rule=rule, sinks=sinks, return_lse=True, backend=name)
+    want, total = defined(*arguments, rule=replace(rule, query_start=(Tk - Tq) * rule.causal))
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lse, total, rtol=1e-9, atol=1e-9)
+    seen = total.isfinite()
+    for ours, theirs in zip(gradients(torch.cat((out, lse.masked_fill(~seen, 0)[..., None]), -1), arguments),
+                            gradients(torch.cat((want, total.masked_fill(~seen, 0)[..., None]), -1), arguments), strict=True):
+        torch.testing.assert_close(ours, theirs.nan_to_num(0), rtol=1e-9, atol=1e-9)
+    if Tq == Tk:
+        torch.testing.assert_close(functions.attention(q, k, v, rule=rule, sinks=sinks), want, rtol=1e-9, atol=1e-9)
+
+
+def test_attention_of_documents_and_what_is_refused():
+    rule = Rule(documents=True)
+    q, k, v, documents, _ = arguments = tensors(rule, Tq=5)
+    for name in ("plain", "tiled", "auto"):
+        got = functions.attention(q, k, v, rule=rule, documents=documents, backend=name)
+        torch.testing.assert_close(got, defined(*arguments, rule=replace(rule, query_start=14))[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(functions.attention(q, k, v), F.scaled_dot_product_attention(
+        q, k, v, torch.ones(5, 19, dtype=torch.bool).tril(14), enable_gqa=True))
+    for call, words in ((lambda: functions.attention(q, k, v, rule=rule), "needs the id"),
+                        (lambda: functions.attention(q, k, v, backend="sdpa"), "sdpa gives no gradient of its log-sums"),
+                        (lambda: functions.attention(q, q, q, backend="sdp"), "no attention backend 'sdp'")):
+        with pytest.raises(ConfigError, match=words):
+            call()
+
+
+# ---- casts and Linears by sizes
+
+def test_a_cast_and_a_linear_by_sizes():
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    blocks = functions.cast(x, "e4m3fn", block=(1, 32), scale="power-of-two")
+    assert torch.equal(blocks.dequantise(), mx(x, FORMATS["e4m3fn"], rule="rceil", dtype=torch.float32).values)
+    for call, words in ((lambda: functions.cast(x, "e4m3"), "no number format 'e4m3'; did you mean 'e4m3fn'"),
+                        (lambda: functions.cast(x, "e4m3fn", scale="mx"), "no scale 'mx'"),
+                        (lambda: functions.cast(x, "e4m3fn", block=(1, 48)), "blocks of 48 do not tile the last axis of 64"),
+                        (lambda: functions.scaled_linear(48, 64, recipe="mxfp8"), "48 input features do not tile by 32"),
+                        (lambda: functions.scaled_linear(64, 64, recipe="mxfp9"), "no precision.recipe 'mxfp9'; did you mean 'mxfp8'")):
+        with pytest.raises(ConfigError, match=words):
+            call()
+    for recipe, tolerance in (("mxfp8", 0.06), ("fp8-rowwise", 0.06), ("int8", 0.03), ("bf16", 1e-6)):
+        torch.manual_seed(0)
+        linear = functions.scaled_linear(64, 128, recipe=recipe)
+        assert (linear.in_features, linear.out_features) == (64, 128) and linear.weight.dtype == torch.float32
+        x = torch.randn(3, 32, 64, requires_grad=True)
+        y = linear(x)
+        assert (y - F.linear(x, linear.weight, linear.bias)).norm() <= tolerance * y.norm()
+        y.square().sum().backward()
+        assert x.grad.norm() > 0 and linear.weight.grad.norm() > 0 and linear.bias.grad.norm() > 0
+
+
+def test_functions_load_on_first_use():
+    """`import lpkit` brings no torch; the name is there."""
+    code = "import sys, lpkit; assert 'torch' not in sys.modules; print(lpkit.functions.attention.__name__)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "attention\n"
+
+
+def test_the_examples_of_the_page_run():
+    page = (Path(__file__).parents[1] / "docs" / "functions.md").read_text()
+    lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
+    found = {}
+    exec("\n".join(lines), found)
+    assert len(lines) > 10 and found["logits"].grad.any() and found["y"].shape == (128, 512) and found["lse"].shape == (1, 4, 5)

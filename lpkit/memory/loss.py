@@ -64,7 +64,7 @@ def full_cross_entropy(model: nn.Module, batch: Batch, *,
         return cross_entropy(logits, targets)
     nats_of = vocabulary.nats if vocabulary else _nats_of
     nats = nats_of(logits.flatten(0, 1), targets.flatten())
-    return _mean(nats, *_counted(targets.flatten(), weights))
+    return _mean(nats, *counted(targets.flatten(), weights))
 
 
 def _nats_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def linear_cross_entropy(h: Tensor, head: nn.Module, y: Tensor, chunk: int,
                          weights: Tensor | None = None, nats_: NatsOf = cross_entropy_) -> Tensor:
     """Returns sum(weights x nats) / sum(weights) of head(h) over the targets that are not IGNORED,
     () float32 or float64; 0 if there are none. h (N, D), y and weights (N,)."""
-    weights, total = _counted(y, weights)
+    weights, total = counted(y, weights)
     if torch.is_grad_enabled():
         return _LinearCrossEntropy.apply(h, y, weights, total, head, chunk, nats_, *_trained(head))
     nats = _nats(h)
@@ -188,7 +188,7 @@ def _mean(nats: Tensor, weights: Tensor | None, total: Tensor) -> Tensor:
     return (nats if weights is None else (nats * weights).where(weights != 0, 0)).sum() / total
 
 
-def _counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def counted(targets: Tensor, weights: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """Returns the weights (N,), 0 for IGNORED targets, and their sum, to divide by; without weights
     None and the number of targets that count. If none counts, the loss is 0, not 0 / 0."""
     counts = targets != IGNORED

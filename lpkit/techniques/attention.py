@@ -86,7 +86,7 @@ class Rule:
             return [(0, T)]
         if self.query_start or self.key_start:
             of, begin = replace(self, query_start=0, key_start=0), self.key_start
-            found = of.spans(first + self.query_start, last + self.query_start, begin + T)
+            found = of.spans(max(first + self.query_start, 0), last + self.query_start, begin + T)
             inside = [(max(a - begin, 0), min(b - begin, T)) for a, b in found]
             return [(a, b) for a, b in inside if a < b]
         if self.blocks is None:

@@ -1,0 +1,158 @@
+"""Functions for tensors of your own, each with a gradient: losses, attention, casts and Linears.
+
+    cross_entropy(logits, targets)                  linear_cross_entropy(hidden, weight, targets)
+    attention(q, k, v, rule=Rule(window=256))       cast(x, "e4m3fn", block=(1, 32))
+    scaled_linear(1024, 4096, recipe="mxfp8")
+
+They check what they are given and raise ConfigError. docs/functions.md has an example of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.contracts import IGNORED
+from lpkit.errors import ConfigError, pick
+from lpkit.kernels.cross_entropy import cross_entropy_
+from lpkit.kernels.kernel import wide
+from lpkit.kernels.scales import Scaled
+from lpkit.memory import loss
+from lpkit.nn.attention import CAUSAL, Rule, partial_of
+from lpkit.precision.backends import BACKENDS, choose, tiles
+from lpkit.precision.scaled import quantise
+from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.recipes import SCALES, Cast, resolve
+
+
+class _Head(NamedTuple):
+    """A function of hidden states as `loss` takes it; without a weight these are logits."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.clone() if self.weight is None else F.linear(x, self.weight, self.bias)
+
+    def parameters(self) -> list[Tensor]:
+        return [t for t in self if t is not None]
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None,
+                  **options: Any) -> Tensor:
+    """`linear_cross_entropy` with the same options of logits (..., V) that exist already."""
+    return linear_cross_entropy(logits, None, targets, None, weights, **options)
+
+
+def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor | None, targets: Tensor, bias: Tensor | None = None,
+        weights: Tensor | None = None, *, chunk_tokens: int = 1024, ignore_index: int = IGNORED,
+        label_smoothing: float = 0.0, z_loss: float = 0.0, soft_cap: float | None = None,
+        reduction: str = "mean") -> Tensor:
+    """Returns the cross-entropy of the logits hidden @ weight.T + bias, in float32 or float64.
+
+    hidden (..., D), weight (V, D), targets and weights (...). Logits exist for `chunk_tokens`
+    tokens at a time, unless reduction is none. `mean` is sum(weights x nats) / sum(weights) over
+    the targets that are not `ignore_index`, and 0 if there are none; `sum`; `none` is weights x
+    nats, (...). label_smoothing, as PyTorch's; z_loss is times logsumexp(logits)^2 (Chowdhery et
+    al. 2022, https://arxiv.org/abs/2204.02311); soft_cap makes of logits cap tanh(logits / cap).
+    Another target outside the vocabulary is a ConfigError on a CPU, NaN on a GPU. A backward pass of
+    mean and sum consumes what it reads, and runs once.
+    """
+    pick({"mean": 0, "sum": 0, "none": 0}, reduction, "reduction")
+    if chunk_tokens < 1 or not 0 <= label_smoothing <= 1 or (soft_cap is not None and soft_cap <= 0):
+        raise ConfigError(f"chunk_tokens={chunk_tokens} must be 1 or more, label_smoothing="
+                          f"{label_smoothing} from 0 to 1, soft_cap={soft_cap} above 0 or None")
+    V = hidden.shape[-1] if weight is None else len(weight)
+    if any(t is not None and t.shape != hidden.shape[:-1] for t in (targets, weights)):
+        raise ConfigError(f"targets and weights must be {tuple(hidden.shape[:-1])}, one a token")
+    h, y, w = hidden.flatten(0, -2), targets.flatten(), None if weights is None else weights.flatten()
+    bad = ((y < 0) | (y >= V)) & (y != ignore_index)
+    if y.device.type == "cpu" and bad.any():
+        raise ConfigError(f"targets must be from 0 to {V - 1}, or {ignore_index} to be ignored; "
+                          f"got {y[bad][0]}")
+    ignored = y == ignore_index if w is None else (y == ignore_index) | (w == 0)
+    y, head = y.where(~bad, -1).where(~ignored, IGNORED), _Head(weight, bias)
+    nats_of = partial(_nats, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    if reduction == "none":
+        return (nats_of(head(h), y) * (1 if w is None else w)).view(targets.shape)
+    plain = not (label_smoothing or z_loss or soft_cap)
+    mean = loss.linear_cross_entropy(h, head, y, chunk_tokens, w,
+                                     cross_entropy_ if plain else partial(_in_place, nats_of))
+    return mean if reduction == "mean" else mean * loss.counted(y, w)[1]
+
+
+def _nats(logits: Tensor, targets: Tensor, *, label_smoothing: float, z_loss: float,
+          soft_cap: float | None) -> Tensor:
+    """The definition, in PyTorch's operations."""
+    ignored, known = targets == IGNORED, (targets >= 0) & (targets < logits.shape[1])
+    z = wide(logits).masked_fill(ignored[:, None], 0)
+    z = z if soft_cap is None else soft_cap * torch.tanh(z / soft_cap)
+    total = z.logsumexp(-1)
+    of_target = z.gather(1, torch.where(known, targets, 0)[:, None])[:, 0]
+    nats = total - (1 - label_smoothing) * of_target + z_loss * total.square()
+    if label_smoothing:
+        nats = nats - label_smoothing * z.mean(-1)
+    return nats.masked_fill(~known, torch.nan).masked_fill(ignored, 0)
+
+
+def _in_place(nats_of: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Leaves the gradient in `logits`, as `kernels.cross_entropy.cross_entropy_` does."""
+    with torch.enable_grad():
+        nats = nats_of(z := logits.detach().requires_grad_(), targets)
+        (g,) = torch.autograd.grad(nats, z, torch.ones_like(nats) if weights is None else
+                                   weights.type_as(nats))
+    logits.copy_(g)
+    return nats.detach()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, rule: Rule = CAUSAL,
+              documents: Tensor | None = None, sinks: Tensor | None = None,
+              return_lse: bool = False, backend: str = "auto") -> Any:
+    """Returns softmax(q k^T / sqrt(E)) v over the keys that `rule` lets each query see.
+
+    q (B, H, Tq, E), k and v (B, G, Tk, E), G a divisor of H; documents (B, Tk) ids, sinks (H,).
+    Where Tq is not Tk, queries are the last Tq places, as in FlashAttention. A query that sees no
+    key has zeros. return_lse: also the logarithm of each query's sum of exponentials, (B, H, Tq),
+    with its gradient, -inf where the query sees no key. For it, and for other lengths, backends are
+    plain and tiled.
+    """
+    Tq, Tk = q.shape[2], k.shape[2]
+    if Tq == Tk and not return_lse:
+        told = replace(rule, sinks=sinks is not None)
+        auto = "plain" if ATTENTION["sdpa"].why_not.lacks(told) else "sdpa"
+        row = pick(ATTENTION, auto if backend == "auto" else backend, "attention backend")
+        return row.load()(q, k, v, documents, sinks, rule=rule)
+    if (rule.documents and (documents is None or Tq > Tk)) or (rule.sinks and sinks is None):
+        raise ConfigError("a rule with documents needs the id (B, Tk) of each key's document, and "
+                          "no more queries than keys; a rule with sinks a score (H,) a head")
+    last = replace(rule, query_start=rule.query_start + rule.causal * (Tk - Tq), sinks=False)
+    ids = (documents[:, Tk - Tq:], documents) if rule.documents else None
+    out, lse = partial_of("tiled" if backend == "auto" else backend)(q, k, v, ids, rule=last)
+    if sinks is not None:       # a key without a value
+        out = out * torch.sigmoid(lse - sinks[:, None])[..., None].type_as(out)
+        lse = torch.logaddexp(lse, sinks[:, None].type_as(lse))
+    return (out, lse) if return_lse else out
+
+
+def cast(x: Tensor, format: str, *, block: tuple[int, int] = (0, 0),
+         scale: str = "float32") -> Scaled:
+    """Returns x (M, K) in a format of FORMATS; `.dequantise()` is what is left of x. The elements of
+    a block share a scale, by a rule of SCALES; a side of 0 is the whole axis. No gradient."""
+    pick(SCALES, scale, "scale")
+    return quantise(x, Cast(format=format, block=block, scale=scale))
+
+
+def scaled_linear(in_features: int, out_features: int, *, recipe: str, bias: bool = True,
+                  backend: str = "auto", device: Any = None, seed: int = 0) -> nn.Module:
+    """Returns an nn.Linear whose products run under a row of RECIPES, by a row of BACKENDS. Call its
+    `advance()` after each backward if the recipe has a history or draws its rounding."""
+    row, linear = resolve(recipe), nn.Linear(in_features, out_features, bias, device=device)
+    by = BACKENDS[choose(backend, recipe, row, linear.weight.device).used]
+    tiles(recipe, row, {"K": in_features, "N": out_features}, by.alignment)
+    return by.wrap(linear, row, name=recipe, seed=seed)
