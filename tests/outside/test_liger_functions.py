@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("lpkit.functions")
-
 from lpkit import functions
 from lpkit.errors import ConfigError
 from lpkit.techniques.attention import Rule

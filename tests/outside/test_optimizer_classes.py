@@ -8,8 +8,6 @@ import torch
 
 from lpkit import optim
 
-pytest.importorskip("lpkit.optim.classes")
-
 # ours, theirs, and settings that both take
 PAIRS = [
     ("AdamW", torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
