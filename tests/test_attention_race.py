@@ -188,10 +188,6 @@ def test_a_trace_counts_the_tokens_of_a_prefix_as_the_run_does(context, used):
         assert decided.choices["attention"].used == used
 
 
-def test_fp8_is_never_raced():
-    assert "fp8" not in attention.candidates(asked()) and not ATTENTION["fp8"].why_not(asked())
-
-
 def test_what_pytorch_runs_is_said_and_its_formula_is_refused(monkeypatch):
     given = asked("documents")
     assert attention.ran("sdpa", given, CPU) == "; here flash"

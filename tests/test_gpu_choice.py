@@ -2,8 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +10,14 @@ import torch
 from lpkit import cli, hardware, machine_facts
 from lpkit.commands import doctor as doctor_command
 from lpkit.config import Config
-from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
-from lpkit.kernels.choose import Chosen
 from lpkit.measure import doctor
 from lpkit.nn import library_attention
-from lpkit.nn.attention import plain
 from lpkit.parallel.ranks import Ranks
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import Attending, why_not
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training import attention as attending
 from lpkit.training import build, formulas
 from tests.fake_gpus import gpus
 
@@ -184,38 +178,6 @@ def test_a_product_that_this_gpu_has_not_is_named(major, minor, recipe, said, mo
     with gpus(major=major, minor=minor):
         assert re.match(said, found := BACKENDS["scaled_mm"].why_not(recipe, RECIPES[recipe], torch.device("cuda"))), found
         monkeypatch.undo()
-
-
-@pytest.fixture
-def varlen_of_2_11(monkeypatch):
-    """It has no `enable_gqa`, and takes as many heads of k and v as of q: (tokens, heads, E)."""
-    def of_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-        assert q.shape == k.shape == v.shape and window_size == (-1, 0)
-        return torch.cat([plain(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1) for a, b in pairwise(cu_q)])
-
-    import torch.nn.attention.varlen as library
-    monkeypatch.setattr(library, "varlen_attn", of_2_11)
-
-
-def test_varlen_is_called_as_the_oldest_pytorch_has_it(varlen_of_2_11):
-    """Heads of k and v are repeated there; forward and backward it is the definition."""
-    q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (4, 2, 2))
-    documents = torch.tensor([[0] * 8, [0] * 3 + [1] * 5])
-    for heads, rule in (((q, q, q), Rule()), ((q, k, v), Rule()), ((q, k, v), Rule(documents=True))):
-        found, want = (call(*heads, documents, rule=rule) for call in (library_attention.varlen, plain))
-        assert torch.allclose(found, want, atol=1e-6)
-        assert all(map(partial(torch.allclose, atol=1e-5), *(torch.autograd.grad(y.square().sum(), heads) for y in (found, want))))
-
-
-def test_repeated_heads_are_in_the_choice(varlen_of_2_11, monkeypatch):
-    """For a model whose heads share keys and values, by name and in a race."""
-    monkeypatch.setattr("lpkit.kernels.choose.choose", lambda *_, **__: Chosen(refused={}, choice=Choice(
-        asked="auto", used="varlen", why="the fastest")))
-    for kv_heads, said in ((2, f"; torch {torch.__version__} has no groups of heads there, so that keys and values are repeated for 4 heads"), (4, "")):
-        config = Config().replace({"model.heads": 4, "model.kv_heads": kv_heads, "precision.recipe": "bf16"})
-        given = Attending(model=config.model, device="gpu", dtype="bfloat16", here=True)
-        assert attending.race(given, 1, torch.device("cpu")).why == f"the fastest{said}"
-        assert attending.ran("varlen", given, torch.device("cpu"), refuse=True) == said
 
 
 def test_flex_attention_is_compiled_for_each_shape(monkeypatch):

@@ -77,12 +77,6 @@ def tokens_first(q, k, v, rule, sinks=None):
     return plain(*(t.transpose(1, 2) for t in (q, k, v)), None, sinks, rule=rule).transpose(1, 2)
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
-                enable_gqa=False):
-    assert enable_gqa == (query.shape[1] != key.shape[1]) and cu_seq_q is cu_seq_k and max_q == max_k == int(cu_seq_q.diff().max())
-    return of_cuts(query, key, value, cu_seq_q, lambda *one: tokens_first(*one, window_of(window_size, window_size == (-1, 0))))
-
-
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
                     deterministic=False, return_attn_probs=False):
     rule = window_of(window_size, causal)
@@ -114,7 +108,6 @@ def stand_ins(monkeypatch):
 
     module("flash_attn", flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
     module("flash_attn.cute", flash_attn_func=cute_func, flash_attn_varlen_func=cute_varlen_func)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
 
 
 def can(row, rule):
@@ -122,7 +115,7 @@ def can(row, rule):
     return all(name in row.why_not.rule for name in WORDS if getattr(rule, name) != getattr(Rule(), name))
 
 
-@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("varlen", "flash-attn", "flash-attn-4") for kind in RULES
+@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("flash-attn", "flash-attn-4") for kind in RULES
                                         if can(ATTENTION[name], RULES[kind])])
 def test_a_library_is_told_the_rule(name, kind, stand_ins):
     same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
@@ -133,11 +126,11 @@ def test_a_batch_is_cut_once_and_again_when_it_changes(stand_ins, monkeypatch):
     monkeypatch.setattr(libraries, "cuts", lambda documents, cut=libraries.cuts: (calls.append(1), cut(documents))[1])
     rule = Rule(documents=True)
     arguments = tensors(rule)
-    same(libraries.varlen, rule, arguments)
+    same(libraries.flash_attn_4, rule, arguments)
     same(libraries.flash_attn, rule, arguments)
     assert len(calls) == 1
     arguments[3][1, 40:] = 6
-    same(libraries.varlen, rule, arguments)
+    same(libraries.flash_attn, rule, arguments)
     assert len(calls) == 2
 
 
@@ -154,53 +147,17 @@ def test_a_kernel_by_name_never_falls_to_another():
     q, k, v, *_ = tensors(Rule())
     with pytest.raises(RuntimeError, match="No viable backend"):
         ATTENTION["sdpa-cudnn"].load()(q, k, v)
-    assert libraries.sdpa_flash(q, k, v).grad_fn.name() == "ScaledDotProductFlashAttentionForCpuBackward0"
-
-
-def test_another_flash_is_there_for_forward_and_backward_alone(monkeypatch):
-    seen = []
-    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", lambda name: seen.append(name))
-    monkeypatch.setattr("torch.nn.attention.restore_flash_attention_impl", lambda: seen.append("restored"))
-    same(libraries.sdpa_fa3, Rule(), tensors(Rule()))
-    assert seen == ["FA3", "restored", "FA3", "restored"]
-
-
-# ---- FP8
-
-def e4m3(x):
-    """A scale a row of the last axis, by PyTorch's own cast."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_fp8_is_the_definition_of_what_it_cast(kind):
-    rule = RULES[kind]
-    q, k, v, documents, sinks = tensors(rule, dtype=torch.float32)
-    with torch.no_grad():
-        cast = [e4m3(t.flatten(2)).view_as(t) for t in (q, k, v)]
-        p = plain(*cast[:2], torch.eye(70).expand(2, 4, 70, 70), documents, sinks, rule=rule)
-        scale = p.amax(-1, keepdim=True).clamp(min=1e-9) / 256      # of a query that sees nothing
-        p = (p / scale).to(torch.float8_e4m3fn).float() * scale
-        want = p @ cast[2].repeat_interleave(2, 1)
-    got = libraries.fp8(q, k, v, documents, sinks, rule=rule)
-    # a scale's last bit may put a number on the other side of a rounding
-    assert ((got - want).norm() / want.norm()).item() < 1e-3
-    true = plain(q, k, v, documents, sinks, rule=rule)
-    assert 0.01 < ((got - true).norm() / true.norm()).item() < ATTENTION["fp8"].rounding     # 3 bits: half a unit is 2^-4
-    ours, theirs = (torch.cat([g.flatten() for g in torch.autograd.grad(out.square().sum(), (q, k, v))]) for out in (got, true))
-    assert ((ours - theirs).norm() / theirs.norm()).item() < 2 * ATTENTION["fp8"].rounding
 
 
 # ---- who cannot says why, and what can
 
 @pytest.mark.parametrize("name, given, why", [
-    ("varlen", {"head_dim": 264}, "takes heads up to 256 that are multiples of 8, not 264; sdpa can"),
+    ("sdpa-cudnn", {"head_dim": 264}, "takes heads up to 256 that are multiples of 8, not 264; sdpa can"),
     ("sdpa-cudnn", {"head_dim": 60}, "takes heads up to 256 that are multiples of 8, not 60; sdpa can"),
     ("flash-attn", {"dtype": "float32"}, "takes bfloat16 or float16, not float32; sdpa can"),
     ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; triton can"),
-    ("varlen", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; triton can"),
-    ("varlen", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
+    ("sdpa-cudnn", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; triton can"),
+    ("sdpa-cudnn", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
     ("flash-attn-4", {"here": True}, "needs the package flash-attn-4, which is not installed here; sdpa can"),
     ("flash-attn-4", {"capability": (8, 0)}, "needs compute capability 9.0, and here is 8.0; sdpa can")])
 def test_why_not_is_one_clause_with_what_can(name, given, why):

@@ -626,8 +626,8 @@ def test_a_masked_model_sees_all_but_what_it_is_asked_for(with_toys, tmp_path):
     for name in ("plain", "tiled", "blocked", "sdpa"):
         assert toys.trained(config.replace({"system.attention": name}), updates=2)[0] == pytest.approx(
             [line["loss"] for line in run.metrics[:2]], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"system\.attention=varlen runs on a GPU alone|has no attention to keys to come"):
-        build.decide(config.replace({"system.attention": "varlen"}))
+    with pytest.raises(ConfigError, match=r"system\.attention=sdpa-cudnn runs on a GPU alone|has no attention to keys to come"):
+        build.decide(config.replace({"system.attention": "sdpa-cudnn"}))
     with pytest.raises(ConfigError, match="a window and blocks are of the past; give"):
         Rule(causal=False, window=3)
 

@@ -1,5 +1,4 @@
-"""Attention by libraries: PyTorch's kernels by name, FlexAttention, varlen, flash-attn; and FP8,
-emulated.
+"""Attention by libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
 
 Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
@@ -12,9 +11,7 @@ Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the 
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,63 +21,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lpkit.kernels import jit
-from lpkit.kernels.cast import amax, qdq
-from lpkit.nn.attention import CAUSAL, probabilities, sdpa
+from lpkit.nn.attention import CAUSAL, sdpa
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import limited
-from lpkit.techniques.formats import format_of
 
-ROW_LARGEST = 256.0     # of unnormalised probabilities in FP8, as FlashAttention 3 has it:
-                        # Max_offset 8 in hopper/softmax.h
 EAGER_MASK = 1024       # tokens, up to which a mask is not worth the seconds of compiling it
 
 
-# PyTorch's kernels. With one enabled, PyTorch raises where it cannot, instead of another.
-
-def _by(kernel: SDPBackend) -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+@limited("sdpa-cudnn")
+def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-        with sdpa_kernel(kernel):
-            return sdpa(q, k, v, documents, sinks, rule=rule)
-
-    return attend
-
-
-sdpa_flash = _by(SDPBackend.FLASH_ATTENTION)
-sdpa_cudnn = limited("sdpa-cudnn")(_by(SDPBackend.CUDNN_ATTENTION))
-
-
-@limited("sdpa-fa3")
-def sdpa_fa3(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-             sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    return _FlashAttention3.apply(q, k, v)
-
-
-class _FlashAttention3(torch.autograd.Function):
-    """PyTorch's flash kernel while FlashAttention 3 stands in its place, which is the whole
-    process's: forward and backward put it there, and take it away."""
-
-    @staticmethod
-    def forward(ctx: Any, *qkv: Tensor) -> Tensor:
-        with _activated(), torch.enable_grad():
-            ctx.given = [t.detach().requires_grad_() for t in qkv]
-            ctx.out = sdpa_flash(*ctx.given)
-        return ctx.out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        with _activated():
-            return torch.autograd.grad(ctx.out, ctx.given, d_out)
-
-
-@contextmanager
-def _activated() -> Iterator[None]:
-    jit.keep_privately()
-    torch.nn.attention.activate_flash_attention_impl("FA3")
-    try:
-        yield
-    finally:
-        torch.nn.attention.restore_flash_attention_impl()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):       # PyTorch raises if this kernel cannot
+        return sdpa(q, k, v, documents, sinks, rule=rule)
 
 
 # FlexAttention
@@ -191,28 +143,6 @@ def _left(rule: Rule) -> int:
     return -1 if rule.window is None else rule.window - 1
 
 
-@limited("varlen")
-def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-           sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    at, longest = _packed(q, documents, rule)
-    grouped, repeats = {}, q.shape[1] // k.shape[1]
-    if repeats > 1 and knows_groups(varlen_attn):
-        grouped = {"enable_gqa": True}
-    elif repeats > 1:
-        k, v = (t.repeat_interleave(repeats, dim=1) for t in (k, v))
-    out = varlen_attn(*_tokens(q, k, v), at, at, longest, longest, window_size=(_left(rule), 0),
-                      **grouped)
-    return _heads(out, q)
-
-
-@functools.cache
-def knows_groups(varlen_attn: Callable[..., Any]) -> bool:
-    """True if it takes fewer heads of k and v than of q, which torch 2.11's does not."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 @limited("flash-attn")
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
@@ -243,31 +173,3 @@ def _by_flash(library: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor |
     else:
         found = library.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
     return _heads(found[0] if isinstance(found, tuple) else found, q)
-
-
-# FP8
-
-@limited("fp8")
-def fp8(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-        sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """q, k and v in E4M3 with a scale a head, probabilities with one a row. Backward takes the
-    casts for nothing, and is of what they gave."""
-    q, k, v = (_E4M3.apply(t, None) for t in (q, k, v))
-    weights = _E4M3.apply(probabilities(q, k, documents, sinks, rule=rule), ROW_LARGEST)
-    return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-
-
-class _E4M3(torch.autograd.Function):
-    """x (B, H, M, N), scaled a head to the format's largest number; with `largest`, a row to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, largest: float | None) -> Tensor:
-        grid = format_of("e4m3fn")
-        rows = x.float().contiguous().flatten(0, 1 if largest is None else 2).flatten(1)
-        block = (1, rows.shape[1])
-        scale = amax(rows, block).values / (largest or grid.largest)
-        return qdq(rows, grid, scale, block=block).view(x.shape).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-        return d_out, None

@@ -266,16 +266,6 @@ def head_norms(s: MicroBatch) -> Iterator[Op]:
                  backward=(Hold(nbytes=4 * wide, frees=1.0), Hold()))
 
 
-def fp8(s: MicroBatch) -> Op:
-    """Does as plain, emulated: q, k, v and the probabilities are copied when they are cast."""
-    m, heads = s.model, s.model.H * s.model.E
-    pairs, given = s.batch * m.H * m.T * m.T, s.tokens * heads * s.compute_bytes
-    softmax = FP32 if s.kind == "gpu" and s.compute_bytes < FP32 else 0
-    return _attention(s, numbers=3 * heads, views=0, out=3 * given,
-                      saved=m.T * m.T + pairs * (2 * s.compute_bytes + softmax),
-                      work=given + 2 * pairs * s.compute_bytes, score_passes=(10, 12))
-
-
 def attention(s: MicroBatch) -> Iterator[Op]:
     """Yields all its operations, from the residual stream back to what is added to it."""
     m, kind = s.model, KINDS[s.model.attention.name]

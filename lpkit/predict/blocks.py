@@ -95,7 +95,7 @@ def _shaped(s: MicroBatch) -> Iterator[Op]:
     m, bare = s.model, BLOCKS[s.model.block].bare
     each = s.tokens * m.H * m.E * s.compute_bytes
     waits = Hold(grows=-each)       # two gradients of v become one
-    copies = (ATTENTION[s.attention].formula in (attending.plain, attending.fp8)
+    copies = (ATTENTION[s.attention].formula is attending.plain
               and not (s.heads_are_views and not s.turns))
     besides = 0 if s.norms_save_qkv else copies * each * (s.mixed if bare else 3)   # v lies there
     for op in attending.attention(s):

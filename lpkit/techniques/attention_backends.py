@@ -234,7 +234,6 @@ def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) ->
 
 MASKS = ("window", "global_tokens", "blocks", "documents")
 FLASH_2 = "Dao 2023, https://arxiv.org/abs/2307.08691"
-FLASH_3 = "Shah et al. 2024, https://arxiv.org/abs/2407.08608"
 ATTENTION: dict[str, Backend] = {
     "plain": Backend(why="the definition", operations=OPERATIONS + "plain", drops=True,
                      implementation="lpkit.nn.attention:plain",
@@ -269,15 +268,10 @@ ATTENTION |= {name: Backend(
         ("sdpa-cudnn", "cuDNN's kernel, or none",
          "https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html",
          Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0))),
-        ("sdpa-fa3", "FlashAttention 3 in the place of PyTorch's flash kernel", FLASH_3,
-         Limits(widest=256, multiple=8, capability=(9, 0), package="flash_attn_3")),
         ("flex", "FlexAttention, compiled for the mask",
          "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
          Limits(rule=("causal", *MASKS, "soft_cap", "sinks"), dtypes=("float32", *HALF),
                 gpu_alone="has no backward on a CPU")),
-        ("varlen", "PyTorch's flash kernel over packed sequences",
-         "https://docs.pytorch.org/docs/stable/nn.attention.varlen.html",
-         Limits(rule=("window", "documents"), widest=256, multiple=8, capability=(8, 0))),
         ("flash-attn", "the flash-attn package, version 2", FLASH_2,
          Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
                 package="flash-attn")),
@@ -286,9 +280,6 @@ ATTENTION |= {name: Backend(
          Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
                 capability=(9, 0), package="flash-attn-4")))}
 ATTENTION |= {
-    "fp8": Backend(
-        why="q, k, v and the probabilities in E4M3, emulated", operations=OPERATIONS + "fp8", assumed=False,
-        rounding=2**-4, implementation="lpkit.nn.library_attention:fp8", source=FLASH_3),
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=OPERATIONS + "linear_chunks",
                        why_not=lambda asked: "computes kinds without softmax alone; plain computes "

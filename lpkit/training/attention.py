@@ -183,17 +183,9 @@ def drawn(given: Attending, device: torch.device, *, batch: int, groups: int, T:
 
 
 def ran(used: str, given: Attending, device: torch.device, *, refuse: bool = False) -> str:
-    """Says how PyTorch here computes `used`, where it differs: which kernel sdpa is, and groups of
-    heads that varlen has not. Raises ConfigError if `refuse` and sdpa falls to PyTorch's formula,
+    """Says how PyTorch here computes `used`, where it differs: which kernel sdpa is. Raises ConfigError if `refuse` and sdpa falls to PyTorch's formula,
     which holds all scores, where it was to be a fused kernel."""
     m, rule = given.model, given.rule
-    if used == "varlen" and m.G != m.H:
-        from torch.nn.attention.varlen import varlen_attn
-
-        from lpkit.nn.library_attention import knows_groups
-        return "" if knows_groups(varlen_attn) else (
-            f"; torch {torch.__version__} has no groups of heads there, so that keys and values "
-            f"are repeated for {m.H} heads")
     if used != "sdpa":
         return ""
     q, k, v, documents, _ = drawn(given, device, batch=1, groups=m.G, T=min(m.T, AT_HAND[given.device]))
