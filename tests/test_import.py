@@ -248,7 +248,7 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
     assert cli.main(["train", *words]) == 0
     run = Run.open(tmp_path / "books")
     assert run.config.model.T * run.config.global_batch >= 1024 and run.summary["status"] == "complete"
-    whole = [one for one in words if not one.startswith(("model.context=", "global_batch="))]
+    whole = [one for one in words if not one.startswith(("model.context=", "global_batch=", "--out", str(tmp_path / "books")))]
     capsys.readouterr()
     assert cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2 and "at its peak" in capsys.readouterr().err
 

@@ -184,7 +184,7 @@ def test_cross_entropy_of_what_is_not_finite():
     torch.testing.assert_close(logits, g, equal_nan=True)
 
 
-@pytest.mark.parametrize("target", [-1, 5, -100, 2**40])
+@pytest.mark.parametrize("target", [-1, 5, -99, 2**40])
 def test_a_target_that_is_none_makes_its_row_nan_and_no_other(target):
     logits = torch.zeros(3, 5)
     nats = cross_entropy_(logits, torch.tensor([0, target, 4]))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.config import ModelConfig
-from lpkit.contracts import IGNORED, Attend
+from lpkit.contracts import Attend
 from lpkit.errors import ConfigError
 from lpkit.kernels.pytorch import rotate_pytorch
 from lpkit.nn.attention import able_backend
@@ -176,7 +176,6 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token that counts, in float32; 0 if none does, where PyTorch's mean is NaN.
-    logits (B, T, V) in any dtype, targets (B, T)."""
-    nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-    return nats / (targets != IGNORED).sum().clamp(min=1)
+    """Mean nats per token that counts, in float32; NaN if none does (`contracts.Batch.counted` gives
+    such a batch weights of 0). logits (B, T, V) in any dtype, targets (B, T), -100: ignored."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

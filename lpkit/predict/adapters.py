@@ -194,7 +194,7 @@ def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operat
             more = pairs * (2 * compute if on_cpu else 1)
             at_once = work.nbytes + more * s.attends_again - pairs * compute * on_cpu
             op = replace(op, saved_bytes=op.saved_bytes + more * (not s.attends_again),
-                         backward=(replace(work, nbytes=at_once), *rest), score_passes=(9, 15))
+                         backward=(replace(work, nbytes=at_once), *rest), score_passes=tuple(n + 3 for n in op.score_passes))
         if settings.residual and op.writes_residual:
             op = replace(op, writes_residual=s.mixed)
         block.append(op)

@@ -24,7 +24,7 @@ from lpkit.kernels.cross_entropy import cross_entropy_
 from lpkit.kernels.kernel import Kernel
 from lpkit.machine_facts import status_bytes
 from lpkit.measure.tracking import Tracker
-from lpkit.memory.loss import _LinearCrossEntropy, linear_cross_entropy
+from lpkit.memory.loss import _LinearCrossEntropy, counted, linear_cross_entropy
 from tests.bench.harness import ROUNDS, Result, paired, race
 from tests.bench.peers import CUTEDSL, liger
 
@@ -169,7 +169,7 @@ def _in_pieces(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
     """`linear_cross_entropy` under a head that is no module, w (V, D)."""
     head = nn.Linear(*w.T.shape, bias=False, device="meta")
     head.weight = nn.Parameter(w.detach(), requires_grad=False)
-    return _LinearCrossEntropy.apply(h, y, None, head, PIECE, cross_entropy_, w)
+    return _LinearCrossEntropy.apply(h, y, *counted(y, None), head, PIECE, cross_entropy_, w)
 
 
 KERNEL = Kernel(
