@@ -46,7 +46,7 @@ KERNEL_TESTS = ("test_kernels", "test_cast_operand", "test_flash_attention")
 Found = dict[str, Any]
 Commands = dict[str, tuple[str, ...]]       # by case, what Python is given
 
-TRAIN = ("train", "gpt2-124m", "grad_accum_steps=1", "model.context=1024", "global_batch=16",
+TRAIN = ("grad_accum_steps=1", "model.context=1024", "global_batch=16",
          "eval_every=0", "eval_batches=1", "checkpoint_every=0")
 SMALL = ("model.layers=2", "model.context=512", "global_batch=8", "steps=4")
 TINY = ("model.layers=2", "model.width=128", "model.heads=2", "model.context=128",
@@ -90,22 +90,29 @@ def _tests(on: torch.device) -> Commands:
             for name, words in which.items()}
 
 
+def _train(*settings: str) -> tuple[str, ...]:
+    """Returns the command of a run. A setting replaces an earlier one of its key: the command line
+    refuses two values."""
+    last = dict(one.split("=", 1) for one in (*TRAIN, *settings))
+    return _lpkit("train", "gpt2-124m", *(f"{key}={value}" for key, value in last.items()))
+
+
 def _recipes(on: torch.device) -> Commands:
     """Some updates by each, as it is chosen here: right, before fast."""
     size = SMALL if on.type == "cuda" else TINY
-    return {name: _lpkit(*TRAIN, *size, f"precision.recipe={name}") for name in ("bf16", *LOWS)}
+    return {name: _train(*size, f"precision.recipe={name}") for name in ("bf16", *LOWS)}
 
 
 def _steps(on: torch.device) -> Commands:
     """GPT-2 124M, 16 x 1024 tokens an update."""
     if on.type == "cpu":
-        return {"eager": _lpkit(*TRAIN, *TINY, "system.compile=false")}
+        return {"eager": _train(*TINY, "system.compile=false")}
     hows = {"blocks": (), "model": ("system.compile=model",), "eager": ("system.compile=false",),
             "blocks, chunked loss": ("memory.cross_entropy=chunked",
                                      "memory.cross_entropy.chunk_tokens=4096"),
             **{f"blocks, {name}": (f"precision.recipe={name}",) for name in runs_here(on)}}
     base = ("steps=40", "precision.recipe=bf16", "system.compile=blocks")
-    return {how: _lpkit(*TRAIN, *base, *changes) for how, changes in hows.items()}
+    return {how: _train(*base, *changes) for how, changes in hows.items()}
 
 
 def _kernels(on: torch.device) -> Commands:
