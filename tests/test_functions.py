@@ -307,7 +307,7 @@ def test_the_losses_of_a_run_ignore_what_pytorch_ignores(by, weighted):
     targets[:, :3], targets[2] = -100, -100
     weights = torch.rand(3, 8) if weighted else None
     for y, w in ((targets, weights), (torch.full_like(targets, -100), weights), (targets.clamp(min=0), torch.zeros(3, 8))):
-        loss = by(model, Batch(tokens, y, weights=w).counted(), autocast=contextlib.nullcontext())     # as a run reads it
+        loss = by(model, Batch(tokens, y, weights=w).to(torch.device("cpu")), autocast=contextlib.nullcontext())     # as a run reads it
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         logits = model(tokens).flatten(0, 1).double()
         counts = (y.flatten() != -100).double() * (1 if w is None else w.flatten().double())

@@ -176,6 +176,6 @@ class Transformer(nn.Module):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean nats per token that counts, in float32; NaN if none does (`contracts.Batch.counted` gives
+    """Mean nats per token that counts, in float32; NaN if none does (`contracts.Batch.to` gives
     such a batch weights of 0). logits (B, T, V) in any dtype, targets (B, T), -100: ignored."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
