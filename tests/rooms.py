@@ -117,7 +117,7 @@ class Person:
 
     def start(self, **options: Any) -> float:
         """Returns the seconds until the server answers."""
-        begun = time.monotonic()
+        begun, self.kernel = time.monotonic(), ""
         self.ask(f"/hub/api/users/{self.name}/server", options)
         while not (server := self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("", {})).get("ready"):
             assert server, f"{self.name}'s server did not start"

@@ -160,6 +160,9 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     stranger = "import os, sys; from lpkit.course import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
     done = subprocess.run([sys.executable, "-c", stranger, paths[0]], capture_output=True, text=True)
     assert "the service answered 403" in done.stderr, done.stderr
+    while ben.ask("/hub/api/users/ben")["servers"]:     # until the hub has seen that the server ended
+        time.sleep(0.5)
+    ben.start(share=False)
 
 
 @SERVED
