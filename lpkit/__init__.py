@@ -6,19 +6,12 @@ use.
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Config": "lpkit.config",
-    "preset": "lpkit.presets",
-    "Run": "lpkit.training.runs",
-    "train": "lpkit.training.background",
-    "advise": "lpkit.measure.advice",
-    "start": "lpkit.training.background",
-    "start_each": "lpkit.training.background",
-    "launch": "lpkit.training.launch",
-    "sample": "lpkit.training.sampling",
-    "predict_trace": "lpkit.measure.trace",
-    "reconcile": "lpkit.measure.trace",
-}
+_WHERE = {name: f"lpkit.{module}" for module, names in {
+    "config": "Config", "presets": "preset", "training.runs": "Run", "training.launch": "launch",
+    "training.background": "train start start_each", "training.sampling": "sample",
+    "measure.trace": "predict_trace reconcile", "modules.advise": "advise",
+    "modules.convert": "convert unconvert", "modules.watch": "watch",
+}.items() for name in names.split()}
 _ROOMS = {"functions", "measure", "parallel", "predict", "presets"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
 

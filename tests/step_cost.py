@@ -4,7 +4,7 @@ from lpkit.config import Config
 from lpkit.measure.advice import StepCost, compared
 from lpkit.predict.casts import Recipe
 from lpkit.predict.roofline import Efficiency
-from lpkit.predict.time import step_time
+from lpkit.predict.time import rank_products, step_time
 from lpkit.techniques.machines import Machine
 
 
@@ -13,5 +13,7 @@ def step_cost(config: Config, recipe: Recipe, machine: Machine,
     """Compares an update on one `machine` under casts that are no row of RECIPES with one in
     `base`. Raises ConfigError when the machine lacks the recipe's dtype."""
     how = {"precision": base, "efficiency": efficiency}
-    return compared(step_time(config, machine, **how),
-                    step_time(config, machine, recipe=recipe, **how), config, recipe)
+    plain = step_time(config, machine, **how)
+    return compared(plain,
+                    step_time(config, machine, recipe=recipe, **how),
+                    rank_products(config.model, plain.layout, plain.sequences), recipe)

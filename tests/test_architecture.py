@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "presets": BASE,
     "training": BASE | {"datasets", "hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
+    "modules": BASE | {"hardware", "kernels", "measure", "optim", "parallel", "precision", "predict", "techniques"},
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
     "course": BASE,
@@ -42,7 +43,7 @@ WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "pla
                  "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
-          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "claims",
+          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "modules", "claims",
           "course", "commands", "cli", "__main__"]
 PATH_LINES = 11_200
 UPDATE_FUNCTIONS, UPDATE_FILES = 109, 25        # 90 and 18

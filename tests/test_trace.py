@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit import hardware, measure, preset
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.measure.trace import _Chunks, _fake_step, _world, predict_trace, reconcile
+from lpkit.measure.trace import _Chunks, fake_step, fake_world, predict_trace, reconcile
 from lpkit.predict import memory, parameter_count
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.memory import RECOMPUTE, Recompute
@@ -102,7 +102,7 @@ def test_a_world_of_1024_ranks():
 def test_nothing_is_left_behind():
     predict_trace(SMALL.replace({"precision.recipe": "nvfp4"}), 2)
     assert not dist.is_initialized()
-    with pytest.raises(ZeroDivisionError), _world(Layout(shard=4), "cpu"), _fake_step("cpu"):
+    with pytest.raises(ZeroDivisionError), fake_world(Layout(shard=4), "cpu"), fake_step("cpu"):
         1 / 0  # noqa: B018
     assert not dist.is_initialized() and not isinstance(torch.ones(1), FakeTensor)
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
             watch(SMALL.replace({"memory.recompute": "budget"}))
     with pytest.raises(ConfigError, match=r"memory\.moment_format=int8 has scales of blocks .*, or parallel\.zero=0"):
         predict_trace(SMALL.replace({"memory.moment_format": "int8"}), 2)
-    with _world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
+    with fake_world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
         predict_trace(SMALL, 2)
 
 

@@ -24,6 +24,7 @@ from lpkit.errors import ConfigError, pick
 from lpkit.predict import evidence
 from lpkit.predict.casts import LinearCost, Recipe, as_run, linear_cost
 from lpkit.predict.evidence import MEASURED
+from lpkit.predict.flops import Product
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import Efficiency
@@ -88,10 +89,11 @@ class StepCost:
         return sum(self.bytes.values())
 
 
-def compared(plain: StepTime, cast: StepTime, config: Config, recipe: Recipe) -> StepCost:
-    """`recipe`: the casts of the second step."""
+def compared(plain: StepTime, cast: StepTime, products: Sequence[Product], recipe: Recipe
+             ) -> StepCost:
+    """`products`: of a micro-batch on a rank; `recipe`: the casts of the second step."""
     costs, touched, under = [], 0.0, 0.0
-    for p in rank_products(config.model, plain.layout, plain.sequences) if recipe.casts else ():
+    for p in products if recipe.casts else ():
         kept = recipe.kept.get(p.name, 0) / p.calls
         if p.pairs or kept >= 1:
             continue
@@ -206,7 +208,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
             raise ConfigError(f"{name} casts nothing, so there is nothing to weigh against {base}; "
                               f"choose from {', '.join(casting)}")
         step, held = _predicted(config, on, name, known)
-        cost = compared(plain[0], step, config, as_run(config, name, on)[0])
+        cost = compared(plain[0], step, rank_products(config.model, step.layout, step.sequences),
+                        as_run(config, name, on)[0])
         speedup, source = recorded.get(case_name(name, config), (None, "formula"))
         plans.append(Plan(
             recipe=name, backend="emulated" if step.emulated else backend,
@@ -219,7 +222,7 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         plans = [replace(plan, reached=share, source=said)
                  if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
-    choice, sentence = _verdict(plans, on, base)
+    choice, sentence = verdict(plans, on, base)
     if plain[1].doubt and (config.transforms or config.governors):
         sentence += f"; {plain[1].doubt}"
     return Advice(machine=on.title, base=base, choice=choice, sentence=sentence,
@@ -234,11 +237,14 @@ def _predicted(config: Config, on: Machine, precision: str,
 
 def more_at_peak(held: Memory, base: Memory) -> dict[str, float]:
     """Bytes by row, each at its own peak: their sum is the difference of both peaks."""
-    rows, others = held.at(held.peak_moment), base.at(base.peak_moment)
+    return difference(held.at(held.peak_moment), base.at(base.peak_moment))
+
+
+def difference(rows: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     return {name: rows.get(name, 0.0) - others.get(name, 0.0) for name in {**rows, **others}}
 
 
-def _verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
+def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
     """Choice and sentence. `plans` come best first, native ones before the others."""
     native = [plan for plan in plans if plan.status == "native"]
     if not native:

@@ -42,7 +42,7 @@ from lpkit.errors import ConfigError, nearest, pick
 from lpkit.files import append_lines, refuse_links
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.cast import Noise
-from lpkit.precision.linear import HISTORY_RULES
+from lpkit.precision.linear import HISTORY_RULES, Scaling
 from lpkit.precision.linear import ROLES as OPERANDS
 from lpkit.precision.scaled import TRANSFORMS, quantise
 from lpkit.techniques.formats import FORMATS, format_of
@@ -241,7 +241,7 @@ def observed(linears: Mapping[str, nn.Linear],
         # alone: a closure over `out` would keep it until backward, and itself in a cycle
         dtype = out.dtype
         look(name, layer, "x", args[0], dtype)
-        look(name, layer, "w", layer.weight, dtype)
+        look(name, layer, "w", getattr(layer, "matrix", layer.weight), dtype)
         if out.requires_grad:
             out.register_hook(lambda dy: look(name, layer, "dy", dy, dtype))
 
@@ -290,7 +290,7 @@ class Telemetry:
             names = [name for name in RECIPES if RECIPES[name].compute]
         self._others = {name: pick(RECIPES, name, "recipe") for name in names}
         linears = {name: module for name, module in self.model.named_modules()
-                   if isinstance(module, nn.Linear)}
+                   if isinstance(module, nn.Linear | Scaling)}
         self._linears: dict[str, nn.Linear] = {}
         for pattern in self.layers:
             matched = fnmatch.filter(linears, pattern)

@@ -71,7 +71,7 @@ def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | Non
     check(config, layout, world_size if given else None)
     config = replace(config, parallel=layout)
     decisions = _decide(config, device)
-    with _world(layout, device, rank) as ranks, _fake_step(device):
+    with fake_world(layout, device, rank) as ranks, fake_step(device):
         bench = measure.Bench(config, decisions=decisions, ranks=ranks)
         tracker, messages = bench.watched()
         return tracker.footprint(chosen=decisions.choices, messages=messages,
@@ -108,7 +108,7 @@ def _decide(config: Config, device: str) -> Decisions:
 
 
 @contextmanager
-def _world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
+def fake_world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
     """One rank of a world that is not there."""
     if layout.devices == 1:
         yield Ranks()
@@ -127,7 +127,7 @@ def _world(layout: Layout, device: str, rank: int = 0) -> Iterator[Ranks]:
 
 
 @contextmanager
-def _fake_step(device: str) -> Iterator[None]:
+def fake_step(device: str) -> Iterator[None]:
     """Everything made in here is fake. What is made once a process is made before."""
     for signed in (True, False):
         moments.midpoints(signed)
@@ -174,16 +174,20 @@ class _Chunks:
 
 
 class _Healthy(TorchDispatchMode):
-    """Numbers that a fake tensor has not: true, 1.0, and no count of anything."""
+    """Numbers that a fake tensor has not: what is asked of all is true, what is asked of any is not
+    (so that a search for values to draw again ends), 1.0, and no count of anything."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].dtype == torch.bool:
-                return True
+                return not getattr(args[0], "of_any", False)
             return 1.0 if args[0].dtype.is_floating_point else 0
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.any:
+            out.of_any = True
+        return out
 
 
 @dataclass(frozen=True, kw_only=True)

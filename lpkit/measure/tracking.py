@@ -14,6 +14,7 @@ and use are ours.
 
 from __future__ import annotations
 
+import re
 import weakref
 from bisect import bisect_right
 from collections import Counter
@@ -41,7 +42,7 @@ from lpkit.contracts import Choice, StatePlacement
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
 from lpkit.parallel.sharding import local
-from lpkit.precision.linear import scaled_linears
+from lpkit.precision.linear import Scaling, scaled_linears
 from lpkit.predict.messages import Message
 
 ROWS = {
@@ -49,6 +50,7 @@ ROWS = {
     "master weights": "float32 copies that the optimizer updates",
     "optimizer state": "moments, their scales, step counts",
     "amax histories": "buffers of delayed scaling",
+    "buffers": "of modules: numbers that no gradient changes",
     "batch": "tokens and targets of one update",
     "gradients": "of parameters, until zero_grad",
     "weight copies": "of parameters in another dtype, by autocast",
@@ -132,8 +134,16 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None,
-                 device: torch.device | str = "cpu", *, place: StatePlacement | None = None):
+                 device: torch.device | str = "cpu", *, place: StatePlacement | None = None,
+                 heads: Iterable[str] = ("head",), hooked: bool = True):
         super().__init__()
+        self.hooked = hooked and optimizer is not None      # else its user calls `at_update`
+        self.heads, self.after_head = set(heads), False
+        parts = [head.split(".") for head in self.heads]
+        self.above_heads = {".".join(one[:i]) for one in parts for i in range(len(one))}
+        self.attentions = {name for name, one in model.named_modules()
+                           if name.endswith("attention")
+                           or re.search("attention|attn", type(one).__name__.lower())}
         self.place = place or StatePlacement()      # of the optimizer's state
         self.model, self.optimizer, self.kind = model, optimizer, torch.device(device).type
         self.records: dict[int, Record] = {}
@@ -158,8 +168,10 @@ class Tracker(TorchDispatchMode):
                 record.row = row
 
     def _hold_states(self) -> None:
-        for name, buffer in self.model.named_buffers():
-            self.hold([buffer], BUFFERS.get(name.rpartition(".")[2], "scales"))
+        for module in self.model.modules():
+            other = "scales" if isinstance(module, Scaling) else "buffers"
+            for name, buffer in module.named_buffers(recurse=False):
+                self.hold([buffer], BUFFERS.get(name, other))
         for state in self.optimizer.state.values() if self.optimizer else ():
             for name, value in state.items():
                 if not self.place.in_memory:
@@ -177,18 +189,21 @@ class Tracker(TorchDispatchMode):
     @contextmanager
     def optimizing(self) -> Iterator[None]:
         """Clipping and the update."""
-        self._optimizing(1)
+        self.at_update(1)
         try:
             yield
         finally:
-            self._optimizing(-1)
+            self.at_update(-1)
 
-    def _optimizing(self, change: int, *_: Any) -> None:
+    def at_update(self, change: int, *_: Any) -> None:
         self.optimizers += change
 
     @property
     def _at_work(self) -> str:
-        return self.modules[-1] if self.modules else LOSS
+        """The innermost module in its forward. A model that computes its own loss does so after its
+        head, in a module around it."""
+        name = self.modules[-1] if self.modules else LOSS
+        return LOSS if self.after_head and name in self.above_heads else name
 
     def _where(self) -> tuple[str, str]:
         node = torch._C._current_autograd_node()
@@ -267,7 +282,7 @@ class Tracker(TorchDispatchMode):
             return "recomputed block"
         if module == LOSS:
             return "logits and loss" if phase == "forward" else "logits' gradients"
-        return "attention workspace" if module.endswith("attention") else "temporaries"
+        return "attention workspace" if module in self.attentions else "temporaries"
 
     def _record(self, t: Tensor, row: str, phase: str, module: str) -> Record | None:
         storage = t.untyped_storage()
@@ -323,9 +338,9 @@ class Tracker(TorchDispatchMode):
         for p in self.model.parameters():
             if p.requires_grad:
                 handles.append(p.register_hook(partial(self._gradient, weakref.ref(p))))
-        if self.optimizer is not None:      # in backward it steps once a parameter
-            handles += [self.optimizer.register_step_pre_hook(partial(self._optimizing, 1)),
-                        self.optimizer.register_step_post_hook(partial(self._optimizing, -1))]
+        if self.hooked:      # in backward the optimizer steps once a parameter
+            handles += [self.optimizer.register_step_pre_hook(partial(self.at_update, 1)),
+                        self.optimizer.register_step_post_hook(partial(self.at_update, -1))]
         for handle in handles:
             self.exits.callback(handle.remove)
         for layer in scaled_linears(self.model):
@@ -371,14 +386,16 @@ class Tracker(TorchDispatchMode):
         return taken
 
     def _enter_module(self, name: str, *_: Any) -> None:
+        self.after_head &= bool(self.modules)
         self.modules.append(name)
         self._mark()
 
     def _leave_module(self, name: str, module: nn.Module, inputs: Any, out: Any) -> None:
         self.modules.pop()
-        self._mark()
-        if name == "head":
+        if name in self.heads:
+            self.after_head = True
             self._relabel(out, "logits and loss", WORKING)
+        self._mark()
 
     def _mark(self) -> None:
         # a forward that runs again has nodes of its own, never used

@@ -172,7 +172,8 @@ def groups_of(layout: Layout, rank: int) -> Iterator[tuple[str, dist.ProcessGrou
     are one. All ranks call it alike."""
     made = {("", tuple(range(layout.devices))): dist.group.WORLD}
     for name, axes in GROUPS.items():
-        each = sorted({tuple(layout.peers(one, axes)) for one in range(layout.devices)})
+        each = [tuple(layout.peers(one, axes)) for one in range(layout.devices)
+                if not any(layout.coordinates(one)[axis] for axis in axes)]    # the first of each
         own = name if name in APART else ""
         for ranks in each if len(each[0]) > 1 else ():
             if (own, ranks) not in made:

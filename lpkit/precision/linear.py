@@ -30,7 +30,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class ScaledMatmul(torch.autograd.Function):
     which is w itself, or stands for a w that was gathered in 8 bits."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: ScaledLinear,
+    def forward(ctx, x: Tensor, carrier: Tensor, bias: Tensor | None, layer: Scaling,
                 dtype: torch.dtype, trained: bool, w: Tensor, leave: Callable | None) -> Tensor:
         x_trained, w_trained = (ctx.needs_input_grad[:2] if trained else (False, False))
         product, fast = layer.arithmetic.product, layer.recipe.fast_accumulation
@@ -139,8 +139,8 @@ class Arithmetic(Backend):
         """Returns what `cast` would have made, from its values in 8 bits and their scales."""
 
 
-class ScaledLinear(nn.Linear):
-    """Drop-in for nn.Linear: any leading dimensions, with or without a bias and autocast."""
+class Scaling(nn.Module):
+    """The products of a module that has a Linear's weight, bias and sizes, under any autocast."""
 
     recipe: Recipe
     arithmetic: Arithmetic
@@ -151,32 +151,32 @@ class ScaledLinear(nn.Linear):
     gathered: Scaled | None = None
     carrier: Tensor | None = None
 
-    @classmethod
-    def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
-             name: str = "linear", seed: int = 0) -> ScaledLinear:
-        """Share the parameters, allocate the state alone."""
-        new = sharing(cls, linear)
-        new.recipe, new.arithmetic, new.name = recipe, arithmetic, name
+    def equip(self, recipe: Recipe, arithmetic: Arithmetic, *, name: str, seed: int = 0) -> Any:
+        """Allocate the recipe's state; returns itself."""
+        self.recipe, self.arithmetic, self.name = recipe, arithmetic, name
         _ = recipe.cast_of, recipe.tile     # a graph finds them made: it cannot make them
-        zero = partial(torch.zeros, device=linear.weight.device)
+        zero = partial(torch.zeros, device=self.weight.device)
         if recipe.delayed:
-            new.register_buffer("amax_history", zero(len(ROLES), 1 + recipe.delayed.history))
+            self.register_buffer("amax_history", zero(len(ROLES), 1 + recipe.delayed.history))
         if recipe.stochastic:
-            new.register_buffer("draws", zero((), dtype=torch.int64))
+            self.register_buffer("draws", zero((), dtype=torch.int64))
             keys = [[seed_words(seed << 32 | zlib.crc32(f"{name} {product} {role}".encode()))
                      for role in ROLES] for product in PRODUCTS]
-            keys = torch.tensor(keys, device=linear.weight.device)      # by product and role
-            new.register_buffer("keys", keys, persistent=False)
+            self.register_buffer("keys", torch.tensor(keys).to(self.weight.device), persistent=False)
         for role in ROLES:
-            new.register_buffer(f"nonfinite_{role}", zero((), dtype=torch.int64), persistent=False)
+            self.register_buffer(f"nonfinite_{role}", zero((), dtype=torch.int64), persistent=False)
             if recipe.delayed:
-                new.register_buffer(f"amax_{role}", zero(()), persistent=False)
-        return new
+                self.register_buffer(f"amax_{role}", zero(()), persistent=False)
+        return self
+
+    @property
+    def matrix(self) -> Tensor:     # (out_features, in_features)
+        return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         kind, shape = x.device.type, x.shape
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        x, w, bias = x.reshape(-1, shape[-1]), self.weight, self.bias
+        x, w, bias = x.reshape(-1, shape[-1]), self.matrix, self.bias
         M = len(x)
         sizes = {"M": M, "K": self.in_features, "N": self.out_features}
         if not torch.is_grad_enabled():
@@ -258,8 +258,18 @@ class ScaledLinear(nn.Linear):
             self.draws += 1
 
 
-def scaled_linears(model: nn.Module) -> Iterator[ScaledLinear]:
-    return (module for module in model.modules() if isinstance(module, ScaledLinear))
+class ScaledLinear(Scaling, nn.Linear):
+    """Drop-in for nn.Linear."""
+
+    @classmethod
+    def wrap(cls, linear: nn.Linear, recipe: Recipe, arithmetic: Arithmetic, *,
+             name: str = "linear", seed: int = 0) -> ScaledLinear:
+        """Share the parameters, allocate the state alone."""
+        return sharing(cls, linear).equip(recipe, arithmetic, name=name, seed=seed)
+
+
+def scaled_linears(model: nn.Module) -> Iterator[Scaling]:
+    return (module for module in model.modules() if isinstance(module, Scaling))
 
 
 def nonfinite_report(model: nn.Module) -> str:

@@ -82,7 +82,13 @@ def on_hardware(name: str, row: Row, m: ModelConfig) -> Recipe:
     linears = [op.name for op in of(m).linears]
     names = {f"blocks.{i}.{linear}": linear for i in range(m.L) for linear in linears}
     names["head"] = "head"
-    stay = Counter(names[full] for full in kept(names, row.high_precision_layers))
+    stay = kept(names, row.high_precision_layers)
+    return casts_of(name, row, Counter(names[full] for full in stay))
+
+
+def casts_of(name: str, row: Row, stay: Mapping[str, int]) -> Recipe:
+    """The casts of a row on hardware that multiplies its dtype. `stay`: how many calls of each
+    Linear the recipe leaves alone."""
     fine = any(cast.block != (ALL, ALL) and scale_bytes(cast) == FP32 for cast in row.all_casts)
     return Recipe(name=name, dtype=row.dtype, casts=row.products, kept=stay, history=row.history,
                   product_share=FINE_SHARE.get(row.dtype, 1.0) if fine else 1.0,
@@ -93,11 +99,16 @@ def as_run(config: Config, name: str, on: Machine) -> tuple[Recipe, str]:
     """The casts of the row `name`, as `config` changes it and as its run on this machine does them;
     and why they are emulated there, empty where the machine multiplies them itself."""
     row = row_of(config, name)
-    why = why_emulated(row, on, config.precision.backend)
+    return where_run(on_hardware(name, row, config.model), row, on, config.precision.backend)
+
+
+def where_run(recipe: Recipe, row: Row, on: Machine, backend: str) -> tuple[Recipe, str]:
+    """`recipe`, of `row`, as this machine runs it, and why it is emulated there; "": it is not."""
+    why = why_emulated(row, on, backend)
     if not why:
         on.peak_flops(row.dtype)        # a backend asked for by name may want what is not there
-        return on_hardware(name, row, config.model), ""
-    return in_emulation(name, row, config.model, "bf16" if "bf16" in on.flops else "fp32"), why
+        return recipe, ""
+    return in_emulation(recipe, row, "bf16" if "bf16" in on.flops else "fp32"), why
 
 
 def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
@@ -118,13 +129,12 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
     return "" if status == "native" else why
 
 
-@functools.cache
-def in_emulation(name: str, row: Row, m: ModelConfig, base: str) -> Recipe:
+def in_emulation(recipe: Recipe, row: Row, base: str) -> Recipe:
     """Returns the recipe as `backends.Emulated` runs it: values in 16 bits, scales multiplied into
     them where that is exact, and float32 products where float32 scales vary inside the sum."""
     unfolded = [cast for cast in row.all_casts if not SCALES[cast.scale].folds]
     wide = base == "fp32" or any(cast.block[1] > 1 for cast in unfolded)
-    return replace(on_hardware(name, row, m), dtype="fp32" if wide else base,
+    return replace(recipe, dtype="fp32" if wide else base,
                    wide_bits=32 if wide else 16, folded=not unfolded, result_bytes=BF16,
                    product_share=1.0, cast_factor=NOISY_CAST_TRAFFIC if row.stochastic else 1.0)
 

@@ -60,7 +60,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import estimating, find
 from lpkit.techniques.pipelines import SCHEDULES
-from lpkit.techniques.row import Settings
+from lpkit.techniques.row import Settings, chosen
 from lpkit.techniques.stages import rank_layers
 from lpkit.values import between
 
@@ -213,7 +213,8 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
     if efficiency.flat is None:
         gathered = gathered_itemsizes(config, layout, precision)
-        rank = _Rank(s, on, layout, p, efficiency, recipe, pieces, recompute, gathered)
+        rank = _Rank(work_of(s, layout), on, layout, p, efficiency, recipe, pieces, recompute,
+                     gathered)
         own = rank_layers(config.model, layout, config.system.stack == "auto")
         rows = rank.rows(optimizer_work(config, optimizer), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
@@ -224,16 +225,20 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                                 f"backward, every {one.every} updates", find(one.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
-    work = flops.training_flops(config.model, batch=config.global_batch)
+    return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,
+                 model_flops=flops.training_flops(config.model, batch=config.global_batch),
+                 tokens=config.tokens_per_step, micro_batches=pieces, sequences=s.batch,
+                 attention=s.attention, emulated=emulated)
+
+
+def _step(rows: list[TimeRow], on: Machine, layout: Layout, p: Precision, efficiency: Efficiency,
+          calibration: float | None, **more: Any) -> StepTime:
     factor = efficiency.factor * (1.0 if calibration is None else calibration)
     if factor != 1.0:
         rows = [row.times(factor) for row in rows]
-    return StepTime(rows=tuple(rows), tokens=config.tokens_per_step, devices=layout.devices,
-                    model_flops=work, peak_flops=on.peak_flops(p.dtype), micro_batches=pieces,
-                    sequences=s.batch, precision=precision, dtype=p.dtype, attention=s.attention,
-                    efficiency=efficiency, stack=stack, machine=on, layout=layout,
-                    emulated=emulated,
-                    factor=factor, calibrated=calibration is not None or efficiency.factor != 1.0)
+    return StepTime(rows=tuple(rows), devices=layout.devices, peak_flops=on.peak_flops(p.dtype),
+                    dtype=p.dtype, efficiency=efficiency, machine=on, layout=layout, factor=factor,
+                    calibrated=calibration is not None or efficiency.factor != 1.0, **more)
 
 
 def _flat(config: Config, peak: float, efficiency: Efficiency,
@@ -251,56 +256,102 @@ def _flat(config: Config, peak: float, efficiency: Efficiency,
     return rows
 
 
-class _Rank:
-    """One micro-batch on one rank: seconds of a layer, of the head, and of messages to others."""
+@dataclass(frozen=True, kw_only=True)
+class RankWork:
+    """One micro-batch on one rank of a model whose `blocks` are alike, or priced as if they were.
+    Numbers and bytes are those of one block, on average, if the name does not say otherwise."""
 
-    def __init__(self, s: MicroBatch, on: Machine, layout: Layout, p: Precision,
+    blocks: int
+    running: float = 1.0                # of the blocks, the share that an update runs
+    tokens: int                         # of the micro-batch, before ranks cut it
+    stream_numbers: int                 # of the residual stream
+    products: tuple[flops.Product, ...]     # all of a forward pass; the output head's is "head"
+    attentions: tuple[tuple[Op, float], ...]    # and how often one block calls each
+    attention: str
+    moved_bytes: float                  # in forward, unfused: norms, additions, activations
+    outside_bytes: float                # the same outside the blocks
+    stream_bytes: float = 0.0           # of `moved_bytes`, what works on the residual stream
+    norms: float = 0.0
+    linear_weights: float
+    trained_weights: float              # of those, the ones that have gradients
+    key_numbers: int = 0                # of keys and values, one of them
+    parameters: float
+    outside_parameters: float           # outside the blocks
+    trained: float                      # of all parameters, the share that is updated
+
+    @property
+    def block_calls(self) -> float:
+        return self.blocks * self.running
+
+
+@functools.lru_cache(maxsize=256)
+def work_of(s: MicroBatch, layout: Layout) -> RankWork:
+    """The work of a Config's model."""
+    m, ops, parts = s.model, operations(s), parameters(s.model)
+    outside = parts["embedding"] + parts["positions"] + parts["head"]
+    moved, moved_outside = flops.moved_bytes(ops)
+    return RankWork(
+        blocks=m.L, running=m.running, tokens=s.tokens, stream_numbers=s.tokens * m.D,
+        products=rank_products(m, layout, s.batch), attention=s.attention,
+        attentions=tuple((op, 1.0) for op in ops.block if op.pairs), moved_bytes=moved,
+        outside_bytes=moved_outside, linear_weights=ops.linear_weights,
+        stream_bytes=sum([op.moved_bytes for op in ops.block if op.in_stream]),
+        norms=sum([op.part == "norms" for op in ops.block]), trained_weights=ops.trained_weights,
+        key_numbers=s.tokens * m.G * m.E, outside_parameters=outside,
+        parameters=(sum(parts.values()) - outside) / m.L,
+        trained=trained_count(m) / parameter_count(m))
+
+
+class _Rank:
+    """Seconds of a block, of the head, and of messages to others, for one micro-batch."""
+
+    def __init__(self, work: RankWork, on: Machine, layout: Layout, p: Precision,
                  efficiency: Efficiency, recipe: Recipe | None, pieces: int, recompute: Settings,
                  gathered: tuple[float, float, float]):
-        m, ops, split = s.model, operations(s), layout.tensor * layout.context
-        self.m, self.layout, self.p, self.efficiency = m, layout, p, efficiency
+        split = layout.tensor * layout.context
+        self.work, self.layout, self.p, self.efficiency = work, layout, p, efficiency
         self.pieces, self.recompute, self.gathered = pieces, recompute, gathered
         self.bandwidth = on.bytes_per_second * efficiency.bandwidth
         self.link = functools.partial(link, on, layout, efficiency=efficiency)
-        self.tokens = s.tokens
         self.multiplying = on.peak_flops(p.dtype) * efficiency.products[p.dtype]
         dtype = "fp32" if "fp32" in on.flops else p.dtype
         self.optimizing = on.peak_flops(dtype) * efficiency.products[dtype]
         self.made: list[TimeRow] = []
         # products and attention, forward and backward
         self.linears: dict[str, tuple[float, float]] = {}
-        self.sizes = {one.name: one.words for one in rank_products(m, layout, s.batch)}
-        for one in rank_products(m, layout, s.batch):
+        self.sizes = {one.name: one.words for one in work.products}
+        for one in work.products:
             if not one.pairs:
-                self.linears[one.name] = linear_seconds(one, on, efficiency, recipe=recipe,
-                                                        base=p.dtype, itemsize=p.compute_bytes)
-        self.head = self.linears.pop("head")
+                calls = 1 if one.name == "head" else one.calls / work.block_calls
+                self.linears[one.name] = tuple(calls * seconds for seconds in linear_seconds(
+                    one, on, efficiency, recipe=recipe, base=p.dtype, itemsize=p.compute_bytes))
+        self.head = self.linears.pop("head", (0.0, 0.0))
         forward, backward = (sum(phase) for phase in zip(*self.linears.values()))
-        peak, attentions = on.peak_flops(p.dtype), [op for op in ops.block if op.pairs]
-        each = [_attention(op, split, p, peak, self.bandwidth, efficiency) for op in attentions]
+        peak, attentions = on.peak_flops(p.dtype), [op for op, _ in work.attentions]
+        each = [[calls * seconds for seconds in
+                 _attention(op, split, p, peak, self.bandwidth, efficiency)]
+                for op, calls in work.attentions]
         self.attended = tuple(map(sum, zip(*each))) or (0.0, 0.0)
-        self.attention = "; ".join(_attention_words(s.attention, op) for op in attentions)
+        self.attention = "; ".join(_attention_words(work.attention, op) for op in attentions)
         # pointwise work, and the casts of autocast: each weight once, each gradient back
-        layer, outside = flops.moved_bytes(ops)
-        stream = sum([op.moved_bytes for op in ops.block if op.in_stream])
-        norms = sum([op.part == "norms" for op in ops.block])
-        more = efficiency.norm_bytes * norms * s.tokens * m.D
-        layer += more + (not efficiency.sequence_parallel) * (layout.tensor - 1) * (stream + more)
+        more = efficiency.norm_bytes * work.norms * work.stream_numbers
+        layer = work.moved_bytes + more + (
+            (not efficiency.sequence_parallel) * (layout.tensor - 1) * (work.stream_bytes + more))
         moved = efficiency.fused / split / self.bandwidth
-        self.pointwise, self.pointwise_head = layer * moved, outside * moved
+        self.pointwise, self.pointwise_head = layer * moved, work.outside_bytes * moved
         casts = 0.0
         if p.compute_bytes < p.weights:
             casts = efficiency.weight_copies * (p.compute_bytes + p.weights) / self.bandwidth
         shards = layout.state_ranks if layout.zero == 3 else 1
-        self.casts = casts * ops.linear_weights / layout.tensor / shards
-        self.trained = ops.trained_weights / max(1, ops.linear_weights)     # of what is cast
+        self.casts = casts * work.linear_weights / layout.tensor / shards
+        self.trained = work.trained_weights / max(1, work.linear_weights)   # of what is cast
         # tensor ranks: 4 collectives a layer forward; backward 4, and one more gather that hides
-        self.group_bytes = s.tokens // layout.context * m.D * p.compute_bytes
+        self.group_bytes = work.stream_numbers // layout.context * p.compute_bytes
         self.exposed = 1 - efficiency.split_overlap
         self.tensor_once = self.exposed * self.link("tensor").all_gather_seconds(self.group_bytes)
         # what is recomputed in backward, on average over the layers
         row = RECOMPUTE[recompute.name]
-        blocks, self.again = row.again_share(m.L, recompute), row.repeats
+        blocks, self.again = row.again_share(work.blocks, recompute), row.repeats
         unfused = any(sum(op.score_passes) for op in attentions)
         attends = "attention" in self.again or (unfused and "unfused attention" in self.again)
         self.repeated = blocks * (
@@ -311,7 +362,7 @@ class _Rank:
         self.backward = (backward + self.attended[1] + BACKWARD_MOVES * self.pointwise
                          + self.repeated)
         # context ranks: keys and values gathered forward and again backward, gradients scattered
-        keys = 2 * s.tokens * m.G * m.E * p.compute_bytes / layout.tensor
+        keys = 2 * work.key_numbers * p.compute_bytes / layout.tensor
         self.context_once = self.link("context").all_gather_seconds(keys)
 
     def row(self, name: str, formula: str, source: str, hidden: float = 0.0,
@@ -319,12 +370,13 @@ class _Rank:
         if hidden or any(phases.values()):
             self.made.append(TimeRow(name, phases, formula, source, hidden))
 
-    def rows(self, work: Work, own: tuple[int, ...]) -> list[TimeRow]:
+    def rows(self, update: Work, own: tuple[int, ...]) -> list[TimeRow]:
         """Makes the rows of a pipeline's slowest rank. `own`: layers of each, and last of all of that
         with the head."""
         layout, pieces, rate, row = self.layout, self.pieces, self.efficiency, self.row
+        running = self.work.running
         v, stages = layout.interleave, layout.pipeline
-        layer = self.m.running * (
+        layer = running * (
             self.forward + self.backward + 2 * self.casts + 8 * self.tensor_once
             + self.repeated_tensor + 3 * self.context_once + rate.layer_seconds)
         pointwise_head = (1 + BACKWARD_MOVES) * self.pointwise_head
@@ -335,8 +387,8 @@ class _Rank:
         others = sum(seconds) - max(seconds)
         message = self.group_bytes / layout.tensor * self.p.residual_bytes / self.p.compute_bytes
         send = self.exposed * self.link("pipeline").send_seconds(message)
-        times, heads = pieces * layers * self.m.running, pieces * has_head
-        count = f"{pieces} micro-batches x {layers * self.m.running:g} layers"
+        times, heads = pieces * layers * running, pieces * has_head
+        count = f"{pieces} micro-batches x {layers * running:g} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
         if rate.shapes:
             share = f"{self.p.dtype}, each at what the nearest shape reached"
@@ -345,7 +397,7 @@ class _Rank:
                 forward=times * forward, backward=times * backward)
         row("attention", f"{count}, {self.attention}", FLASH,
             forward=times * self.attended[0], backward=times * self.attended[1])
-        row("head", f"{pieces} micro-batches, {self.sizes['head']} and its two gradients", ROOFLINE,
+        row("head", f"{pieces} micro-batches, {self.sizes.get('head')} and its two gradients", ROOFLINE,
             forward=heads * self.head[0], backward=heads * self.head[1])
         moved = times * self.pointwise + heads * self.pointwise_head
         row("norms, activations, loss",
@@ -385,27 +437,25 @@ class _Rank:
                 f"rest: ({stages} - 1) / ({pieces} x {v}), each stage at its own pace",
                 schedule.source, communication=left * others / v)
         # parameters of a rank before ZeRO: its layers, and the embedding or the head
-        parts = parameters(self.m)
-        outside = parts["embedding"] + parts["positions"] + parts["head"]
-        block = (sum(parts.values()) - outside) / self.m.L
-        trained = trained_count(self.m) / parameter_count(self.m)
+        block, outside = self.work.parameters, self.work.outside_parameters
+        trained = self.work.trained
         states = trained * (max(own) * block + outside / min(stages, 2)) / layout.tensor
         owned = states / (layout.state_ranks if layout.zero else 1)
         self.state_rows(layers, states, owned, block / layout.tensor, trained)
-        row("optimizer", f"{work.moved_bytes:g} bytes a parameter that the rank updates",
+        row("optimizer", f"{update.moved_bytes:g} bytes a parameter that the rank updates",
             "each state read and written once, weights and gradients in float32",
-            optimizer=work.moved_bytes * owned / self.bandwidth)
-        row("optimizer: products", f"{work.flops:g} FLOPs a parameter, the same on every rank",
-            "flops of the optimizer's row", optimizer=work.flops * states / self.optimizing)
-        if work.gathered is not None and layout.zero and layout.state_ranks > 1:
-            gather = self.link("states").all_gather_seconds(FP32 * work.gathered * states)
-            row("optimizer: gathers", f"whole gradients of {work.gathered:.2f} of the parameters",
+            optimizer=update.moved_bytes * owned / self.bandwidth)
+        row("optimizer: products", f"{update.flops:g} FLOPs a parameter, the same on every rank",
+            "flops of the optimizer's row", optimizer=update.flops * states / self.optimizing)
+        if update.gathered is not None and layout.zero and layout.state_ranks > 1:
+            gather = self.link("states").all_gather_seconds(FP32 * update.gathered * states)
+            row("optimizer: gathers", f"whole gradients of {update.gathered:.2f} of the parameters",
                 RINGS, communication=gather)
         return self.made
 
     def beside(self, ops: tuple[Op, ...]) -> TimeRow:
         """Makes the row of what an objective runs forward beside the model, per micro-batch."""
-        work = sum(2 * self.tokens * op.weights for op in ops)
+        work = sum(2 * self.work.tokens * op.weights for op in ops)
         work += sum(2 * one.M * one.N * one.K * one.group for op in ops for one in op.pairs)
         moved = sum(op.moved_bytes for op in ops) * self.efficiency.fused / self.bandwidth
         return TimeRow("objective", {"forward": self.pieces * (work / self.multiplying + moved)},
@@ -417,7 +467,7 @@ class _Rank:
         updates, and all those of a layer, of which the share `trained` is."""
         layout, p, ring = self.layout, self.p, self.link("states")
         of_block, _, of_any = self.gathered
-        left = layers * self.m.running * self.backward      # what nothing hides behind yet
+        left = layers * self.work.running * self.backward      # what nothing hides behind yet
         if layout.state_ranks > 1 and layout.zero == 3:
             gather = ring.all_gather_seconds(block * of_block)
             scatter = ring.reduce_scatter_seconds(trained * block * p.gradients)
@@ -455,6 +505,24 @@ class _Rank:
         self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
                  f"hide behind a pass of {window:.4g} s", source, hidden=times * (said - shown),
                  communication=times * shown)
+
+
+def work_time(work: RankWork, on: Machine, layout: Layout, p: Precision, update: Work, *,
+              model_flops: float, precision: str, recipe: Recipe | None, emulated: str,
+              efficiency: Efficiency | None = None, stack: str = evidence.DEFAULT,
+              recompute: str = "none", pieces: int = 1, sequences: int = 1) -> StepTime:
+    """Predicts one update of `pieces` micro-batches of `work` on each rank, none of which is cut by
+    tensor, context or pipeline, as `step_time` does for a Config's model. `model_flops`: of one
+    rank. Raises ConfigError."""
+    efficiency = efficiency or evidence.efficiency(on, stack)
+    if p.low is not None:
+        p = replace(p, dtype=BASE if BASE in on.flops else "fp32")
+    rank = _Rank(work, on, layout, p, efficiency, recipe, pieces, chosen(RECOMPUTE, recompute, "memory.recompute"),
+                 (p.compute_bytes, p.gradients, p.compute_bytes))
+    return _step(rank.rows(update, (work.blocks,)), on, layout, p, efficiency, None,
+                 precision=precision, stack=stack, model_flops=model_flops * layout.batch_ranks,
+                 tokens=work.tokens * pieces * layout.batch_ranks, micro_batches=pieces,
+                 sequences=sequences, attention=work.attention, emulated=emulated)
 
 
 @functools.lru_cache(maxsize=256)

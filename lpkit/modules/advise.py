@@ -1,0 +1,54 @@
+"""Will low precision be faster for this model on this machine? The verdict of `lpkit.measure.advice`
+on the steps that `lpkit.modules.predict` prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.measure import advice
+from lpkit.measure.advice import BASES, Advice, Plan
+from lpkit.modules.predict import predict
+from lpkit.techniques import machines
+from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES
+
+
+def advise(of: Config | nn.Module, *args: Any, **how: Any) -> Advice:
+    """Advise which recipe to train with: a Config (`lpkit.measure.advice.advise`), or a model and a
+    batch (`advise_model`)."""
+    return (advice.advise if isinstance(of, Config) else advise_model)(of, *args, **how)
+
+
+def advise_model(model: nn.Module, batch: Any, machine: str | Machine = "h200", *,
+                 recipes: Sequence[str] | None = None, base: str | None = None,
+                 **how: Any) -> Advice:
+    """Compare a step of `model` under each of `recipes` (None: every one that casts) with one in
+    `base` (bf16, fp16 or fp32; None: the fastest of what the machine has). how: as of
+    `lpkit.modules.predict.predict`. Raises ConfigError."""
+    on = machines.find(machine)
+    base = base or max((dtype for dtype in BASES if dtype in on.flops), key=on.flops.get)
+    plain, plans = predict(model, batch, machine=on, precision=base, **how), []
+    for name in recipes or [name for name, row in RECIPES.items() if row.products]:
+        try:
+            cast = predict(model, batch, machine=on, precision=name, **how)
+        except ConfigError:
+            if recipes:
+                raise
+            continue        # no Linear of this model tiles
+        cost = advice.compared(plain.step, cast.step, cast.work.products, cast.casts)
+        more = advice.difference(cast.footprint.rows, plain.footprint.rows)
+        plans.append(Plan(
+            recipe=name, backend=cast.converted.backend, why=cast.converted.why,
+            status="emulated" if cast.step.emulated else "native", cost=replace(cost, bytes=more)))
+    if not plans:
+        raise ConfigError("no recipe casts a Linear of this model; lpkit.convert says why")
+    plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
+    choice, sentence = advice.verdict(plans, on, base)
+    return Advice(machine=on.title, base=base, choice=choice, sentence=sentence, plans=tuple(plans),
+                  efficiency=plain.step.efficiency)

@@ -1,0 +1,309 @@
+"""Convert the Linears of any model to a recipe, in place, and back.
+
+A converted module stays the same object, with the same parameters, hooks and name: only its class
+changes, to a subclass of its class whose forward runs the three products under the recipe. So the
+optimizer, `state_dict`, adapters that are added later, `fully_shard`, DDP and torch.compile see the
+model that they would see without the recipe.
+
+Histories of delayed scaling and draws of stochastic rounding move on by themselves. A backward pass
+leaves a mark, and the next forward (or `state_dict`) moves them on if it finds the mark: a forward
+that activation checkpointing runs again inside backward finds none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+from html import escape
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lpkit.errors import ConfigError, nearest, shown
+from lpkit.precision.backends import BACKENDS, choose
+from lpkit.precision.linear import Arithmetic, Scaling
+from lpkit.tables import html_table
+from lpkit.techniques.recipes import Recipe, at_end, kept, resolve, untiled
+
+CONVERTED, KEPT, LEFT = "converted", "kept", "not convertible"
+TRANSPOSED = "transformers.pytorch_utils.Conv1D"        # its weight is (in_features, out_features)
+MULTIPLY_NOTHING = (nn.Embedding, nn.EmbeddingBag)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module that has a weight of two or more dimensions."""
+
+    name: str
+    kind: str                   # of the module, by its class before it was converted
+    shape: tuple[int, ...]      # of the weight
+    status: str                 # CONVERTED, KEPT or LEFT
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` did, module by module, in the order of the model."""
+
+    recipe: str
+    backend: str
+    why: str                    # of the backend
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, name: str) -> Row:
+        return {row.name: row for row in self.rows}[name]
+
+    def named(self, status: str) -> list[str]:
+        return [row.name for row in self.rows if row.status == status]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    @property
+    def summary(self) -> str:
+        counts = ", ".join(f"{len(names)} {status}" for status in (CONVERTED, KEPT, LEFT)
+                           if (names := self.named(status)))
+        return f"{self.recipe} by {self.backend} ({self.why}): {counts}"
+
+    def __str__(self) -> str:
+        rest = [f"  {row.name or 'the model'} {row.kind}{list(row.shape)}: {row.status}, {row.why}"
+                for row in self.rows if row.status != CONVERTED]
+        return "\n".join([self.summary, *rest])
+
+    def _repr_html_(self) -> str:
+        lines = [(escape(row.name), row.kind, " x ".join(map(str, row.shape)), row.status, row.why)
+                 for row in self.rows]
+        return html_table(("module", "class", "weight", "status", "why"), lines,
+                          caption=self.summary)
+
+
+class Converted(Scaling):
+    """The first base of a converted module's class; `before` is the class that it had."""
+
+    before: type[nn.Module]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.catch_up()
+        if not (x.requires_grad or self.weight.requires_grad) and self.training:
+            self.due.fill_(1)       # no backward pass will come here
+        return super().forward(x)
+
+    def cast(self, product: str, role: str, *args: Any, first: bool = False, **how: Any) -> Any:
+        if role == "g" and first:
+            self.due.fill_(1)
+        return super().cast(product, role, *args, first=first, **how)
+
+    def catch_up(self) -> None:
+        """Move on what a finished micro-batch left: `Scaling.advance` where `due` is 1, in tensor
+        operations, so that a graph may contain them."""
+        if not (self.recipe.delayed or self.recipe.stochastic) or (
+                not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None):
+            return
+        with torch.no_grad():
+            if self.recipe.delayed:
+                amaxes = self.of_roles("amax")
+                newest, old = torch.stack(amaxes)[:, None], self.amax_history[:, 1:]
+                old.copy_(torch.where(self.due > 0, torch.cat((newest, old[:, :-1]), 1), old))
+                for amax in amaxes:
+                    amax.mul_(1 - self.due)
+            if self.recipe.stochastic:
+                self.draws += self.due
+            self.due.zero_()
+
+    def extra_repr(self) -> str:
+        return f"{self.before.extra_repr(self)}, recipe={self.recipe.settings.name}"
+
+
+class _Transposed(Converted):
+    """Of a weight (in_features, out_features)."""
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.T
+
+
+@cache
+def _class(before: type[nn.Module]) -> type[Converted]:
+    base = _Transposed if _path(before) == TRANSPOSED else Converted
+    return type(f"Converted{before.__name__}", (base, before), {
+        "before": before, "__module__": before.__module__, "__doc__": before.__doc__})
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield every module that owns a parameter of two or more dimensions, once, by its first name,
+    with that parameter: the module's `weight` if it has one."""
+    for name, module in model.named_modules():
+        found = {key: p for key, p in module.named_parameters(recurse=False) if p.ndim > 1}
+        if found:
+            yield name, module, found.get("weight", next(iter(found.values())))
+
+
+def output_heads(model: nn.Module) -> set[nn.Module]:
+    """Find the modules that compute logits: those that `get_output_embeddings()` names, Linears
+    that share their weight with an embedding, and, if there are neither, the last Linear with one
+    output for each row of an embedding."""
+    tables = [one for one in model.modules() if isinstance(one, nn.Embedding)]
+    linears = [one for one in model.modules() if isinstance(one, nn.Linear)]
+    heads = {one for one in linears if any(one.weight is table.weight for table in tables)}
+    for module in model.modules():
+        if (get := getattr(module, "get_output_embeddings", None)) is not None:
+            try:
+                heads |= {get()} - {None}
+            except (AttributeError, NotImplementedError):
+                pass        # transformers' way to have none
+    rows = {table.num_embeddings for table in tables}
+    return heads or {*[one for one in linears if one.out_features in rows][-1:]}
+
+
+def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> str:
+    """The reason why the product of a module's weight cannot be converted; empty: it can."""
+    kind, parent = type(module), parents.get(name.rpartition(".")[0])
+    if isinstance(module, MULTIPLY_NOTHING):
+        return "an embedding looks up rows and multiplies nothing"
+    if isinstance(parent, nn.MultiheadAttention):
+        return "nn.MultiheadAttention multiplies this weight without calling its module"
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and not weight.is_floating_point():
+        return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    if _path(kind) == TRANSPOSED or (isinstance(module, nn.Linear)
+                                     and kind.forward is nn.Linear.forward):
+        return ""
+    return f"{kind.__name__} computes a product of its own, which is no Linear's"
+
+
+def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
+            backend: str = "auto", pad: bool = False, seed: int = 0) -> Report:
+    """Run the products of `model`'s Linears under a row of RECIPES, in place, and report on every
+    module with a weight matrix.
+
+    keep:    modules that stay as they are, besides the output head and the layers that the recipe
+             itself keeps: names, the start or end of names at a dot, patterns such as `*.q_proj`,
+             or `first`, `last:2` for blocks
+    backend: a row of BACKENDS; auto: the fastest that runs the recipe on the model's device
+    pad:     pad operands with zeros where a shape does not tile; otherwise the layer is left
+    seed:    of stochastic rounding
+    Raises ConfigError, and leaves the model as it was, for an unknown recipe, a name in `keep` that
+    matches nothing, a model without a Linear to convert, weights on the meta device, and a model
+    that is converted already.
+    """
+    name, row = recipe_of(recipe, pad)
+    if not row.products:
+        raise ConfigError(f"{name} casts no operand of a product, so there is nothing to convert; "
+                          f"run the step under torch.autocast instead")
+    weights = [weight for _, _, weight in matrices(model)]
+    if any(weight.is_meta for weight in weights):
+        raise ConfigError("this model's weights are on the meta device and have no values; load "
+                          "them first (model.to_empty, load_state_dict). lpkit.predict works "
+                          "without values")
+    choice = choose(backend, name, row, weights[0].device if weights else torch.device("cpu"))
+    by = BACKENDS[choice.used]
+    if not isinstance(by, Arithmetic):
+        raise ConfigError(f"backend={choice.used} brings modules of its own, which cannot take the "
+                          f"place of a model's Linears; choose emulated or scaled_mm")
+    return Report(name, choice.used, choice.why, converted(model, name, row, by, keep, seed))
+
+
+def recipe_of(recipe: str | Recipe, pad: bool = False) -> tuple[str, Recipe]:
+    """The name and the row of a recipe. Raises ConfigError."""
+    row = recipe if isinstance(recipe, Recipe) else resolve(recipe)
+    if pad and row.make is not None:
+        row = resolve(replace(row.settings, pad=True))
+    return getattr(row.settings, "name", "") or "this recipe", row
+
+
+def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep: Iterable[str] = (),
+              seed: int = 0) -> tuple[Row, ...]:
+    """Convert `model` in place, its products computed `by` a backend; the rows of the report.
+    Raises ConfigError as `convert` does."""
+    if done := next((one for one in model.modules() if isinstance(one, Converted)), None):
+        raise ConfigError(f"this model is converted already, to {done.recipe.settings.name}; call "
+                          f"lpkit.unconvert(model) first")
+    found = {name: (module, weight) for name, module, weight in matrices(model)}
+    rows = _rows(model, found, recipe, keep, by.alignment)
+    due = [one for one in rows if one.status == CONVERTED]
+    if not due:
+        reasons = "; ".join(f"{one.name}: {one.why}" for one in rows[:3]) or "it has no matrix"
+        raise ConfigError(f"no module of this model can be converted to {name} ({reasons}); a "
+                          f"Linear is needed whose sizes tile, or pad=True")
+    for one in due:
+        _equip(found[one.name][0], recipe, copy(by), one.name, seed)
+    return tuple(rows)
+
+
+def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recipe: Recipe,
+          keep: Iterable[str], alignment: int) -> list[Row]:
+    heads, parents = output_heads(model), dict(model.named_modules())
+    reasons = {name: why_not(name, module, parents) for name, (module, _) in found.items()}
+    linears = [name for name, why in reasons.items() if not why]
+    inside = [name for name in linears if found[name][0] not in heads]
+    ends = [pattern for pattern in recipe.high_precision_layers if pattern != "head"]
+    by_recipe, by_name = kept(inside, ends), _matched(keep, linears)
+    rows = []
+    for name, (module, weight) in found.items():
+        shape = tuple(weight.shape)
+        sizes = dict(zip("KN", shape if _path(type(module)) == TRANSPOSED else shape[::-1]))
+        status, why = CONVERTED, ""
+        if reasons[name]:
+            status, why = LEFT, reasons[name]
+        elif name in by_name or name in by_recipe or module in heads:
+            status = KEPT
+            why = ("named in keep" if name in by_name else "the output head" if module in heads
+                   else "the recipe keeps it")
+        elif not recipe.pad and (problem := untiled(recipe, sizes, alignment)):
+            status, why = LEFT, f"{problem}; pad=True pads them"
+        rows.append(Row(name, type(module).__name__, shape, status, why))
+    return rows
+
+
+def _matched(keep: Iterable[str], names: list[str]) -> set[str]:
+    if isinstance(keep, str):
+        keep = (keep,)
+    found: set[str] = set()
+    for pattern in keep:
+        hit = {name for name in names if fnmatchcase(name, pattern)
+               or f".{name}.".startswith(f".{pattern}.") or f".{name}".endswith(f".{pattern}")}
+        if at_end(pattern, ()) is not None:
+            hit = kept(names, [pattern])
+        if not hit:
+            raise ConfigError(f"keep={shown(pattern)} matches no Linear of this model; "
+                              f"{nearest(pattern, names)}")
+        found |= hit
+    return found
+
+
+def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: int) -> None:
+    before = set(module._buffers)
+    module.__class__ = _class(type(module))
+    module.equip(recipe, by, name=name, seed=seed)
+    due = torch.zeros((), dtype=torch.int64, device=module.weight.device)
+    module.register_buffer("due", due, persistent=False)
+    module.before_saving = module.register_state_dict_pre_hook(lambda one, *_: one.catch_up())
+    module.added = set(module._buffers) - before
+
+
+def unconvert(model: nn.Module) -> nn.Module:
+    """Undo `convert`, in place: the weights are those of now. Returns the model."""
+    for module in model.modules():
+        if isinstance(module, Converted):
+            module.before_saving.remove()
+            for name in (*module.added, "recipe", "arithmetic", "name", "before_saving", "added"):
+                delattr(module, name)
+            module.__class__ = module.before
+    return model

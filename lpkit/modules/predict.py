@@ -1,0 +1,290 @@
+"""Bytes and seconds of one training step of any model, before it runs.
+
+The step runs twice on shapes alone (`lpkit.measure.trace`): the first time makes the optimizer's
+state and records what the forward multiplies, the second time is watched, so that its peak is that
+of every later step. The seconds are those of `lpkit.predict.time` for the recorded operations: the
+efficiencies, machines, stacks and ranges of a Config.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves
+
+from lpkit.errors import ConfigError, pick
+from lpkit.measure.trace import fake_step, fake_world
+from lpkit.measure.tracking import Footprint, Tracker, short
+from lpkit.modules.convert import CONVERTED, Report, converted, output_heads, recipe_of
+from lpkit.modules.operations import Recorder, Seen
+from lpkit.modules.shapes import OnShapes
+from lpkit.modules.step import Asked, MakeLoss, loss_of, make_optimizer, without_memory
+from lpkit.parallel.fully_sharded import gathered
+from lpkit.parallel.ranks import Ranks, shard_mesh
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.compute import autocast, compute_dtype
+from lpkit.predict import evidence
+from lpkit.predict.casts import Recipe, casts_of, where_run, why_emulated
+from lpkit.predict.flops import Product
+from lpkit.predict.recipes import PRECISIONS
+from lpkit.predict.time import RankWork, StepTime, work_time
+from lpkit.predict.units import duration, quantity
+from lpkit.predict.updates import Work
+from lpkit.tables import html_table
+from lpkit.techniques import machines
+from lpkit.techniques.layouts import Layout
+from lpkit.techniques.machines import Machine
+from lpkit.techniques.operation import Op, Pairs
+from lpkit.techniques.optimizers import OPTIMIZERS, find
+from lpkit.techniques.recipes import RECIPES, resolve
+from lpkit.values import Count, Text, checked
+
+FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these formats itself"
+OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step of a model, on each of `layout.devices` devices."""
+
+    footprint: Footprint        # of one device
+    step: StepTime
+    machine: Machine
+    layout: Layout
+    parameters: int
+    trained_parameters: int
+    forward_flops: int          # of one device's batch, products alone, attention in full
+    precision: str
+    optimizer: str
+    converted: Report | None
+    work: RankWork              # what the seconds are of
+    casts: Recipe | None        # as this machine runs them
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.footprint.peak_bytes
+
+    @property
+    def step_seconds(self) -> float:
+        return self.step.step_seconds
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.machine.memory_bytes
+
+    @property
+    def summary(self) -> str:
+        low, high = self.step.seconds_range
+        moment = f"in {self.footprint.phase}, {self.footprint.module or 'the model'}"
+        return (f"{self.parameters:,} parameters, {self.precision}, {self.optimizer}, on "
+                f"{self.layout.devices} x {self.machine.title}: "
+                f"peak {quantity(self.peak_bytes, 'bytes')} of "
+                f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment}); a step takes "
+                f"{duration(self.step_seconds)} ({self.step.spread.words}: {duration(low)} to "
+                f"{duration(high)})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"peak_bytes": self.peak_bytes, "bytes": self.footprint.rows,
+                "peak_moment": [self.footprint.phase, self.footprint.module],
+                "activations": self.footprint.operations, "fits": self.fits,
+                "parameters": self.parameters, "trained_parameters": self.trained_parameters,
+                "forward_flops": self.forward_flops, "step_seconds": self.step_seconds,
+                "step_seconds_range": self.step.seconds_range, "mfu": self.step.mfu,
+                "time_rows": [row.to_dict() for row in self.step.rows],
+                "machine": self.machine.name, "layout": str(self.layout),
+                "precision": self.precision, "optimizer": self.optimizer,
+                "stack": self.step.stack,
+                "converted": self.converted and self.converted.to_dict()}
+
+    def __str__(self) -> str:
+        return self.summary
+
+    def _repr_html_(self) -> str:
+        rows = [(name, quantity(nbytes, "bytes")) for name, nbytes in self.footprint.rows.items()]
+        times = [(row.name, duration(row.seconds)) for row in self.step.rows]
+        return (html_table(("bytes at the peak", ""), rows, caption=escape(self.summary))
+                + html_table(("seconds of a step", ""), times))
+
+
+@checked
+def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
+            machine: str | Machine = "h200", devices: Count = 1, shard: Count | None = None,
+            precision: Text | None = None, loss: object = None, stack: Text = evidence.DEFAULT,
+            keep: object = (), pad: bool = False) -> Prediction:
+    """Predict the memory and the seconds of a training step of `model` on one `batch` a device.
+
+    batch      what the model is called with: a mapping, a tuple or one value; of tensors only the
+               shapes count, and they may be on the meta device, as the model may
+    optimizer  a row of OPTIMIZERS, an optimizer of this model, or a function of the parameters
+    machine    a row of the catalogue
+    devices    that have a batch each; `shard` of them share the model's states (FSDP2, a block at a
+               time); None: all
+    precision  a row of RECIPES or of the kit's precisions, which run under autocast; None: the
+               model's own dtypes, without autocast
+    loss       (model, batch) -> scalar; None: the loss that the model returns
+    stack      how the step is programmed, a row of `lpkit.predict.evidence.STACKS`
+    keep, pad  as `lpkit.convert`
+    The model stays as it is. Raises ConfigError.
+    """
+    on, shard = machines.find(machine), devices if shard is None else shard
+    if devices % shard:
+        raise ConfigError(f"devices={devices} must be a multiple of shard={shard}")
+    layout = Layout(shard=shard, data=devices // shard)
+    pick(evidence.STACKS, stack, "stack")
+    if precision is not None:
+        pick(RECIPES, precision, "precision")
+    with fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"):
+        step = _Step(model, batch, optimizer, precision, loss)
+        seen = step.recorded()
+        if step.p.low is not None:
+            step.convert(on, keep, pad)
+        footprint = step.watched(ranks, foreach=on.kind == "gpu")
+    return step.priced(seen, footprint, on, layout, stack)
+
+
+class _Step:
+    """A training step of a copy of the model, inside `fake_step`."""
+
+    def __init__(self, model: nn.Module, batch: Any, optimizer: Asked, precision: str | None,
+                 loss: MakeLoss | None):
+        self.model, self.batch, self.copies = without_memory(model, batch, "cpu")
+        self.loss, self.optimizer, self.precision = loss or loss_of, optimizer, precision
+        self.report: Report | None = None
+        heads = output_heads(self.model)
+        self.heads = [name for name, one in self.model.named_modules() if one in heads]
+        dtypes = Counter(p.dtype for p in self.model.parameters())
+        self.p = OWN_PRECISION.get(dtypes.most_common(1)[0][0], "fp32") if dtypes else "fp32"
+        self.p = PRECISIONS[precision or self.p]
+        self.around = nullcontext()
+        if precision is not None:
+            self.around = autocast(RECIPES[precision], torch.device("cpu"))
+
+    def recorded(self) -> Seen:
+        """The operations of a step as it is without casts."""
+        self.model.train()
+        with Recorder(self.model, heads=self.heads) as recorder:
+            self._backward()
+        for p in self.model.parameters():
+            p.grad = None
+        return recorder.seen
+
+    def convert(self, on: Machine, keep: Any, pad: bool) -> None:
+        """Convert the copy as a run on this machine would be."""
+        name, row = recipe_of(self.precision, pad)
+        why = why_emulated(row, on)
+        by = BACKENDS["emulated"] if why else OnShapes()
+        rows = converted(self.model, name, row, by, keep)
+        self.report = Report(name, "emulated" if why else "scaled_mm", why or MULTIPLIES, rows)
+
+    def watched(self, ranks: Ranks, foreach: bool) -> Footprint:
+        """The bytes of the second update."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        if ranks.world > 1:
+            compute = compute_dtype(RECIPES[self.precision]) if self.precision else None
+            self.around = nullcontext()     # weights are gathered in the dtype of the products
+            _shard(self.model, shard_mesh(ranks), MixedPrecisionPolicy(
+                param_dtype=compute, reduce_dtype=torch.float32))
+        now = dict(self.model.named_parameters())
+        copies = {p: now[names[one]] for p, one in self.copies.items()}
+        optimizer = make_optimizer(self.optimizer, copies, foreach)
+        self._update(optimizer)
+        with Tracker(self.model, optimizer, heads=self.heads) as tracker:
+            tracker.hold(tree_leaves(self.batch), "batch")
+            tracker.hold(gathered(self.model), "gathered weights")
+            self._update(optimizer)
+        return tracker.footprint(where="traced on shapes alone")
+
+    def _backward(self) -> None:
+        with self.around:
+            loss = self.loss(self.model, self.batch)
+        loss.backward()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        self._backward()
+        optimizer.step()
+
+    def priced(self, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str
+               ) -> Prediction:
+        report = self.report
+        recipe, emulated, stay = None, "", Counter()
+        left = {row.name for row in report.rows if row.status != CONVERTED} if report else ()
+        products, attentions, blocks = self._products(seen, left, stay)
+        if report is not None:
+            row = resolve(self.precision)
+            recipe, emulated = where_run(casts_of(self.precision, row, stay), row, on, "auto")
+        count = sum(p.numel() for p in self.copies)
+        trained = sum(p.numel() for p in self.copies if p.requires_grad)
+        in_blocks = sum(p.numel() for name, p in self.model.named_parameters() if in_block(name))
+        linear = sum(one.N * one.K * one.calls for one in products if one.name != "head")
+        tokens = max((one.M for one in products), default=1)
+        work = RankWork(
+            blocks=blocks, tokens=tokens, stream_numbers=0, products=products,
+            attentions=attentions, attention="as traced", moved_bytes=seen.moved[True] / blocks,
+            outside_bytes=seen.moved[False], linear_weights=linear / blocks,
+            trained_weights=linear / blocks * trained / max(1, count),
+            parameters=in_blocks / blocks, outside_parameters=count - in_blocks,
+            trained=trained / max(1, count))
+        name = self.optimizer if isinstance(self.optimizer, str) else (
+            type(self.optimizer).__name__.lower())
+        state = find(name).state_bytes("float32") if name in OPTIMIZERS else 8.0
+        step = work_time(work, on, layout, self.p, Work(state), model_flops=3 * seen.flops,
+                         precision=self.precision or "fp32", recipe=recipe, emulated=emulated,
+                         stack=stack)
+        return Prediction(
+            footprint=footprint, step=step, machine=on, layout=layout, parameters=count,
+            trained_parameters=trained, forward_flops=seen.flops, optimizer=name,
+            precision=self.precision or FROM_MODEL, converted=report, work=work, casts=recipe)
+
+    def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
+                  ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:
+        """Products, attention and the number of blocks, which is that of the longest list of
+        modules. Fills `stay` with the calls of Linears among `left`."""
+        blocks = max((len(one) for one in self.model.modules() if isinstance(one, nn.ModuleList)),
+                     default=1)
+        calls: Counter[tuple] = Counter()
+        for (name, *sizes), count in seen.products.items():
+            label = "head" if name in self.heads else short(name) or "Linears"
+            calls[label, *sizes] += count
+        several = Counter(label for label, *_ in calls)
+        names = {key: key[0] if several[key[0]] == 1 else f"{key[0]} {key[2]} x {key[3]}"
+                 for key in calls}
+        for (name, *sizes), count in seen.products.items():
+            label = "head" if name in self.heads else short(name) or "Linears"
+            stay[names[label, *sizes]] += count * (name in left or name in self.heads)
+        products = tuple(Product(name=names[key], M=key[1], N=key[2], K=key[3], calls=count,
+                                 trained=key[4]) for key, count in calls.items())
+        attentions = []
+        for (B, T, S, E, V, causal), calls in seen.attentions.items():
+            pairs = (Pairs(name="scores", M=T, N=S, K=E, group=B),
+                     Pairs(name="values", M=T, N=V, K=S, group=B))[:2 if V else 1]
+            op = Op(name="attention", part="attention", pairs=pairs,
+                    pairs_share=0.5 if causal else 1.0, score_passes=(0, 0) if V else (1, 2),
+                    backward_pairs=2.5 if V else 2.0)
+            attentions.append((op, calls / blocks))
+        return products, tuple(attentions), blocks
+
+
+def in_block(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _shard(model: nn.Module, mesh: Any, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 as most loops have it: each block of the outermost lists, then the rest."""
+    inside = ()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
+            inside += (f"{name}.",)
+            for block in module:
+                if next(block.parameters(), None) is not None:
+                    fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -1,0 +1,173 @@
+"""Watch the training steps of any model: bytes, seconds and numerics, from hooks on its optimizer.
+
+    with lpkit.watch(model, optimizer, telemetry_every=100) as seen:
+        ...                                 # your loop
+    print(seen.reconcile(predicted))
+
+The optimizer's `step` ends an update. The first update makes the optimizer's state. The second is
+run under `Tracker`, which sees every storage, and takes several times as long. The others are timed
+from the end of one update to the end of the next. Every `telemetry_every` updates `Telemetry` looks
+at the operands of Linears, and that update's time is left out, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from lpkit import hardware
+from lpkit.errors import ConfigError, shown
+from lpkit.measure.telemetry import Sample, Telemetry
+from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.modules.convert import Converted, output_heads
+from lpkit.modules.predict import Prediction
+from lpkit.parallel.fully_sharded import gathered
+from lpkit.predict.compare import Comparison
+from lpkit.predict.units import duration, quantity
+
+TRACKED = 2         # the update whose bytes are counted, from 1
+
+
+class Watch:
+    """What `watch` has seen so far."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
+                 telemetry_every: int | None, **telemetry: Any):
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"watch needs the optimizer whose step ends an update, got "
+                              f"{shown(optimizer)}")
+        self.model, self.optimizer = model, optimizer
+        parameter = next((p for p in model.parameters() if p.requires_grad), None)
+        if parameter is None:
+            raise ConfigError("every parameter of this model is frozen, so no step trains it")
+        self.device = parameter.device
+        self.updates, self.seconds = 0, []
+        self.footprint: Footprint | None = None
+        self.telemetry = None
+        if telemetry_every is not None:
+            self.telemetry = Telemetry(model=model, every=telemetry_every, **telemetry)
+        self.calls: Counter[str] = Counter()
+        self.exits, self.around = ExitStack(), ExitStack()
+
+    # ---- hooks
+
+    def __enter__(self) -> Watch:
+        self.exits.callback(self.optimizer.register_step_pre_hook(self._before).remove)
+        self.exits.callback(self.optimizer.register_step_post_hook(self._after).remove)
+        for name, module in self.model.named_modules():
+            if isinstance(module, Converted):
+                self.exits.callback(module.register_forward_pre_hook(
+                    lambda *_, name=name: self.calls.update((name,))).remove)
+        self._begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.around.close()
+        self.exits.close()
+
+    def _begin(self) -> None:
+        """Begin an update."""
+        self.timed = self.updates > 0
+        self.tracker = None
+        if self.updates == TRACKED - 1:
+            heads = output_heads(self.model)
+            names = [name for name, one in self.model.named_modules() if one in heads]
+            if self.device.type == "cuda":
+                hardware.reset_peak(self.device)
+            self.tracker = self.around.enter_context(
+                Tracker(self.model, self.optimizer, self.device, heads=names, hooked=False))
+            self.tracker.hold(gathered(self.model), "gathered weights")
+            self.timed = False
+        elif self.telemetry and self.updates % self.telemetry.every == 0:
+            self.around.enter_context(self.telemetry.watch(self.updates))
+            self.timed = False
+        self.begun = self._now()
+
+    def _before(self, *_: Any) -> None:
+        if self.tracker is not None:
+            self.tracker.at_update(1)
+        else:
+            self.around.close()         # telemetry: forward and backward are over
+
+    def _after(self, *_: Any) -> None:
+        """End an update."""
+        if self.timed:
+            self.seconds.append(self._now() - self.begun)
+        if self.tracker is not None:
+            self.tracker.at_update(-1)
+        self.around.close()
+        if self.tracker is not None:
+            counts = {}
+            if self.device.type == "cuda":
+                counts = {"counted_bytes": hardware.peak_bytes(self.device),
+                          "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
+            self.footprint = self.tracker.footprint(where=self.where, **counts)
+        self.updates += 1
+        self._begin()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    # ---- answers
+
+    @property
+    def where(self) -> str:
+        return (torch.cuda.get_device_name(self.device) if self.device.type == "cuda"
+                else "this CPU")
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return self.footprint and self.footprint.peak_bytes
+
+    @property
+    def step_seconds(self) -> float | None:
+        """The median of the updates that were timed."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def samples(self) -> list[Sample]:
+        return self.telemetry.samples if self.telemetry else []
+
+    @property
+    def uncalled(self) -> list[str]:
+        """Converted modules whose forward never ran: something else multiplies their weights, and
+        without the recipe."""
+        return [name for name, module in self.model.named_modules()
+                if isinstance(module, Converted) and not self.calls[name]]
+
+    def reconcile(self, predicted: Prediction) -> Comparison:
+        """Predicted beside measured bytes, by row at the peak. Raises ConfigError before the second
+        update has ended."""
+        if self.footprint is None:
+            raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have ended; "
+                              f"train on")
+        rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self.footprint)]
+        return Comparison.of_rows(*rows, unit="bytes", where=self.where)
+
+    def __str__(self) -> str:
+        if self.footprint is None:
+            return f"{self.updates} updates so far, on {self.where}"
+        words = [f"{self.updates} updates on {self.where}",
+                 f"peak {quantity(self.peak_bytes, 'bytes')} in {self.footprint.phase}, "
+                 f"{self.footprint.module or 'the model'}"]
+        if self.seconds:
+            words.append(f"a step took {duration(self.step_seconds)} (median of {len(self.seconds)})")
+        if self.uncalled:
+            words.append(f"NOT CALLED, so not under the recipe: {', '.join(self.uncalled)}")
+        return "; ".join(words)
+
+
+def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, telemetry_every: int | None = None,
+          **telemetry: Any) -> Watch:
+    """Return a context manager that watches the steps of `optimizer` on `model`. telemetry_every:
+    look at Linears' operands in each so many-th update, None: never; telemetry: `layers`, `roles`,
+    `counterfactuals` and `rows`, as of `lpkit.measure.telemetry.Telemetry`. Raises ConfigError."""
+    return Watch(model, optimizer, telemetry_every, **telemetry)
