@@ -241,7 +241,8 @@ def observed(linears: Mapping[str, nn.Linear],
         # alone: a closure over `out` would keep it until backward, and itself in a cycle
         dtype = out.dtype
         look(name, layer, "x", args[0], dtype)
-        look(name, layer, "w", getattr(layer, "matrix", layer.weight), dtype)
+        turned = getattr(layer, "transposed", False)
+        look(name, layer, "w", layer.weight.T if turned else layer.weight, dtype)
         if out.requires_grad:
             out.register_hook(lambda dy: look(name, layer, "dy", dy, dtype))
 

@@ -120,7 +120,7 @@ class Converted(Scaling):
 
 
 class _Transposed(Converted):
-    """Of a weight (in_features, out_features)."""
+    transposed = True
 
     @property
     def in_features(self) -> int:
@@ -129,10 +129,6 @@ class _Transposed(Converted):
     @property
     def out_features(self) -> int:
         return self.weight.shape[1]
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.weight.T
 
 
 @cache

@@ -150,6 +150,7 @@ class Scaling(nn.Module):
     # takes its gradient, in float32: autograd would round that of a tensor of 8 bits to 8 bits
     gathered: Scaled | None = None
     carrier: Tensor | None = None
+    transposed = False          # whether `weight` is (in_features, out_features)
 
     def equip(self, recipe: Recipe, arithmetic: Arithmetic, *, name: str, seed: int = 0) -> Any:
         """Allocate the recipe's state; returns itself."""
@@ -169,14 +170,11 @@ class Scaling(nn.Module):
                 self.register_buffer(f"amax_{role}", zero(()), persistent=False)
         return self
 
-    @property
-    def matrix(self) -> Tensor:     # (out_features, in_features)
-        return self.weight
-
     def forward(self, x: Tensor) -> Tensor:
         kind, shape = x.device.type, x.shape
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        x, w, bias = x.reshape(-1, shape[-1]), self.matrix, self.bias
+        x, bias = x.reshape(-1, shape[-1]), self.bias
+        w = self.weight.T if self.transposed else self.weight
         M = len(x)
         sizes = {"M": M, "K": self.in_features, "N": self.out_features}
         if not torch.is_grad_enabled():
