@@ -16,7 +16,7 @@ from html import escape
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._pytree import tree_leaves
 
@@ -203,14 +203,15 @@ class _Step:
             self._update(optimizer)
         return tracker.footprint(where="traced on shapes alone")
 
-    def _backward(self) -> None:
+    def _backward(self) -> Tensor:
         with self.around:
             loss = self.loss(self.model, self.batch)
         loss.backward()
+        return loss
 
     def _update(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
-        self._backward()
+        _loss = self._backward()        # which a loop keeps until it has another
         optimizer.step()
 
     def priced(self, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str

@@ -29,8 +29,11 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
             out = model(**batch)
         else:
             out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
-    except TypeError as error:
-        raise ConfigError(f"the model does not accept this batch: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:      # anything that somebody's forward may raise
+        raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
+                          f"{str(error).strip().partition(chr(10))[0]}") from error
     first = out[0] if isinstance(out, tuple | list) and out else out
     loss = getattr(out, "loss", None)
     loss = first if loss is None else loss

@@ -337,7 +337,7 @@ def kept(names: Iterable[str], layers: Iterable[str]) -> set[str]:
     `at_end` of the numbered blocks, or by patterns: `head`, `blocks.0.*`. Raises ConfigError for
     one that matches nothing."""
     names = list(names)
-    numbered = {name: match[0] for name in names if (match := re.match(r".*?\.\d+\.", name + "."))}
+    numbered = {name: match[0] for name in names if (match := re.match(r"(.*?\.)?\d+\.", name + "."))}
     blocks = list(dict.fromkeys(numbered.values()))
     found = set()
     for pattern in layers:

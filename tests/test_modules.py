@@ -1,0 +1,442 @@
+"""Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's counters, and real steps."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import lpkit
+from lpkit.config import Config
+from lpkit.errors import ConfigError
+from lpkit.measure.tracking import Tracker
+from lpkit.modules.convert import CONVERTED, KEPT, LEFT, Converted, output_heads
+from lpkit.modules.step import loss_of
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.linear import ScaledLinear
+from lpkit.presets import preset
+from lpkit.techniques.recipes import RECIPES, resolve
+from lpkit.training.build import made
+from tests.others_models import HEAD_OF, MODELS, VOCAB, WIDTH, batch_of, loss_for, model_of
+
+pytest.importorskip("transformers")
+CASTING = [name for name, row in RECIPES.items() if row.products]
+
+
+def grads(layer, x, times=1):
+    """y, dx and dw of `times` micro-batches."""
+    found = []
+    for i in range(times):
+        x_i = (x * (i + 1)).requires_grad_()
+        y = layer(x_i)
+        y.square().sum().backward()
+        found += [y.detach(), x_i.grad, layer.weight.grad.clone()]
+    return found
+
+
+@pytest.mark.parametrize("name", CASTING)
+def test_a_converted_linear_is_the_kits_linear_bit_by_bit_over_micro_batches(name):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(128, 256), torch.randn(128, 128)
+    other = ScaledLinear.wrap(copy.deepcopy(layer), RECIPES[name], BACKENDS["emulated"], name="0", seed=3)
+    model = nn.Sequential(layer, nn.Identity())
+    lpkit.convert(model, resolve(name, high_precision_layers=("head",)), seed=3)        # nvfp4 keeps the last block, which is all that there is
+    ours = grads(layer, x, 3)
+    theirs = []
+    for i in range(3):
+        x_i = (x * (i + 1)).requires_grad_()
+        y = other(x_i)
+        y.square().sum().backward()
+        other.advance()
+        theirs += [y.detach(), x_i.grad, other.weight.grad.clone()]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+    state = model.state_dict()      # what a checkpoint after the last backward holds
+    for key, value in other.state_dict().items():
+        assert torch.equal(state[f"0.{key}"], value), key
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+def test_a_forward_that_runs_again_in_backward_moves_nothing_on(name):
+    def run(again):
+        model = model_of("nano")
+        lpkit.convert(model, name, pad=True)
+        x, found = batch_of("nano")[0], []
+        for _ in range(3):
+            h = model.wte(x)
+            for block in model.h:
+                h = checkpoint(block, h, use_reentrant=False) if again else block(h)
+            loss = h.square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        return found + [p.grad for p in model.h.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
+
+
+def test_evaluation_uses_the_history_and_adds_nothing_to_it():
+    layer = nn.Sequential(nn.Linear(32, 32))
+    lpkit.convert(layer, "fp8-delayed")
+    grads(layer[0], torch.randn(32, 32))
+    before = layer.state_dict()["0.amax_history"].clone()
+    assert before[:, 1].gt(0).all()
+    layer.eval()
+    with torch.no_grad():
+        layer(torch.randn(32, 32) * 100)
+    assert torch.equal(layer.state_dict()["0.amax_history"], before)
+
+
+def test_transposed_weights_are_multiplied_as_a_linear_multiplies_them():
+    from transformers.pytorch_utils import Conv1D
+
+    torch.manual_seed(0)
+    theirs, linear, x = Conv1D(96, 64), nn.Linear(64, 96), torch.randn(32, 64)
+    linear.weight.data, linear.bias.data = theirs.weight.data.T.clone(), theirs.bias.data.clone()
+    for layer in (theirs, linear):
+        lpkit.convert(nn.Sequential(layer), "mxfp8")
+    ours, other = grads(theirs, x), grads(linear, x)
+    assert torch.equal(ours[0], other[0]) and torch.equal(ours[1], other[1]) and torch.equal(ours[2], other[2].T)
+    assert isinstance(theirs, Conv1D) and not isinstance(theirs, nn.Linear)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_report_names_every_matrix_and_the_head_is_kept(name):
+    model = model_of(name)
+    owners = {id(module) for module in model.modules() if any(p.ndim > 1 for p in module.parameters(recurse=False))}
+    names = {name for name, module in model.named_modules() if id(module) in owners}
+    before = {id(module): type(module) for module in model.modules()}
+    weights = [p.clone() for p in model.parameters()]
+    report = lpkit.convert(model, "mxfp8")
+    assert names == {row.name for row in report.rows}
+    head = HEAD_OF.get(name, "lm_head")
+    assert {name for name, module in model.named_modules() if module in output_heads(model)} == {head} - {None}
+    assert head is None or report[head].status == KEPT
+    for row in report.rows:
+        assert (row.status == CONVERTED) == isinstance(model.get_submodule(row.name), Converted)
+        assert row.status == CONVERTED or row.why
+    assert str(report) and "mxfp8" in report._repr_html_() and report.to_dict()["rows"]
+    lpkit.unconvert(model)
+    assert before == {id(module): type(module) for module in model.modules()}
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters()))
+    assert not [key for key in model.state_dict() if "amax" in key or "nonfinite" in key]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "nano"])
+def test_a_converted_model_trains_and_its_states_go_round(name, tmp_path):
+    model, batch = model_of(name), batch_of(name)
+    report = lpkit.convert(model, "fp8-tensorwise")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1 and report.named(CONVERTED)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    again = model_of(name, seed=1)
+    lpkit.convert(again, "fp8-tensorwise")
+    again.load_state_dict(torch.load(tmp_path / "state.pt"))
+    with torch.no_grad():
+        assert torch.equal(loss_of_grad(again.eval(), batch), loss_of_grad(model.eval(), batch))
+    assert torch.equal(loss_of_grad(copy.deepcopy(model), batch), loss_of_grad(model, batch))
+
+
+def loss_of_grad(model, batch):
+    with torch.enable_grad():
+        return loss_of(model, batch).detach()
+
+
+def test_what_cannot_be_converted_is_said_and_the_model_stays():
+    model = model_of("llama")
+    for message, call in {
+        "did you mean 'mxfp8'": lambda: lpkit.convert(model, "mxpf8"),
+        r"keep='lm_haed' matches no Linear of this model; did you mean": lambda: lpkit.convert(model, "mxfp8", keep=("lm_haed",)),
+        "casts no operand": lambda: lpkit.convert(model, "bf16"),
+        "scaled_mm cannot run mxfp8": lambda: lpkit.convert(model, "mxfp8", backend="scaled_mm"),
+        "no module of this model can be converted": lambda: lpkit.convert(nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8)), "mxfp8"),
+        "on the meta device": lambda: lpkit.convert(nn.Linear(32, 32, device="meta"), "mxfp8"),
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            call()
+    assert not any(isinstance(module, Converted) for module in model.modules())
+    lpkit.convert(model, "mxfp8", keep=("model.layers.0", "*.down_proj"))
+    assert not any(isinstance(module, Converted) for module in model.model.layers[0].modules())
+    assert not isinstance(model.model.layers[1].mlp.down_proj, Converted) and isinstance(model.model.layers[1].mlp.up_proj, Converted)
+    with pytest.raises(ConfigError, match="converted already, to mxfp8"):
+        lpkit.convert(model, "int8")
+
+
+def test_layers_that_do_not_tile_are_named_or_padded():
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 40), nn.Linear(40, 64))
+
+    report = lpkit.convert(nn.Sequential(*model(), nn.Linear(64, 64)), "mxfp8")
+    assert [row.status for row in report.rows] == [LEFT, LEFT, CONVERTED] and "40 output features do not tile by 32" in report["0"].why
+    padded = model()
+    lpkit.convert(padded, "mxfp8", pad=True)
+    y = padded(torch.randn(17, 64))
+    assert y.shape == (17, 64) and isinstance(padded[0], Converted)
+
+
+# ---- predictions
+
+@cache
+def predicted(name, **how):
+    return lpkit.predict(model_of(name), batch_of(name), loss=loss_for(name), **how)
+
+
+def real_step(name, *, recipe=None):
+    """The footprint of a second update as a loop makes it."""
+    model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
+    if recipe:
+        lpkit.convert(model, recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    heads = [key for key, module in model.named_modules() if module in output_heads(model)]
+
+    def update():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+            found = loss(model, batch)
+        found.backward()
+        optimizer.step()
+
+    update()
+    with Tracker(model, optimizer, heads=heads) as tracker:
+        tracker.hold(torch.utils._pytree.tree_leaves(batch), "batch")
+        update()
+    return tracker.footprint()
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"mamba"}))
+def test_the_bytes_are_those_of_a_real_step(name):
+    """Every storage is counted in both, so that a byte is a fault. A dropout's mask is one byte a number in both."""
+    ours, real = predicted(name).footprint, real_step(name)
+    assert ours.rows == real.rows and ours.operations == real.operations
+
+
+def test_the_bytes_of_emulated_casts_are_those_of_a_real_step():
+    ours = predicted("gpt2", machine="a100-80", precision="fp8-delayed").footprint     # which has no 8 bits
+    assert ours.rows == real_step("gpt2", recipe="fp8-delayed").rows
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit", "nano", "encoder", "mlp"])
+def test_flops_are_those_of_pytorchs_counter(name):
+    model = model_of(name)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:      # of the CPU's flash kernel it knows nothing
+        (loss_for(name) or loss_of)(model, batch_of(name))
+    assert predicted(name).forward_flops == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-tensorwise", "mxfp8"])
+def test_one_question_through_either_door_has_one_answer(precision):
+    config = preset("cpu-3m").replace({"system.device": "cpu", "system.attention": "sdpa", "global_batch": 4, "grad_accum_steps": 1})
+    ids = torch.randint(config.model.V, (4, config.model.T))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
+
+    ours = lpkit.predict(made(config, "sdpa"), ids, machine="b200", precision=precision, loss=loss)
+    theirs = lpkit.predict(config, "b200", precision=precision)
+    assert isinstance(config, Config) and ours.parameters == theirs.parameters
+    assert 3 * ours.forward_flops == theirs.flops_per_token * ids.numel()
+    assert ours.step_seconds == pytest.approx(theirs.step_seconds, rel=0.03)     # bytes of pointwise work are counted, or by a formula
+    assert ours.peak_bytes == pytest.approx(theirs.memory.peak_bytes, rel=0.02)
+    rows = {row.name: row.seconds for row in theirs.step.rows}
+    for row in ours.step.rows:      # what is a product is priced by the same function
+        if row.name.startswith(("attention.", "mlp.", "head", "weight copies")):
+            assert row.seconds == pytest.approx(rows[row.name], rel=1e-12), row.name
+
+
+def test_ranks_hold_what_the_trace_of_a_config_holds():
+    config = preset("cpu-3m").replace({"system.device": "cpu", "system.attention": "plain", "precision.recipe": "bf16", "global_batch": 32,
+                                       "grad_accum_steps": 1})
+    ids = torch.randint(config.model.V, (4, config.model.T))
+    ours = lpkit.predict(made(config, "plain"), ids, devices=8, precision="bf16",
+                         loss=lambda m, b: F.cross_entropy(m(b).flatten(0, 1).float(), b.flatten())).footprint
+    theirs = lpkit.predict_trace(config, 8)
+    assert ours.peak_bytes == pytest.approx(theirs.peak_bytes, rel=1e-3)        # one batch is ids and targets, the other ids
+
+
+def test_a_model_without_values_is_predicted_as_one_with_them():
+    with torch.device("meta"):
+        model = MODELS["llama"]()
+    ours = lpkit.predict(model, batch_of("llama"), devices=4, precision="fp8-rowwise")
+    assert ours.footprint.rows == lpkit.predict(model_of("llama"), batch_of("llama"), devices=4, precision="fp8-rowwise").footprint.rows
+    assert next(model.parameters()).is_meta and "parameters" in str(ours) and ours.to_dict()["peak_bytes"] == ours.peak_bytes
+    low, high = ours.step.seconds_range
+    assert low < ours.step_seconds < high
+
+
+def test_the_model_is_left_as_it_was():
+    model = model_of("gpt2").eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    types = [type(module) for module in model.modules()]
+    lpkit.predict(model, batch_of("gpt2"), precision="fp8-delayed", devices=2, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert types == [type(module) for module in model.modules()] and not model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
+
+
+def test_frozen_weights_have_no_gradients_and_no_states():
+    model, whole = model_of("llama"), predicted("llama")
+    for p in model.model.parameters():
+        p.requires_grad_(False)
+    ours = lpkit.predict(model, batch_of("llama"))
+    assert ours.trained_parameters == model.lm_head.weight.numel()
+    assert ours.footprint.rows["optimizer state"] == 8 * ours.trained_parameters + 4 and whole.peak_bytes > ours.peak_bytes
+    assert ours.step["optimizer"].seconds < whole.step["optimizer"].seconds
+
+
+def test_predictions_that_cannot_be_are_refused_in_a_sentence():
+    model, batch = model_of("llama"), batch_of("llama")
+    for message, call in {
+        "needs a scalar loss": lambda: lpkit.predict(model, {"input_ids": batch["input_ids"]}),
+        "the model raised ValueError on this batch": lambda: lpkit.predict(model, {"labels": batch["labels"]}),
+        "the model raised TypeError on this batch": lambda: lpkit.predict(model_of("nano"), {"pixels": 1}),
+        "must be a multiple": lambda: lpkit.predict(model, batch, devices=6, shard=4),
+        "there is no machine 'h2000'": lambda: lpkit.predict(model, batch, machine="h2000"),
+        "precision must be one of|did you mean 'mxfp8'": lambda: lpkit.predict(model, batch, precision="mxpf8"),
+        "there is no optimizer 'adamv'": lambda: lpkit.predict(model, batch, optimizer="adamv"),
+        "every parameter of the model is frozen": lambda: lpkit.predict(model_of("nano").requires_grad_(False), batch_of("nano")),
+        "a parameter that the model does not have": lambda: lpkit.predict(model, batch, optimizer=torch.optim.SGD(model_of("llama").parameters(), lr=1)),
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            call()
+
+
+def test_an_init_that_draws_until_values_fit_ends_in_a_trace():
+    def loss(model, batch):
+        nn.init.trunc_normal_(torch.empty_like(batch), std=0.02)
+        while (model(batch).detach() > 1e9).any():
+            pass
+        return model(batch).square().mean()
+
+    assert lpkit.predict(model_of("mlp"), batch_of("mlp"), loss=loss).peak_bytes
+
+
+def test_advice_weighs_recipes_by_the_predictions_of_each():
+    ours = lpkit.advise(model_of("llama"), batch_of("llama"), machine="h100", recipes=["fp8-tensorwise", "mxfp8"])
+    assert ours.choice == "bf16" and ours["mxfp8"].status == "emulated" and ours["fp8-tensorwise"].status == "native"
+    plain, cast = (predicted("llama", machine="h100", precision=name) for name in ("bf16", "fp8-tensorwise"))
+    assert ours["fp8-tensorwise"].speedup == plain.step_seconds / cast.step_seconds
+    with torch.device("meta"):
+        wide = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(4)])
+    big = lpkit.advise(wide, torch.empty(32768, 8192, device="meta"), machine="h100", loss=lambda m, x: m(x).mean(), recipes=["fp8-tensorwise"])
+    assert big.choice == "fp8-tensorwise" and big["fp8-tensorwise"].speedup > 1.2
+
+
+# ---- watched steps
+
+def watched(name, updates=6, recipe="fp8-delayed", micro_batches=1, **how):
+    model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
+    if recipe:
+        lpkit.convert(model, recipe)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), foreach=True), []
+    with lpkit.watch(model, optimizer, **how) as seen:
+        for _ in range(updates):
+            optimizer.zero_grad()
+            for _ in range(micro_batches):
+                with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+                    found = loss(model, batch)
+                found.backward()
+            optimizer.step()
+            losses.append(found.item())
+    return seen, losses, model, optimizer
+
+
+def test_what_is_watched_is_what_was_predicted_and_changes_nothing():
+    seen, losses, model, optimizer = watched("llama", telemetry_every=3)
+    assert seen.updates == 6 and seen.peak_bytes == predicted("llama", machine="a100-80", precision="fp8-delayed").peak_bytes
+    assert len(seen.seconds) == 3 and seen.step_seconds > 0      # all but the first, the tracked, and those of telemetry
+    assert {sample.step for sample in seen.samples} == {1, 4} and not seen.uncalled
+    assert {sample.layer for sample in seen.samples} > {"model.layers.0.mlp.up_proj", "lm_head"}
+    rows = {row.name: row for row in seen.reconcile(predicted("llama", machine="a100-80", precision="fp8-delayed"))}
+    assert abs(rows["peak"].error) < 1e-3 and "6 updates" in str(seen)
+    model_alone, batch = model_of("llama"), batch_of("llama")
+    lpkit.convert(model_alone, "fp8-delayed")
+    other, alone = torch.optim.AdamW(model_alone.parameters(), foreach=True), []
+    for _ in range(6):
+        other.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model_alone, batch)
+        loss.backward()
+        other.step()
+        alone.append(loss.item())
+    assert alone == losses and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_micro_batches_are_parts_of_one_update():
+    seen, _, _, _ = watched("mlp", recipe=None, micro_batches=2)
+    assert seen.updates == 6 and len(seen.seconds) == 4
+
+
+def test_weights_that_something_else_multiplies_are_named():
+    class Bypass(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return F.linear(self.used(x), self.unused.weight).square().mean()
+
+    model = Bypass()
+    lpkit.convert(model, "mxfp8")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lpkit.watch(model, optimizer) as seen:
+        for _ in range(3):
+            model(torch.randn(32, 32)).backward()
+            optimizer.step()
+    assert seen.uncalled == ["unused"] and "NOT CALLED" in str(seen)
+
+
+def test_bad_watches_are_refused():
+    model = model_of("mlp")
+    with pytest.raises(ConfigError, match="needs the optimizer"):
+        lpkit.watch(model, "adamw")
+    with pytest.raises(ConfigError, match="frozen"):
+        lpkit.watch(model_of("mlp").requires_grad_(False), torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(ConfigError, match="matches no Linear"):
+        lpkit.watch(model, torch.optim.SGD(model.parameters(), lr=1), telemetry_every=1, layers=("nothing",))
+    with lpkit.watch(model, torch.optim.SGD(model.parameters(), lr=1)) as seen, pytest.raises(ConfigError, match="0 have ended"):
+        seen.reconcile(predicted("mlp"))
+
+
+# ---- beside what others bring
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_of_peft_stand_on_a_converted_model():
+    peft = pytest.importorskip("peft")
+    model, batch = model_of("llama"), batch_of("llama")
+    lpkit.convert(model, "fp8-delayed")
+    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    history = next(value for key, value in model.state_dict().items() if "layers.1" in key and key.endswith("q_proj.base_layer.amax_history"))
+    assert (history[0, 1:] > 0).sum() == 8 and (history[2, 1:] > 0).sum() == 8     # x and g of each of eight micro-batches
+
+
+def test_transformers_saves_and_loads_a_converted_model(tmp_path):
+    import transformers
+
+    model, batch = model_of("llama"), batch_of("llama")
+    lpkit.convert(model, "mxfp8")
+    model.save_pretrained(tmp_path)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    lpkit.convert(again, "mxfp8")
+    assert torch.equal(loss_of_grad(again.eval(), batch), loss_of_grad(model.eval(), batch))
+    assert VOCAB and WIDTH
