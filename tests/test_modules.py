@@ -1,7 +1,10 @@
 """Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's counters, and real steps."""
 
 import copy
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ from lpkit.training.build import made
 from tests.others_models import HEAD_OF, MODELS, VOCAB, WIDTH, batch_of, loss_for, model_of
 
 pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[1]
 CASTING = [name for name, row in RECIPES.items() if row.products]
 
 
@@ -440,3 +444,101 @@ def test_transformers_saves_and_loads_a_converted_model(tmp_path):
     lpkit.convert(again, "mxfp8")
     assert torch.equal(loss_of_grad(again.eval(), batch), loss_of_grad(model.eval(), batch))
     assert VOCAB and WIDTH
+
+
+def test_the_trainer_of_transformers_is_watched_by_a_callback(tmp_path):
+    import transformers
+
+    from lpkit.modules import callbacks
+
+    ids = batch_of("llama")["input_ids"]
+    rows = [{"input_ids": row, "labels": row} for row in ids.repeat(6, 1)]
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=6, use_cpu=True, report_to=[],
+                                               disable_tqdm=True, logging_strategy="no", save_strategy="no", bf16=True, dataloader_pin_memory=False)
+    model = model_of("llama")
+    lpkit.convert(model, "fp8-delayed")
+    watching = callbacks.transformers(telemetry_every=5)
+    transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[watching]).train()
+    assert watching.seen.updates == 6 and not watching.seen.uncalled and {sample.step for sample in watching.seen.samples} == {1, 6}
+    # the trainer clips gradients, and its batch has a mask of ones
+    ours = lpkit.predict(model_of("llama"), batch_of("llama"), machine="a100-80", precision="fp8-delayed")
+    assert watching.seen.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.02)
+
+
+def test_an_optimizer_of_accelerate_is_watched_through_its_wrapper():
+    accelerate = pytest.importorskip("accelerate")
+    model, batch = model_of("nano"), batch_of("nano")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with lpkit.watch(model, optimizer) as seen:
+        for _ in range(4):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+    assert seen.updates == 4 and seen.peak_bytes
+
+
+@pytest.mark.prove
+def test_a_compiled_model_moves_its_histories_on_as_an_eager_one():
+    def run(compiled):
+        model, (x, y) = model_of("nano"), batch_of("nano")
+        lpkit.convert(model, "fp8-delayed")
+        call, optimizer = torch.compile(model) if compiled else model, torch.optim.SGD(model.parameters(), lr=1e-2)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = call(x, y)[0]
+            loss.backward()
+            optimizer.step()
+        return loss.item(), {key: value for key, value in model.state_dict().items() if key.endswith("amax_history")}
+
+    (loss, eager), (other, compiled) = run(False), run(True)
+    assert loss == pytest.approx(other, abs=1e-4)
+    for key, history in eager.items():
+        assert torch.equal(history > 0, compiled[key] > 0) and (history[0, 1:] > 0).sum() == 4
+        torch.testing.assert_close(history, compiled[key], rtol=0.01, atol=0)
+
+
+RANK = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import lpkit
+from lpkit.modules.step import loss_of
+from tests.others_models import batch_of, model_of
+name, recipe, way = sys.argv[2:5]
+rank, world = int(sys.argv[5]), int(sys.argv[6])
+model, batch = model_of(name), batch_of(name, sequences=8)
+lpkit.convert(model, recipe)
+if world > 1:
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[7], rank=rank, world_size=world)
+    batch = {key: value.chunk(world)[rank] for key, value in batch.items()}
+    if way == "fsdp":
+        for block in model.model.layers:
+            fully_shard(block, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+if world > 1:
+    loss = loss.detach()
+    dist.all_reduce(loss)
+print(rank, loss.item() / world)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("way", ["fsdp", "ddp"])
+def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path, way):
+    def run(world):
+        each = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), "llama", "fp8-rowwise", way, str(rank), str(world), str(tmp_path / "store")],
+                                 stdout=subprocess.PIPE, text=True) for rank in range(world)]
+        return [float(one.communicate(timeout=300)[0].split()[-1]) for one in each]
+
+    (alone,), both = run(1), run(2)
+    assert both[0] == both[1] == pytest.approx(alone, abs=1e-5)

@@ -42,6 +42,8 @@ class Watch:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"watch needs the optimizer whose step ends an update, got "
                               f"{shown(optimizer)}")
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner       # accelerate's is around the one that steps
         self.model, self.optimizer = model, optimizer
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:

@@ -1,0 +1,49 @@
+"""`watch` for loops that somebody else's trainer runs: pass the callback, then read its `seen`.
+
+    trainer = transformers.Trainer(..., callbacks=[watching := callbacks.transformers()])
+    trainer.train()
+    print(watching.seen.reconcile(predicted))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from lpkit.modules.watch import Watch, watch
+
+
+class _Watching:
+    seen: Watch | None = None
+
+    def begin(self, model: Any, optimizer: Any) -> None:
+        self.seen = watch(model, optimizer, **self.how).__enter__()
+
+    def end(self) -> None:
+        self.seen.__exit__()
+
+
+def transformers(**how: Any) -> Any:
+    """Make a `transformers.TrainerCallback`. how: as of `watch`."""
+    class Watching(_Watching, import_module("transformers").TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any = None, optimizer: Any = None, **__: Any) -> None:
+            self.begin(model, optimizer)
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.end()
+
+    Watching.how = how
+    return Watching()
+
+
+def lightning(**how: Any) -> Any:
+    """Make a `lightning.Callback`. how: as of `watch`."""
+    class Watching(_Watching, import_module("lightning").Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.begin(module, trainer.optimizers[0])
+
+        def on_train_end(self, *_: Any) -> None:
+            self.end()
+
+    Watching.how = how
+    return Watching()
