@@ -103,8 +103,8 @@ def test_what_is_compiled_for_a_shape_is_still_verified(graphs, flex, monkeypatc
 def test_a_first_start_makes_few_graphs(changes, graphs, monkeypatch):
     """Of kernels, of attention and of the first step: seconds each. Beside them one operator, as Triton's are, is a graph with nothing to build,
     which takes a tenth of that."""
-    offered = choosing_kernels._offered
-    monkeypatch.setattr(choosing_kernels, "_offered", lambda name: offered(name) | {"planted": as_one_operator(KERNELS[name].load())})
+    offered = choosing_kernels.offered
+    monkeypatch.setattr(choosing_kernels, "offered", lambda name: offered(name) | {"planted": as_one_operator(KERNELS[name].load())})
     config = TINY.replace(changes)
     training = Training.build(config, data=RandomTokens(config))
     kernels = build.kernels(config, training.decisions, training.ranks)

@@ -542,3 +542,38 @@ def test_two_ranks_of_a_converted_model_train_as_one_process(tmp_path, way):
 
     (alone,), both = run(1), run(2)
     assert both[0] == both[1] == pytest.approx(alone, abs=1e-5)
+
+
+def test_the_casts_of_hardware_products_are_chosen_as_a_run_chooses_them():
+    """On a GPU `convert` calls this. A CPU multiplies FP8 with one scale a tensor, so the path runs here, too."""
+    from lpkit.modules.convert import choose_kernels
+
+    model, emulated, x = (nn.Sequential(nn.Linear(64, 64)) for _ in range(2)), None, torch.randn(64, 64)
+    model, emulated = model
+    emulated.load_state_dict(model.state_dict())
+    lpkit.convert(model, "fp8-tensorwise", backend="scaled_mm")
+    lpkit.convert(emulated, "fp8-tensorwise", backend="emulated")
+    used = choose_kernels(model)
+    assert set(used) == {"cast-tensor"} and "cast_tensor" in vars(model[0].arithmetic)
+    assert not model[0].weight.grad and not model[0].nonfinite_x.any()
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, other in zip(grads(model[0], x), grads(emulated[0], x)):
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-7 * other.abs().max().item())
+
+
+def test_weights_that_are_quantised_already_are_named():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    torchao.quantize_(model[0], torchao.Int8WeightOnlyConfig())
+    report = lpkit.convert(model, "mxfp8")
+    assert report["0"].status == LEFT and "quantised already" in report["0"].why and report["1"].status == CONVERTED
+
+
+def test_a_module_that_is_called_twice_counts_one_micro_batch():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(32, 32)
+    lpkit.convert(model, "fp8-delayed")
+    for _ in range(3):
+        model(model(x)).square().sum().backward()
+    history = model.state_dict()["0.amax_history"]
+    assert ((history > 0).sum(1) == 3).all() and history[0, 3] >= x.abs().max()

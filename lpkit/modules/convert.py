@@ -13,8 +13,8 @@ that activation checkpointing runs again inside backward finds none.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from copy import copy, deepcopy
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from html import escape
@@ -22,15 +22,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lpkit.errors import ConfigError, nearest, shown
+from lpkit.kernels.choose import choose as chosen
+from lpkit.kernels.choose import version
 from lpkit.precision.backends import BACKENDS, choose
 from lpkit.precision.linear import Arithmetic, Scaling
 from lpkit.tables import html_table
+from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import Recipe, at_end, kept, resolve, untiled
+from lpkit.training.kernels import offered, sites, watched
 
 CONVERTED, KEPT, LEFT = "converted", "kept", "not convertible"
 TRANSPOSED = "transformers.pytorch_utils.Conv1D"        # its weight is (in_features, out_features)
+RACED_TOKENS = (256, 4096)      # a few for the definition in float64, and a micro-batch
 MULTIPLY_NOTHING = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -53,6 +60,7 @@ class Report:
     backend: str
     why: str                    # of the backend
     rows: tuple[Row, ...]
+    kernels: Mapping[str, str] = field(default_factory=dict)    # the version of each cast
 
     def __getitem__(self, name: str) -> Row:
         return {row.name: row for row in self.rows}[name]
@@ -178,6 +186,8 @@ def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> s
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor) and not weight.is_floating_point():
         return f"its weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+    if is_traceable_wrapper_subclass(weight) and not isinstance(weight, DTensor):
+        return f"its weight is a {type(weight).__name__}, quantised already"
     if _path(kind) == TRANSPOSED or (isinstance(module, nn.Linear)
                                      and kind.forward is nn.Linear.forward):
         return ""
@@ -208,12 +218,16 @@ def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
         raise ConfigError("this model's weights are on the meta device and have no values; load "
                           "them first (model.to_empty, load_state_dict). lpkit.predict works "
                           "without values")
-    choice = choose(backend, name, row, weights[0].device if weights else torch.device("cpu"))
+    device = weights[0].device if weights else torch.device("cpu")
+    choice = choose(backend, name, row, device)
     by = BACKENDS[choice.used]
     if not isinstance(by, Arithmetic):
         raise ConfigError(f"backend={choice.used} brings modules of its own, which cannot take the "
                           f"place of a model's Linears; choose emulated or scaled_mm")
-    return Report(name, choice.used, choice.why, converted(model, name, row, by, keep, seed))
+    rows = converted(model, name, row, by, keep, seed)
+    own = device.type == "cuda" and hasattr(by, "kernels")
+    kernels = choose_kernels(model) if own else {}
+    return Report(name, choice.used, choice.why, rows, kernels)
 
 
 def recipe_of(recipe: str | Recipe, pad: bool = False) -> tuple[str, Recipe]:
@@ -292,6 +306,28 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
     module.register_buffer("due", due, persistent=False)
     module.before_saving = module.register_state_dict_pre_hook(lambda one, *_: one.catch_up())
     module.added = set(module._buffers) - before
+
+
+def choose_kernels(model: nn.Module) -> dict[str, str]:
+    """Verify and race the versions of each cast on the operands of the first converted module, as a
+    run does (`lpkit.training.kernels`), and let all modules use the fastest. Returns their names."""
+    layers = [one for one in model.modules() if isinstance(one, Converted)]
+    layer, seen = deepcopy(layers[0]), ({}, {})
+    for tokens, calls in zip(RACED_TOKENS, seen):
+        x = torch.randn(tokens, layer.in_features, device=layer.weight.device, dtype=torch.bfloat16)
+        with watched(layer, calls), torch.enable_grad(), torch.autocast(x.device.type, x.dtype):
+            layer(x.requires_grad_()).square().mean().backward()
+    used = {}
+    for name in seen[1]:
+        few, many = ([*each[name].values()] for each in seen)
+        there = offered(name)
+        used[name] = chosen(name, KERNELS[name].load(), "auto", few, offered=there,
+                            raced=many).choice.used
+        call = version(there, used[name], many)
+        for holder, attribute, of in sites(model):
+            if of == name:
+                setattr(holder, attribute, call)
+    return used
 
 
 def unconvert(model: nn.Module) -> nn.Module:

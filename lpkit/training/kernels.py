@@ -61,8 +61,8 @@ class Kernels(Transform):
         choices = self.ranks.by_first(partial(self._raced, at_hand, on_cpu=on_cpu))
         for name, choice in choices.items():
             self.choices[OF_KERNEL + name] = Choice(**choice)
-            call = version(_offered(name), choice["used"], at_hand[name][1])
-            for module, attribute, of in _sites(model):
+            call = version(offered(name), choice["used"], at_hand[name][1])
+            for module, attribute, of in sites(model):
                 if of == name:
                     setattr(module, attribute, call)
         return model
@@ -70,12 +70,12 @@ class Kernels(Transform):
     def _raced(self, at_hand: Mapping[str, tuple[list, list]], on_cpu: bool) -> dict[str, dict]:
         choices = {}
         for name, (few, many) in at_hand.items():
-            asked, offered = self.before.get(name, asked_of(self.asked, name)), _offered(name)
+            asked, there = self.before.get(name, asked_of(self.asked, name)), offered(name)
             if on_cpu and asked == "auto":
                 continue
-            known = asked == "auto" or asked in offered or name in by_name(self.asked)
+            known = asked == "auto" or asked in there or name in by_name(self.asked)
             choice = choose(name, KERNELS[name].load(), asked if known else "auto", few, raced=many,
-                            offered=offered, in_block=self.in_block and name != LOSS,
+                            offered=there, in_block=self.in_block and name != LOSS,
                             captured=self.captured).choice
             said = "" if known else f"it has no version {asked}; "
             choices[name] = asdict(replace(choice, asked=self.asked, why=said + choice.why))
@@ -129,7 +129,7 @@ def _of_loss(logits: Tensor) -> list[tuple]:
     return [(logits, targets), (logits, targets, (rows % 3).float())]
 
 
-def _offered(name: str) -> Mapping[str, Callable[..., Any]]:
+def offered(name: str) -> Mapping[str, Callable[..., Any]]:
     kernel = KERNELS[name].load()
     return kernel.offered or candidates(kernel)
 
@@ -137,18 +137,18 @@ def _offered(name: str) -> Mapping[str, Callable[..., Any]]:
 @contextmanager
 def watched(model: nn.Module, seen: dict[str, dict[tuple, tuple]]) -> Iterator[None]:
     """Fills `seen` with the first call of each kind within the block."""
-    sites = list(_sites(model))
-    for module, attribute, name in sites:
+    all_sites = list(sites(model))
+    for module, attribute, name in all_sites:
         call = partial(_watched, getattr(module, attribute), seen.setdefault(name, {}))
         setattr(module, attribute, call)
     yield
-    for module, attribute, name in sites:
+    for module, attribute, name in all_sites:
         delattr(module, attribute)      # the class's own shows again
         if not seen.get(name, True):
             del seen[name]
 
 
-def _sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
+def sites(model: nn.Module) -> Iterator[tuple[Any, str, str]]:
     for module in model.modules():
         for holder in (module, getattr(module, "arithmetic", None)):
             for attribute, name in getattr(holder, "kernels", {}).items():
