@@ -8,6 +8,8 @@ are a chain: a line that is lost, doubled, moved or of another run shows, too.
 import hashlib
 import json
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,14 +17,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import read_text, whole_file, write_atomically
+from lpkit.errors import ConfigError, DamagedError, in_one_line, named
+from lpkit.files import free, read_text, whole_file, write_atomically
 
 SUM, LINE_SUM = "sha256", "sum"
 RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
 MARK_DIGITS = 16            # of a SHA-256, in lines and in what names a run
 MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
+MOST_LINES = 1 << 30        # bytes of a file of lines
 LONGEST_LINE = 1 << 20
+CUT = "cut off, as a kill leaves it; it is passed over"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -56,11 +60,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
     """Returns what `sealed` was given. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
-        due = value.pop(SUM)
+        due, found = value.pop(SUM), digest(value)
     except UNREADABLE as error:
         raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error}); it "
                            f"was cut off or altered") from None
-    if digest(value) != due:
+    if found != due:
         raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it was "
                            f"written")
     return value
@@ -74,6 +78,19 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Raises DamagedError, also for a file that is not there or cannot be read."""
     return unsealed(text_of(path), path)
+
+
+def say(sentence: object) -> None:
+    with suppress(OSError):     # a terminal that closed
+        print(f"lpkit: {in_one_line(str(sentence))}", file=sys.stderr, flush=True)
+
+
+def set_aside(path: Path, why: object, then: str) -> str:
+    """Renames what lies at `path` and is not what it should be. Returns a sentence that says so.
+    Raises OSError."""
+    aside = free(path.with_name(f"{path.name}.damaged"))
+    path.rename(aside)
+    return f"{why}. It is {named(aside)} now, and {then}"
 
 
 def of_others(path: Path) -> dict[str, Any]:
@@ -151,13 +168,15 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
     """
     good, problems, sums = [], [], {}
     before: _Line | None = _Line({}, run, 0, "", "")      # None: the one before is not known
+    if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_LINES):
+        return [], [f"{named(path)} is not a file of lines; remove it"]
     text = path.read_bytes() if path.is_file() else b""
     for place, one in enumerate(text.splitlines(keepends=True), 1):
         why = ""
         try:
             line = _Line.parse(one)
         except UNREADABLE as error:
-            line, why = None, "cut off, as a kill leaves it; it is passed over"
+            line, why = None, CUT
             if one.endswith(b"\n"):
                 why = f"damaged ({type(error).__name__}: {error}); it is passed over"
         if line and run is not None:

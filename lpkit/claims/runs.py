@@ -26,7 +26,7 @@ from typing import Any
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
-from lpkit.errors import RunFailedError
+from lpkit.errors import ConfigError, DamagedError, RunFailedError, in_one_line, named
 from lpkit.files import PACKAGE, remove, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 from lpkit.training.launch import launch, spread
@@ -36,6 +36,10 @@ NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "
 LOOK_SECONDS = 0.1
 RESTARTS = 2                # of a run whose worker or job is killed, by one command
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
+FIELDS = {          # of a record, besides its name, its config and its evaluations
+    **dict.fromkeys(("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules"),
+                    float | None), "error": str | None, "stopped_after": int | None,
+    "device": str | None, "seconds": float, "restarts": int}
 Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
@@ -62,6 +66,26 @@ def name_of(config: Config, tag: str = "") -> str:
     """`tag`: tells the run from others of the same config, where it may be stopped."""
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
     return records.digest(told)[:records.MARK_DIGITS]
+
+
+def ended(path: Path, config: Config) -> dict[str, Any]:
+    """Reads the record of a run that has ended. Raises DamagedError for one that is altered, that
+    is of another run, or whose values do not agree."""
+    found = records.read(path)
+    mine = path.stem, records.digest(records.plain(config.to_dict()))
+    if (found.get("name"), records.digest(found.get("config"))) != mine:
+        raise DamagedError(f"{named(path)} is the record of another run")
+    try:
+        curve, end = found["evaluations"], found["val_loss"]
+        over = found["error"] is not None or found["stopped_after"] is not None
+        agree = (end is None if over else [config.steps, end] == curve[-1]) and all(
+            type(step) is int and isinstance(loss, float | None) for step, loss in curve)
+        agree &= all(isinstance(found[key], kind) for key, kind in FIELDS.items())
+    except (KeyError, TypeError, IndexError, ValueError):
+        agree = False
+    if not agree:
+        raise DamagedError(f"{named(path)} has values that do not agree, or are of another kind")
+    return found
 
 
 def evaluations(path: Path) -> Evaluations:
@@ -109,19 +133,38 @@ class Workers(ExitStack):
         KeyboardInterrupt when told to end."""
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
-        due = {name: config for name, config in zip(names, configs) if not self._has(name)}
-        if due:
+        wanted, heard, made = dict(zip(names, configs)), dict(zip(names, judges)), set()
+        for _ in range(2 + RESTARTS):       # what is written meanwhile may be damaged, too
+            found = {name: self._ended(name, config) for name, config in wanted.items()}
+            if not (due := {name: wanted[name] for name in wanted if not found[name]}):
+                break
             for one in due.values() if self.submit == self._submit else ():
                 spread(one, one.parallel.devices)       # refused here, in one sentence
             alone = gpus() and configs[0].system.device != "cpu"
             most = max(one.system.threads * one.parallel.devices for one in configs)
             beside = 1 if alone else max(1, cores() // most)
-            self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
+            self._run(due, min(len(due), self.at_once or beside), say, heard)
+            made |= due.keys()
+        else:
+            raise RunFailedError(f"the records of {len(due)} runs are not those of their runs, however "
+                                 f"often these are made; choose another --out")
         sweep(self.out)     # half-written records of those that were killed
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
-        return [records.read(self.out / f"{name}.json") for name in names]
+        for name in made:
+            for one in found[name].get("damaged", []):
+                records.say(one)
+        return [found[name] for name in names]
+
+    def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
+        """Returns the record of a run; None: it has not ended, or its record is set aside."""
+        path = self.out / f"{name}.json"
+        try:
+            return ended(path, config) if os.path.lexists(path) else None
+        except DamagedError as error:
+            records.say(records.set_aside(path, error, "the run is made again"))
+            return None
 
     def _has(self, name: str) -> bool:
         return (self.out / f"{name}.json").is_file()
@@ -154,6 +197,7 @@ class Workers(ExitStack):
         while (going or (waiting and not failed)) and not self.children.over:
             while waiting and not failed and len(going) < at_once:
                 config = due[name := waiting.pop(0)]
+                remove(self.out / f"{name}.stop")       # of a command that was killed
                 going[name] = self.submit(str(self.out / name), config.imports, config.to_dict(),
                                           begun[name])
                 begun[name] += 1
@@ -175,7 +219,9 @@ class Workers(ExitStack):
         if self.children.over:
             raise KeyboardInterrupt
         if failed:
-            words = " ".join(" ".join(map(str, failed)).split())[-600:]
+            words = "; ".join(dict.fromkeys(
+                in_one_line((str(error).strip().splitlines() or [type(error).__name__])[-1])
+                for error in failed))
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
@@ -186,7 +232,10 @@ def work(told: int) -> None:
     # a keeper that is killed ends nobody, also where this was still importing
     processes.end_with_parent(int(next(lines)))
     for line in lines:
-        make(*json.loads(line))
+        try:
+            make(*json.loads(line))
+        except (ConfigError, RunFailedError, OSError) as error:
+            sys.exit(in_one_line(str(error)))       # a sentence, which the command repeats
 
 
 def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
@@ -197,14 +246,15 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     from lpkit.training.runs import Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
+    Config(imports=imports)     # as the process has that started this one
+    config = Config.from_dict(values)
+    damaged = _set_aside_another(path, config)
 
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
         if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
             end("judge")
 
-    Config(imports=imports)     # as the process has that started this one
-    config = Config.from_dict(values)
     try:
         more = {"out": path, "resume": path.exists(), "observers": [heed]}
         world = config.parallel.devices
@@ -225,10 +275,30 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     if found.get("energy_wh") and found["energy_tokens"]:
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
-    keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules", "error",
-            "stopped_after")
+    run = Run.open(path)
+    damaged += [one for one in found.get("damaged") or () if not one.endswith(records.CUT)]
     records.write(path.with_suffix(".json"), {
-        **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-        "evaluations": evaluations(path), "restarts": restarts,
-        "device": Run.open(path).environment.get("device"),
+        **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
+        "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
+        "restarts": restarts, "device": run.environment.get("device"), "damaged": damaged,
         "seconds": time.perf_counter() - begun})
+
+
+def _set_aside_another(path: Path, config: Config) -> list[str]:
+    """Sets aside what lies in the place of a run and is not that run, whole; says so."""
+    from lpkit.training import checkpoint
+    from lpkit.training.runs import CHECKPOINTS, ENVIRONMENT, Run
+
+    why: str = ""
+    if path.is_dir() and not (path.is_symlink() or (path / ENVIRONMENT).exists()
+                              or checkpoint.folders(path / CHECKPOINTS)):
+        remove(path)        # a kill in its first moments: it has made no step
+    try:
+        if os.path.lexists(path):
+            problems = (run := Run.open(path)).problems
+            why = next((one for one in problems if not one.endswith(records.CUT)), "")
+            if not why and run.config.to_dict() != config.to_dict():
+                why = f"{named(path)} is the folder of another run"
+    except ConfigError as error:
+        why = str(error)
+    return [records.set_aside(path, why, "the run is made again")] if why else []

@@ -1,7 +1,8 @@
 """A search over settings: a file says what is searched, optuna suggests trials, runs answer.
 
-A trial that has ended is a line of the journal; any other is run. A killed sweep asks for all anew
-and tells what the lines say: a sampler of one seed that is told the same suggests the same.
+The record of a trial's run says what came of it. A killed sweep asks for all trials again and tells
+what their records say: a sampler of one seed that is told the same suggests the same. The journal is
+for readers: it has a line for each trial, and a line that disagrees with its record is replaced.
 """
 
 import copy
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 from lpkit import records
 from lpkit.claims import protocol, runs
 from lpkit.config import Config, flat
-from lpkit.errors import ConfigError, RunFailedError, pick, shown
+from lpkit.errors import ConfigError, RunFailedError, named, pick, shown
 from lpkit.files import append_lines
 from lpkit.presets import resolve
 from lpkit.values import Count, Text, between, convert
@@ -108,8 +109,8 @@ def settle(sweep: Sweep, out: Path,
     here = sweep.config({})
     alike = asdict(replace(sweep, trials=1, executor="workers", job={}))    # give the same trials
     mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
-    chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
-    known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
+    known, problems = records.read_lines(path := Path(f"{out}-{mark}.jsonl"), mark)
+    problems = [one for one in problems if not one.endswith(records.CUT)]
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
     sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed, **liar)
     rungs = {"min_resource": here.eval_every} if sweep.pruner == "asha" else {}
@@ -125,15 +126,13 @@ def settle(sweep: Sweep, out: Path,
         numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
         judges = [Judge(study.ask(domains), f"{mark} {number}" * (sweep.pruner != "none"))
                   for number in numbers]
-        lines = [known.get(number, {}) for number in numbers]
+        lines = [{"trial": number, "settings": judge.trial.params, "val_loss": None, "seconds": 0.0}
+                 for number, judge in zip(numbers, judges)]
         due: dict[int, Config] = {}
-        for i, (number, judge) in enumerate(zip(numbers, judges)):
+        for i, judge in enumerate(judges):
             judge.trial.study = before
-            if lines[i].get("settings") == (params := judge.trial.params):
-                continue
-            lines[i] = {"trial": number, "settings": params, "val_loss": None, "seconds": 0.0}
             try:
-                due[i] = sweep.config(params)
+                due[i] = sweep.config(judge.trial.params)
                 judge.steps = due[i].steps
             except ConfigError as error:        # settings that do not go together
                 lines[i]["error"] = str(error)
@@ -147,10 +146,15 @@ def settle(sweep: Sweep, out: Path,
             if judge.stop_after is not None:        # it may have gone on until it heard
                 line |= {"val_loss": None, "error": None,
                          "pruned": dict(zip(("step", "val_loss"), judge.heard[-1]))}
-        for number, judge, line in zip(numbers, judges, lines):
-            if line is not known.get(number):
-                append_lines(path, [chain.line(line)])
+        for judge, line in zip(judges, lines):
             trials.append(line)
+            new = [line][:len(trials) > len(known)]
+            if not new and records.plain(line) != known[len(trials) - 1]:
+                problems = [f"{named(path)} says of trial {line['trial']} what its record does not"]
+            if problems:
+                records.say(records.set_aside(path, problems[0], "the journal is written again"))
+                known, problems, new = [], [], trials
+            append_lines(path, map(records.Chain(path, mark).line, new))
             losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
             over = optuna.trial.TrialState.PRUNED if line["pruned"] else None
             study.tell(judge.trial, None if over else losses[-1], over)

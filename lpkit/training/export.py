@@ -19,6 +19,7 @@ from lpkit.files import own_folder, whole_folder
 from lpkit.techniques.adapters import CODED
 from lpkit.training import adapted, checkpoint, families
 from lpkit.training.runs import Run
+from lpkit.training.start import weights
 from lpkit.values import Folder, Place, checked
 
 
@@ -38,10 +39,7 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     kind = families.of_model(m)
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
-    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
+    saved = weights(run, f"{str(run.path)!r} has no checkpoint")
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
     ends = (".weight", ".bias", ".scale", ".magnitude", *CODED)

@@ -6,7 +6,6 @@ drops its oldest key and goes on; with learned positions, or a table of blocks, 
 from its newer half.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -22,8 +21,8 @@ from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
 from lpkit.techniques.caches import CACHES, refuse_keys_to_come
 from lpkit.techniques.layouts import Layout
-from lpkit.training import checkpoint
 from lpkit.training.runs import Run
+from lpkit.training.start import weights
 from lpkit.training.training import RandomTokens, Training
 from lpkit.values import Count, Place, PositiveOrZero, Seed, checked, utf8
 
@@ -76,15 +75,7 @@ def trained(run: Run, device: str = "cpu") -> Training:
     Raises ConfigError for a run without a checkpoint.
     """
     with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
-        saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                                 only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
-        raise ConfigError(said)
-    for problem in problems:
-        print(f"lpkit: the weights are those of step {saved.step}: {problem}", file=sys.stderr)
-    for problem in run.problems:
-        print(f"lpkit: {problem}", file=sys.stderr)
+        saved = weights(run, f"{str(run.path)!r} has no checkpoint to sample from")
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
                      parallel=Layout(), objective=Config().objective)

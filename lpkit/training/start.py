@@ -22,14 +22,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit import records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.parallel.ranks import by_first
 from lpkit.techniques.growth import GROWTH
-from lpkit.training import checkpoint
+from lpkit.training import checkpoint, runs
 from lpkit.training.runs import Run
 
 
 @dataclass(kw_only=True)
 class Start:
-    where: str = ""                 # the checkpoint
+    where: str = ""                 # the checkpoint, whose name has its step
     sha256: str = ""                # of its weights, however they were saved
     tensors: dict[str, Tensor] = field(default_factory=dict)    # mapped: they take no memory
     places: dict[str, str] = field(default_factory=dict)        # new prefix: prefix there
@@ -82,6 +83,19 @@ class Start:
                               f"another --out")
 
 
+def weights(run: Run, lack: str) -> checkpoint.Checkpoint:
+    """The newest weights of a run that are whole. Standard error says which files of the run are
+    not. Raises ConfigError, which begins with `lack`, where there are none."""
+    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                             only=checkpoint.WEIGHTS, quarantine=False)
+    if saved is None:
+        raise ConfigError("; ".join([lack, *problems]))
+    for problem in (*(f"the weights are those of step {saved.step}: {one}" for one in problems),
+                    *by_first(lambda: run.problems)):
+        by_first(records.say, problem)
+    return saved
+
+
 def read(config: Config, tokenizer: str = "") -> Start:
     """`tokenizer`: the digest of the one that this run has; empty: it does not matter. Raises
     ConfigError."""
@@ -92,13 +106,13 @@ def read(config: Config, tokenizer: str = "") -> Start:
     if tokenizer and run.identity["tokenizer"] != tokenizer:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
-    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        raise ConfigError("; ".join([f"start.run={asked.run} has no checkpoint to begin from",
-                                     *problems]))
-    weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
-    tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
+    saved = weights(run, f"start.run={asked.run} has no checkpoint to begin from")
+    if (due := run.vouched_checkpoint) > saved.path.name:
+        raise ConfigError(f"start.run={asked.run}: its {runs.SUMMARY} vouches for {due}, and the newest "
+                          f"weights that are whole are those of step {saved.step}; put the files back, "
+                          f"or make them again by lpkit train {asked.run} --out {asked.run} --resume")
+    theirs = checkpoint.evaluated_weights(saved.tensors)    # as that run's val_loss has them
+    tensors = {name.removeprefix("model/"): t for name, t in sorted(theirs.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
                                             for name, t in tensors.items()}).encode())
     for t in tensors.values():
