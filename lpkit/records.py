@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError, DamagedError, in_one_line, named
+from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import free, read_text, whole_file, write_atomically
 
 SUM, LINE_SUM = "sha256", "sum"
@@ -78,11 +77,6 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Raises DamagedError, also for a file that is not there or cannot be read."""
     return unsealed(text_of(path), path)
-
-
-def say(sentence: object) -> None:
-    with suppress(OSError):     # a terminal that closed
-        print(f"lpkit: {in_one_line(str(sentence))}", file=sys.stderr, flush=True)
 
 
 def set_aside(path: Path, why: object, then: str) -> str:

@@ -336,7 +336,7 @@ def test_damaged_pseudonyms_are_set_aside(tmp_path, capsys):
     store = progress.Store(tmp_path)
     store.add("anna", [report("1")])
     store.names.write_text(store.names.read_text().replace("anna", "ben"))
-    assert store.pseudonyms() == {} and store.names.with_suffix(".damaged").exists() and "checksum" in capsys.readouterr().err
+    assert store.pseudonyms() == {} and store.names.with_name("pseudonyms.json.damaged").exists() and "checksum" in capsys.readouterr().err
     assert store.add("anna", [report("2")]) == 1
 
 

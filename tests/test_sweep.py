@@ -247,7 +247,7 @@ def test_a_journal_that_was_altered_changes_no_trial(alter, tmp_path, capsys):
     altered = path.read_text()
     assert searched(tmp_path) == (whole, []) and path.read_text() == text
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("lpkit: ") and f"It is {path}.damaged now, and the journal is written again" in said
+    assert said.count("\n") == 1 and said.startswith("lpkit: ") and f"It is {path}.damaged now, and it is written again" in said
     assert Path(f"{path}.damaged").read_text() == altered
     assert searched(tmp_path) == (whole, []) and capsys.readouterr().err == ""
 

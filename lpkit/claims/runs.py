@@ -26,8 +26,8 @@ from typing import Any
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
-from lpkit.errors import ConfigError, DamagedError, RunFailedError, in_one_line, named
-from lpkit.files import PACKAGE, remove, sweep, write_atomically
+from lpkit.errors import ConfigError, DamagedError, RunFailedError, named, tell
+from lpkit.files import PACKAGE, is_locked, remove, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 from lpkit.training.launch import launch, spread
 
@@ -66,26 +66,6 @@ def name_of(config: Config, tag: str = "") -> str:
     """`tag`: tells the run from others of the same config, where it may be stopped."""
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
     return records.digest(told)[:records.MARK_DIGITS]
-
-
-def ended(path: Path, config: Config) -> dict[str, Any]:
-    """Reads the record of a run that has ended. Raises DamagedError for one that is altered, that
-    is of another run, or whose values do not agree."""
-    found = records.read(path)
-    mine = path.stem, records.digest(records.plain(config.to_dict()))
-    if (found.get("name"), records.digest(found.get("config"))) != mine:
-        raise DamagedError(f"{named(path)} is the record of another run")
-    try:
-        curve, end = found["evaluations"], found["val_loss"]
-        over = found["error"] is not None or found["stopped_after"] is not None
-        agree = (end is None if over else [config.steps, end] == curve[-1]) and all(
-            type(step) is int and isinstance(loss, float | None) for step, loss in curve)
-        agree &= all(isinstance(found[key], kind) for key, kind in FIELDS.items())
-    except (KeyError, TypeError, IndexError, ValueError):
-        agree = False
-    if not agree:
-        raise DamagedError(f"{named(path)} has values that do not agree, or are of another kind")
-    return found
 
 
 def evaluations(path: Path) -> Evaluations:
@@ -133,38 +113,49 @@ class Workers(ExitStack):
         KeyboardInterrupt when told to end."""
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
-        wanted, heard, made = dict(zip(names, configs)), dict(zip(names, judges)), set()
-        for _ in range(2 + RESTARTS):       # what is written meanwhile may be damaged, too
-            found = {name: self._ended(name, config) for name, config in wanted.items()}
-            if not (due := {name: wanted[name] for name in wanted if not found[name]}):
-                break
+        wanted, made = dict(zip(names, configs)), Counter()
+        while None in (found := {name: self._ended(name, wanted[name]) for name in wanted}).values():
+            due = {name: config for name, config in wanted.items() if found[name] is None}
+            made.update([*due])
+            if max(made.values()) > 1 + RESTARTS:
+                raise RunFailedError(f"{named(self.out)}: records are altered as they are written")
             for one in due.values() if self.submit == self._submit else ():
                 spread(one, one.parallel.devices)       # refused here, in one sentence
             alone = gpus() and configs[0].system.device != "cpu"
             most = max(one.system.threads * one.parallel.devices for one in configs)
             beside = 1 if alone else max(1, cores() // most)
-            self._run(due, min(len(due), self.at_once or beside), say, heard)
-            made |= due.keys()
-        else:
-            raise RunFailedError(f"the records of {len(due)} runs are not those of their runs, however "
-                                 f"often these are made; choose another --out")
+            self._run(due, min(len(due), self.at_once or beside), say, dict(zip(names, judges)))
         sweep(self.out)     # half-written records of those that were killed
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
         for name in made:
-            for one in found[name].get("damaged", []):
-                records.say(one)
+            [tell(f"lpkit: {one}") for one in found[name].get("damaged", ())]
         return [found[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
-        """Returns the record of a run; None: it has not ended, or its record is set aside."""
-        path = self.out / f"{name}.json"
-        try:
-            return ended(path, config) if os.path.lexists(path) else None
-        except DamagedError as error:
-            records.say(records.set_aside(path, error, "the run is made again"))
+        """Returns the record of a run. One that is altered, is another run's or says two things is
+        set aside, and the run is due."""
+        if not os.path.lexists(path := self.out / f"{name}.json"):
             return None
+        steps = {step for step in range(1, config.steps + 1)
+                 if step == config.steps or (config.eval_every and step % config.eval_every == 0)}
+        try:
+            found, why = records.read(path), "has values that do not agree, or are of another kind"
+            curve, over = dict(found["evaluations"]), found["error"] or found["stopped_after"]
+            fits = all(isinstance(found[key], kind) for key, kind in FIELDS.items()) and all(
+                isinstance(one, float | None) for one in curve.values()) and curve.keys() <= steps
+            if found | {"name": name, "config": records.plain(config.to_dict())} != found:
+                why = "is the record of another run"
+            elif fits and (found["val_loss"] is None if over else curve.keys() == steps
+                           and found["val_loss"] == curve[config.steps]):
+                return found
+        except DamagedError as error:
+            why = error
+        except records.UNREADABLE:
+            pass
+        tell(f"lpkit: {records.set_aside(path, why, 'the run is made again')}")
+        return remove(self.out / name)      # its folder, which it may have been made from
 
     def _has(self, name: str) -> bool:
         return (self.out / f"{name}.json").is_file()
@@ -219,9 +210,8 @@ class Workers(ExitStack):
         if self.children.over:
             raise KeyboardInterrupt
         if failed:
-            words = "; ".join(dict.fromkeys(
-                in_one_line((str(error).strip().splitlines() or [type(error).__name__])[-1])
-                for error in failed))
+            # of a traceback the last line, which is a sentence
+            words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
@@ -232,23 +222,20 @@ def work(told: int) -> None:
     # a keeper that is killed ends nobody, also where this was still importing
     processes.end_with_parent(int(next(lines)))
     for line in lines:
-        try:
-            make(*json.loads(line))
-        except (ConfigError, RunFailedError, OSError) as error:
-            sys.exit(in_one_line(str(error)))       # a sentence, which the command repeats
+        make(*json.loads(line))
 
 
-def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
-    """Makes a run, or goes on with it; `restarts`: so often already. Raises RunFailedError,
-    SystemExit when told to end."""
+def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int,
+         damaged: Sequence[str] = ()) -> None:
+    """Makes a run, or goes on with it; `restarts`: so often already. A folder from which it cannot
+    go on is set aside, as `damaged` says. Raises RunFailedError, SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
-    from lpkit.training.runs import Run
+    from lpkit.training.runs import CONFIG, LOCK, Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
     Config(imports=imports)     # as the process has that started this one
     config = Config.from_dict(values)
-    damaged = _set_aside_another(path, config)
 
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
@@ -256,6 +243,8 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             end("judge")
 
     try:
+        if (path / CONFIG).is_file() and Run.open(path).config.to_dict() != config.to_dict():
+            raise DamagedError(f"{named(path)} is the folder of another run")
         more = {"out": path, "resume": path.exists(), "observers": [heed]}
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
@@ -265,6 +254,12 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
             sys.exit(1)
+    except ConfigError as error:
+        busy = (path / LOCK).is_file() and is_locked(path / LOCK)
+        if damaged or busy or not os.path.lexists(path):
+            raise
+        return make(where, imports, values, restarts,
+                    [records.set_aside(path, error, "the run is made again")])
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]
         if last.get("loss", 0) is not None and (last.get("grad_norm", 0) is not None
@@ -276,29 +271,9 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
     run = Run.open(path)
-    damaged += [one for one in found.get("damaged") or () if not one.endswith(records.CUT)]
+    damaged = [*damaged, *(one for one in found.get("damaged") or () if records.CUT not in one)]
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
         "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
         "restarts": restarts, "device": run.environment.get("device"), "damaged": damaged,
         "seconds": time.perf_counter() - begun})
-
-
-def _set_aside_another(path: Path, config: Config) -> list[str]:
-    """Sets aside what lies in the place of a run and is not that run, whole; says so."""
-    from lpkit.training import checkpoint
-    from lpkit.training.runs import CHECKPOINTS, ENVIRONMENT, Run
-
-    why: str = ""
-    if path.is_dir() and not (path.is_symlink() or (path / ENVIRONMENT).exists()
-                              or checkpoint.folders(path / CHECKPOINTS)):
-        remove(path)        # a kill in its first moments: it has made no step
-    try:
-        if os.path.lexists(path):
-            problems = (run := Run.open(path)).problems
-            why = next((one for one in problems if not one.endswith(records.CUT)), "")
-            if not why and run.config.to_dict() != config.to_dict():
-                why = f"{named(path)} is the folder of another run"
-    except ConfigError as error:
-        why = str(error)
-    return [records.set_aside(path, why, "the run is made again")] if why else []

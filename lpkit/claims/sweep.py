@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from lpkit import records
 from lpkit.claims import protocol, runs
 from lpkit.config import Config, flat
-from lpkit.errors import ConfigError, RunFailedError, named, pick, shown
+from lpkit.errors import ConfigError, RunFailedError, named, pick, shown, tell
 from lpkit.files import append_lines
 from lpkit.presets import resolve
 from lpkit.values import Count, Text, between, convert
@@ -152,7 +152,7 @@ def settle(sweep: Sweep, out: Path,
             if not new and records.plain(line) != known[len(trials) - 1]:
                 problems = [f"{named(path)} says of trial {line['trial']} what its record does not"]
             if problems:
-                records.say(records.set_aside(path, problems[0], "the journal is written again"))
+                tell(f"lpkit: {records.set_aside(path, problems[0], 'it is written again')}")
                 known, problems, new = [], [], trials
             append_lines(path, map(records.Chain(path, mark).line, new))
             losses.append(math.inf if line["val_loss"] is None else line["val_loss"])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder, needs
-from lpkit.errors import ConfigError, named
+from lpkit.errors import ConfigError, in_one_line, named, tell
 from lpkit.predict.units import duration
 from lpkit.values import Count
 
@@ -58,7 +58,6 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
     end when this process is told to."""
     from lpkit import files, processes
     from lpkit.claims import executors, runs
-    from lpkit.course.notebooks import tell
 
     children, name = processes.Children(), told.executor
     if executor := executors.EXECUTORS[name]:
@@ -91,4 +90,5 @@ def text(result: dict[str, Any]) -> str:
     cost = (f"{result['runs']} runs took {duration(result['seconds'])}, of which tuning "
             f"{duration(result['tuning']['seconds'])}")
     doubts = [f"doubt: {one}" for one in result["doubts"]]
-    return "\n".join([*(one["sentence"] for one in result["verdicts"]), *tuned, *doubts, cost])
+    sentences = [one["sentence"] for one in result["verdicts"]]
+    return "\n".join(map(in_one_line, [*sentences, *tuned, *doubts, cost]))

@@ -42,7 +42,7 @@ import psutil
 from lpkit import processes
 from lpkit.config import key_and_value
 from lpkit.course.claims import cards, verdict
-from lpkit.errors import ConfigError, named, nearest, pick, shown
+from lpkit.errors import ConfigError, named, nearest, pick, shown, tell
 from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
 from lpkit.values import convert
@@ -576,11 +576,6 @@ def work(folder: str) -> int:
 
     processes.hear(attempt.run, stop)
     return 0
-
-
-def tell(line: str) -> None:
-    with contextlib.suppress(OSError):      # the terminal is closed
-        print(line, file=sys.stderr, flush=True)
 
 
 def _now() -> str:

@@ -215,15 +215,6 @@ class Run(Checked):
                 "lines": {path.name: records.head(path) for path in self.path.glob("*.jsonl")}}
 
     @property
-    def vouched_checkpoint(self) -> str:
-        """The name of the newest checkpoint for which the summary of a run that has ended vouches.
-        Empty: there is none, or no summary that is whole."""
-        with suppress(DamagedError):
-            names = self._record(SUMMARY).get("vouches", {}).get("files", {})
-            return max((Path(one).parent.name for one in names if one.endswith("manifest.json")), default="")
-        return ""
-
-    @property
     def problems(self) -> list[str]:
         """A sentence for each file or line that is not what was written, or not there."""
         found, said, starts = [], {}, []

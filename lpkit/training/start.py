@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lpkit import records
 from lpkit.config import Config
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, tell
 from lpkit.parallel.ranks import by_first
 from lpkit.techniques.growth import GROWTH
-from lpkit.training import checkpoint, runs
+from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 
 
@@ -90,9 +90,9 @@ def weights(run: Run, lack: str) -> checkpoint.Checkpoint:
                                              only=checkpoint.WEIGHTS, quarantine=False)
     if saved is None:
         raise ConfigError("; ".join([lack, *problems]))
-    for problem in (*(f"the weights are those of step {saved.step}: {one}" for one in problems),
-                    *by_first(lambda: run.problems)):
-        by_first(records.say, problem)
+    for one in (*(f"the weights are those of step {saved.step}: {one}" for one in problems),
+                *by_first(lambda: run.problems)):
+        by_first(tell, f"lpkit: {one}")
     return saved
 
 
@@ -107,10 +107,11 @@ def read(config: Config, tokenizer: str = "") -> Start:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
     saved = weights(run, f"start.run={asked.run} has no checkpoint to begin from")
-    if (due := run.vouched_checkpoint) > saved.path.name:
-        raise ConfigError(f"start.run={asked.run}: its {runs.SUMMARY} vouches for {due}, and the newest "
-                          f"weights that are whole are those of step {saved.step}; put the files back, "
-                          f"or make them again by lpkit train {asked.run} --out {asked.run} --resume")
+    said, is_of = run.summary, saved.path.name
+    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != is_of:
+        raise ConfigError(f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and "
+                          f"the newest weights that are whole are those of {is_of}; make them again by "
+                          f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
     theirs = checkpoint.evaluated_weights(saved.tensors)    # as that run's val_loss has them
     tensors = {name.removeprefix("model/"): t for name, t in sorted(theirs.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
