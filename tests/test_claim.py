@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from lessons import l19_is_it_progress as lesson
-from lpkit import cli
+from lpkit import cli, files
 from lpkit.claims import protocol, referee, runs, settle
 from lpkit.errors import ConfigError, RunFailedError
 from tests.bench import claims as bench
@@ -603,13 +603,14 @@ def test_a_worker_that_dies_between_two_phases_is_replaced(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path, monkeypatch):
-    """An error of its own would be one again."""
+def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path):
+    """An error of its own would be one again. A folder into which another process trains is left alone."""
     config = claim().config("adamw")
-    tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(RunFailedError, match=r"They said: .*rror"):
+    lock = tmp_path / runs.name_of(config) / ".lock"
+    with files.locked(lock), runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(
+            RunFailedError, match=r"^1 of 1 runs did not come to their end; the same command goes on. They said: lpkit.errors.ConfigError: another process is "):
         workers.finished([config])
-    assert len(workers.children._started) == 1
+    assert len(workers.children._started) == 1 and lock.exists()
 
 
 @pytest.mark.slow

@@ -36,10 +36,9 @@ NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "
 LOOK_SECONDS = 0.1
 RESTARTS = 2                # of a run whose worker or job is killed, by one command
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
-FIELDS = {          # of a record, besides its name, its config and its evaluations
-    **dict.fromkeys(("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules"),
-                    float | None), "error": str | None, "stopped_after": int | None,
-    "device": str | None, "seconds": float, "restarts": int}
+RESULTS = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules")
+FIELDS = dict.fromkeys(RESULTS, float | None) | {"seconds": float, "restarts": int,     # of a record
+    "error": str | None, "stopped_after": int | None, "device": str | None}
 Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
@@ -136,24 +135,23 @@ class Workers(ExitStack):
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
         """Returns the record of a run. One that is altered, is another run's or says two things is
         set aside, and the run is due."""
-        if not os.path.lexists(path := self.out / f"{name}.json"):
+        path, every = self.out / f"{name}.json", config.eval_every or config.steps
+        if not os.path.lexists(path):
             return None
-        steps = {step for step in range(1, config.steps + 1)
-                 if step == config.steps or (config.eval_every and step % config.eval_every == 0)}
+        why: object = f"{named(path)} has values that do not agree, or are of another kind"
         try:
-            found, why = records.read(path), "has values that do not agree, or are of another kind"
+            found, steps = records.read(path), {*range(every, config.steps, every), config.steps}
             curve, over = dict(found["evaluations"]), found["error"] or found["stopped_after"]
-            fits = all(isinstance(found[key], kind) for key, kind in FIELDS.items()) and all(
-                isinstance(one, float | None) for one in curve.values()) and curve.keys() <= steps
+            kinds = [*((found[key], kind) for key, kind in FIELDS.items()),
+                     *((loss, float | None) for loss in curve.values())]
             if found | {"name": name, "config": records.plain(config.to_dict())} != found:
-                why = "is the record of another run"
-            elif fits and (found["val_loss"] is None if over else curve.keys() == steps
-                           and found["val_loss"] == curve[config.steps]):
+                why = f"{named(path)} is the record of another run"
+            elif all(isinstance(one, kind) for one, kind in kinds) and (
+                    found["val_loss"] is None and curve.keys() <= steps if over else
+                    found["val_loss"] == curve[config.steps] and curve.keys() == steps):
                 return found
-        except DamagedError as error:
-            why = error
-        except records.UNREADABLE:
-            pass
+        except records.UNREADABLE as error:
+            why = error if isinstance(error, DamagedError) else why
         tell(f"lpkit: {records.set_aside(path, why, 'the run is made again')}")
         return remove(self.out / name)      # its folder, which it may have been made from
 
@@ -255,8 +253,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
             sys.exit(1)
     except ConfigError as error:
-        busy = (path / LOCK).is_file() and is_locked(path / LOCK)
-        if damaged or busy or not os.path.lexists(path):
+        if damaged or not os.path.lexists(path) or is_locked(path / LOCK):
             raise
         return make(where, imports, values, restarts,
                     [records.set_aside(path, error, "the run is made again")])

@@ -10,7 +10,6 @@ Gradients, too, lie where they were. The optimizer comes after it, as ever.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, Choice
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, tell
 from lpkit.kernels.capture import captured
 from lpkit.memory.rows import asked as asked_memory
 from lpkit.techniques.data import POLICIES, SIZES
@@ -94,8 +93,7 @@ class Graphs(Executor):
                 why = NOT_CAPTURED.format(str(error).partition("\n")[0])
                 if training.config.system.cuda_graphs is True:
                     raise ConfigError(f"system.cuda_graphs=true: {why}; set it to auto") from error
-                print(f"lpkit: {why}; this run's kernels are started one by one", file=sys.stderr,
-                      flush=True)
+                tell(f"lpkit: {why}; this run's kernels are started one by one")
                 self.seen = -math.inf
                 training.optimizer.zero_grad()
                 return super().forward_backward(training, batch, phases=phases)

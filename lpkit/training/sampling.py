@@ -123,8 +123,7 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
                     _read(training, seen[b], cache.row(b))
         given = torch.tensor([ids[-1:] for ids in seen], device=device)
         logits = training.logits(given, cache)[:, -1]
-        new = [choose(one, temperature, top_k, rng)
-               for one, rng in zip(logits, rngs, strict=True)]
+        new = [choose(one, temperature, top_k, rng) for one, rng in zip(logits, rngs, strict=True)]
         for ids, token in zip(seen, new, strict=True):
             ids.append(token)
         yield new

@@ -30,7 +30,7 @@ from lpkit.training.runs import Run
 
 @dataclass(kw_only=True)
 class Start:
-    where: str = ""                 # the checkpoint, whose name has its step
+    where: str = ""                 # the checkpoint
     sha256: str = ""                # of its weights, however they were saved
     tensors: dict[str, Tensor] = field(default_factory=dict)    # mapped: they take no memory
     places: dict[str, str] = field(default_factory=dict)        # new prefix: prefix there
@@ -90,9 +90,8 @@ def weights(run: Run, lack: str) -> checkpoint.Checkpoint:
                                              only=checkpoint.WEIGHTS, quarantine=False)
     if saved is None:
         raise ConfigError("; ".join([lack, *problems]))
-    for one in (*(f"the weights are those of step {saved.step}: {one}" for one in problems),
-                *by_first(lambda: run.problems)):
-        by_first(tell, f"lpkit: {one}")
+    for one in dict.fromkeys([*problems, *by_first(lambda: run.problems)]):
+        by_first(tell, f"lpkit: the weights are those of step {saved.step}: {one}")
     return saved
 
 
@@ -107,11 +106,11 @@ def read(config: Config, tokenizer: str = "") -> Start:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
     saved = weights(run, f"start.run={asked.run} has no checkpoint to begin from")
-    said, is_of = run.summary, saved.path.name
-    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != is_of:
+    said = run.summary
+    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
         raise ConfigError(f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and "
-                          f"the newest weights that are whole are those of {is_of}; make them again by "
-                          f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
+                          f"the newest weights that are whole are of step {saved.step}; make newer ones "
+                          f"by lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
     theirs = checkpoint.evaluated_weights(saved.tensors)    # as that run's val_loss has them
     tensors = {name.removeprefix("model/"): t for name, t in sorted(theirs.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
