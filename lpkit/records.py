@@ -139,6 +139,13 @@ class _Line:
         return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
 
 
+def whole_lines(texts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yields the values of those lines that match their checksums, of whatever run."""
+    for text in texts:
+        with suppress(*UNREADABLE):
+            yield _Line.parse(text).value
+
+
 def head(path: Path) -> tuple[int, str]:
     """The number and the checksum of the last whole line, which stand for all lines. (0, "") where
     there is none."""

@@ -240,7 +240,7 @@ def summed(line, **changes):
     pytest.param(lambda lines: [*lines, "[]\n"], id="no line")])
 def test_a_journal_that_was_altered_changes_no_trial(alter, tmp_path, capsys):
     """Records of runs say what came of trials. The journal is set aside, written again as it was, and the command says so."""
-    whole, ran = searched(tmp_path)
+    whole, _ = searched(tmp_path)
     path = Path(whole["journal"])
     text = path.read_text()
     path.write_text("".join(alter(text.splitlines(keepends=True))))

@@ -19,17 +19,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
-from lpkit.config import Config, DataConfig
+from lpkit.config import Config, DataConfig, flat
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError, DamagedError, RunFailedError, named, tell
-from lpkit.files import PACKAGE, is_locked, remove, sweep, write_atomically
+from lpkit.files import PACKAGE, is_locked, remove, sha256, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 from lpkit.training.launch import launch, spread
+from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
@@ -62,18 +63,22 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 
 def name_of(config: Config, tag: str = "") -> str:
-    """`tag`: tells the run from others of the same config, where it may be stopped."""
+    """`tag`: tells the run from others of the same config, where it may be stopped. Runs and files
+    that settings name are part of it: a base that is trained further is another base."""
+    texts = [Path(one) for key, one in flat(config).items() if key != "data.source" and one
+             and isinstance(one, str)]
+    held = [sha256(path) for one in texts for path in
+            ([one] if os.path.isfile(one) else sorted(one.glob(MANIFESTS))[-1:])]
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
-    return records.digest(told)[:records.MARK_DIGITS]
+    return records.digest(told + held)[:records.MARK_DIGITS]
 
 
 def evaluations(path: Path) -> Evaluations:
-    """Reads those that a run has made so far. Raises OSError, ValueError for a damaged line."""
-    metrics, key = path / "metrics.jsonl", b'"val_loss"'
-    parts = metrics.read_bytes().split(key) if metrics.is_file() else ()
+    """Reads those that a run has made so far, but for damaged lines. Raises OSError."""
+    metrics = path / METRICS
+    texts = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ()
     # asked ten times a second: lines without the key, which are most, are not parsed
-    lines = [json.loads(before.rpartition(b"\n")[2] + key + after.partition(b"\n")[0])
-             for before, after in pairwise(parts) if b"\n" in after]
+    lines = records.whole_lines(one for one in texts if b'"val_loss"' in one)
     return [(one["step"], one["val_loss"]) for one in lines]
 
 
@@ -229,7 +234,6 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     go on is set aside, as `damaged` says. Raises RunFailedError, SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
-    from lpkit.training.runs import CONFIG, LOCK, Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
     Config(imports=imports)     # as the process has that started this one
@@ -267,10 +271,9 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     if found.get("energy_wh") and found["energy_tokens"]:
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
-    run = Run.open(path)
     damaged = [*damaged, *(one for one in found.get("damaged") or () if records.CUT not in one)]
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
-        "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
-        "restarts": restarts, "device": run.environment.get("device"), "damaged": damaged,
+        "evaluations": evaluations(path), "restarts": restarts, "damaged": damaged,
+        "device": Run.open(path).environment.get("device"),
         "seconds": time.perf_counter() - begun})
