@@ -568,7 +568,7 @@ def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["exchanged", "config", "weights", "evaluation", "stop"])
+@pytest.mark.parametrize("how", ["exchanged", "config", "weights", "evaluation", "another's evaluations", "stop"])
 def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, tmp_path, capsys):
     """Two runs that were killed after a checkpoint: one has more steps, which a run that goes on may have."""
     configs = [claim().config("adamw").replace({"steps": steps, "eval_every": 1, "checkpoint_every": 2}) for steps in (6, 8)]
@@ -590,6 +590,8 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, tmp_path, capsys):
         path.write_bytes(path.read_bytes()[:-1])
     elif how == "evaluation":
         (a / "metrics.jsonl").write_text((a / "metrics.jsonl").read_text().replace('"val_loss": ', '"val_loss": 1', 1))
+    elif how == "another's evaluations":
+        (a / "metrics.jsonl").write_text((b / "metrics.jsonl").read_text())
     else:
         a.with_suffix(".stop").write_text("2")      # of a command that was killed
     with runs.Workers(tmp_path / "out", runs.processes.Children(), 1, attacked._in_here) as workers:
@@ -597,8 +599,8 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, tmp_path, capsys):
     for one, metrics in zip(found, whole):
         assert one["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics] and one["val_loss"] == metrics[-1]["val_loss"]
     said = capsys.readouterr().err
-    assert said.count(".damaged now, and the run is made again") == {"exchanged": 2, "config": 1, "evaluation": 1}.get(how, 0)
-    assert said.count("\n") == {"exchanged": 2, "config": 1, "weights": 1, "evaluation": 1}.get(how, 0), said
+    assert said.count(".damaged now, and the run is made again") == {"exchanged": 2, "config": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0)
+    assert said.count("\n") == {"exchanged": 2, "config": 1, "weights": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0), said
 
 
 def test_a_run_that_fails_says_its_whole_sentence(tmp_path):

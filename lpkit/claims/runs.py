@@ -271,9 +271,10 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     if found.get("energy_wh") and found["energy_tokens"]:
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
+    run = Run.open(path)
     damaged = [*damaged, *(one for one in found.get("damaged") or () if records.CUT not in one)]
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
-        "evaluations": evaluations(path), "restarts": restarts, "damaged": damaged,
-        "device": Run.open(path).environment.get("device"),
+        "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
+        "restarts": restarts, "device": run.environment.get("device"), "damaged": damaged,
         "seconds": time.perf_counter() - begun})
