@@ -8,7 +8,6 @@ are a chain: a line that is lost, doubled, moved or of another run shows, too.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +22,7 @@ SUM, LINE_SUM = "sha256", "sum"
 RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
 MARK_DIGITS = 16            # of a SHA-256, in lines and in what names a run
 MOST_BYTES = 1 << 28        # a header of tokens holds its tokenizer
-MOST_LINES = 1 << 30        # bytes of a file of lines
 LONGEST_LINE = 1 << 20
-CUT = "cut off, as a kill leaves it; it is passed over"
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
@@ -79,12 +76,9 @@ def read(path: Path) -> dict[str, Any]:
     return unsealed(text_of(path), path)
 
 
-def set_aside(path: Path, why: object, then: str) -> str:
-    """Renames what lies at `path` and is not what it should be. Returns a sentence that says so.
-    Raises OSError."""
-    aside = free(path.with_name(f"{path.name}.damaged"))
-    path.rename(aside)
-    return f"{why}. It is {named(aside)} now, and {then}"
+def set_aside(path: Path) -> Path:
+    """Renames what is not what it should be. Returns its new path. Raises OSError."""
+    return path.rename(free(path.with_name(f"{path.name}.damaged")))
 
 
 def of_others(path: Path) -> dict[str, Any]:
@@ -122,7 +116,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     value: dict[str, Any]
     run: str | None
     number: int
@@ -130,20 +124,13 @@ class _Line:
     sum: str
 
     @classmethod
-    def parse(cls, text: bytes) -> "_Line":
+    def parse(cls, text: bytes) -> "Line":
         """Raises one of UNREADABLE."""
         value = json.loads(text)
         due = value.pop(LINE_SUM)
         if due != _line_sum(value) or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
         return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
-
-
-def whole_lines(texts: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yields the values of those lines that match their checksums, of whatever run."""
-    for text in texts:
-        with suppress(*UNREADABLE):
-            yield _Line.parse(text).value
 
 
 def head(path: Path) -> tuple[int, str]:
@@ -154,7 +141,7 @@ def head(path: Path) -> tuple[int, str]:
             file.seek(max(0, path.stat().st_size - LONGEST_LINE))
             for text in reversed(file.readlines()):
                 with suppress(*UNREADABLE):
-                    last = _Line.parse(text)
+                    last = Line.parse(text)
                     return last.number, last.sum
     return 0, ""
 
@@ -168,16 +155,14 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
     vouched: (who says so, the number of a line, its checksum)
     """
     good, problems, sums = [], [], {}
-    before: _Line | None = _Line({}, run, 0, "", "")      # None: the one before is not known
-    if os.path.lexists(path) and not (path.is_file() and path.stat().st_size <= MOST_LINES):
-        return [], [f"{named(path)} is not a file of lines; remove it"]
+    before: Line | None = Line({}, run, 0, "", "")      # None: the one before is not known
     text = path.read_bytes() if path.is_file() else b""
     for place, one in enumerate(text.splitlines(keepends=True), 1):
         why = ""
         try:
-            line = _Line.parse(one)
+            line = Line.parse(one)
         except UNREADABLE as error:
-            line, why = None, CUT
+            line, why = None, "cut off, as a kill leaves it; it is passed over"
             if one.endswith(b"\n"):
                 why = f"damaged ({type(error).__name__}: {error}); it is passed over"
         if line and run is not None:
@@ -215,7 +200,7 @@ def rewind(path: Path, step: int) -> None:
     lines, end = [], 0
     for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
-            if _Line.parse(text).value["step"] > step:
+            if Line.parse(text).value["step"] > step:
                 continue
             end = len(lines) + 1
         except UNREADABLE:

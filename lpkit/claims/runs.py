@@ -1,11 +1,9 @@
-"""Runs of a claim, each done once. NAME.json in a folder is the record of one that has ended, whose
-NAME is a hash of its config, the code, the data and the machine; NAME/ is one that has begun.
+"""Make the runs of a claim, each once. NAME.json is the record of a run that has ended, NAME/ the
+folder of a run that has begun. NAME is a hash of its config, the code, the data and the machine.
 
-The record is written when the run has come to its end, and then the run's folder goes. A kill loses
-no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
-all runs of a command, under keepers that end them when this process ends, however it does. One that
-is killed is replaced, and its run goes on: its record says how often. NAME.stop has the step after
-which a run is to end.
+After a kill, the same command goes on from the newest checkpoints. Keepers end all workers when
+this process ends, however it does. A worker that is killed is replaced, and the record of its run
+says how often. NAME.stop has the step after which a run is to end.
 """
 
 import functools
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
-from lpkit.config import Config, DataConfig, flat
+from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError, DamagedError, RunFailedError, named, tell
 from lpkit.files import PACKAGE, is_locked, remove, sha256, sweep, write_atomically
@@ -63,23 +61,23 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 
 def name_of(config: Config, tag: str = "") -> str:
-    """`tag`: tells the run from others of the same config, where it may be stopped. Runs and files
-    that settings name are part of it: a base that is trained further is another base."""
-    texts = [Path(one) for key, one in flat(config).items() if key != "data.source" and one
-             and isinstance(one, str)]
-    held = [sha256(path) for one in texts for path in
-            ([one] if os.path.isfile(one) else sorted(one.glob(MANIFESTS))[-1:])]
+    """`tag`: tells the run from others of the same config, where it may be stopped. A base that was
+    trained further, and other scores under the same path, give the run another name."""
+    base = sorted(Path(config.start.run or os.devnull).glob(MANIFESTS))[-1:]
+    held = [sha256(Path(one)) for one in [*base, config.data.scores] if os.path.isfile(one)]
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
     return records.digest(told + held)[:records.MARK_DIGITS]
 
 
 def evaluations(path: Path) -> Evaluations:
     """Reads those that a run has made so far, but for damaged lines. Raises OSError."""
-    metrics = path / METRICS
-    texts = metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ()
-    # asked ten times a second: lines without the key, which are most, are not parsed
-    lines = records.whole_lines(one for one in texts if b'"val_loss"' in one)
-    return [(one["step"], one["val_loss"]) for one in lines]
+    metrics, found = path / METRICS, []
+    for text in metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ():
+        with suppress(*records.UNREADABLE):
+            # asked ten times a second: lines without the key, which are most, are not parsed
+            if b'"val_loss"' in text and (line := records.Line.parse(text).value):
+                found.append((line["step"], line["val_loss"]))
+    return found
 
 
 @dataclass
@@ -134,30 +132,28 @@ class Workers(ExitStack):
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
         for name in made:
-            [tell(f"lpkit: {one}") for one in found[name].get("damaged", ())]
+            if os.path.lexists(aside := self.out / f"{name}.damaged"):
+                tell(f"lpkit: the folder of a run was damaged or another's. It is {named(aside)} now")
         return [found[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
-        """Returns the record of a run. One that is altered, is another run's or says two things is
-        set aside, and the run is due."""
+        """Returns the record of a run. What is damaged, another run's or says two things is set
+        aside, and the run is due."""
         path, every = self.out / f"{name}.json", config.eval_every or config.steps
         if not os.path.lexists(path):
             return None
-        why: object = f"{named(path)} has values that do not agree, or are of another kind"
-        try:
+        with suppress(*records.UNREADABLE):
             found, steps = records.read(path), {*range(every, config.steps, every), config.steps}
             curve, over = dict(found["evaluations"]), found["error"] or found["stopped_after"]
             kinds = [*((found[key], kind) for key, kind in FIELDS.items()),
                      *((loss, float | None) for loss in curve.values())]
-            if found | {"name": name, "config": records.plain(config.to_dict())} != found:
-                why = f"{named(path)} is the record of another run"
-            elif all(isinstance(one, kind) for one, kind in kinds) and (
-                    found["val_loss"] is None and curve.keys() <= steps if over else
-                    found["val_loss"] == curve[config.steps] and curve.keys() == steps):
+            if (found | {"name": name, "config": records.plain(config.to_dict())} == found
+                    and all(isinstance(one, kind) for one, kind in kinds)
+                    and (found["val_loss"] is None and curve.keys() <= steps if over else
+                         found["val_loss"] == curve[config.steps] and curve.keys() == steps)):
                 return found
-        except records.UNREADABLE as error:
-            why = error if isinstance(error, DamagedError) else why
-        tell(f"lpkit: {records.set_aside(path, why, 'the run is made again')}")
+        tell(f"lpkit: {named(path)} is damaged, or not the record of its run. It is "
+             f"{named(records.set_aside(path))} now, and the run is made again")
         return remove(self.out / name)      # its folder, which it may have been made from
 
     def _has(self, name: str) -> bool:
@@ -228,14 +224,14 @@ def work(told: int) -> None:
         make(*json.loads(line))
 
 
-def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int,
-         damaged: Sequence[str] = ()) -> None:
+def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
     """Makes a run, or goes on with it; `restarts`: so often already. A folder from which it cannot
-    go on is set aside, as `damaged` says. Raises RunFailedError, SystemExit when told to end."""
+    go on is set aside. Raises RunFailedError, SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
 
     path, begun, control = Path(where), time.perf_counter(), Control()
+    resume = os.path.lexists(path)
     Config(imports=imports)     # as the process has that started this one
     config = Config.from_dict(values)
 
@@ -247,7 +243,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     try:
         if (path / CONFIG).is_file() and Run.open(path).config.to_dict() != config.to_dict():
             raise DamagedError(f"{named(path)} is the folder of another run")
-        more = {"out": path, "resume": path.exists(), "observers": [heed]}
+        more = {"out": path, "resume": resume, "observers": [heed]}
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
         end = ranks.stop if ranks else control.stop         # before a rank has imported torch
@@ -256,11 +252,11 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
             sys.exit(1)
-    except ConfigError as error:
-        if damaged or not os.path.lexists(path) or is_locked(path / LOCK):
+    except ConfigError:
+        if not resume or is_locked(path / LOCK):
             raise
-        return make(where, imports, values, restarts,
-                    [records.set_aside(path, error, "the run is made again")])
+        records.set_aside(path)
+        return make(where, imports, values, restarts)
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]
         if last.get("loss", 0) is not None and (last.get("grad_norm", 0) is not None
@@ -272,9 +268,8 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
     run = Run.open(path)
-    damaged = [*damaged, *(one for one in found.get("damaged") or () if records.CUT not in one)]
     records.write(path.with_suffix(".json"), {
         **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
         "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
-        "restarts": restarts, "device": run.environment.get("device"), "damaged": damaged,
+        "restarts": restarts, "device": run.environment.get("device"),
         "seconds": time.perf_counter() - begun})

@@ -37,6 +37,7 @@ FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "secon
           "factor", "measured", "held", "time")
 NEEDED = {"exercise": {"name", "verdict"}, "guess": {"name"}, "claim": {"name", "verdict"}}
 MOST_BYTES = 1 << 17        # of a request: of `reports.AT_ONCE` reports
+MOST_KEPT = 1 << 30         # of all reports
 EACH = 2_000                # reports of a learner; a course makes some 500
 MOST_TEXT = 300             # characters of a field
 LARGEST = 1e300
@@ -62,6 +63,9 @@ class Store:
         has a sentence for each line that is altered or lost, and for pseudonyms whose name is lost."""
         names = self._names()
         head = [(named(self.names), *names["lines"])] if "lines" in names else []
+        if self._is_none():
+            self.problems = [f"{named(self.path)} is not a file of reports; the next report sets it aside"]
+            return []
         events, self.problems = records.read_lines(self.path, CHAIN, head)
         events = [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
         known = set(names["names"].values())
@@ -84,8 +88,13 @@ class Store:
                 raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
             return found
         except (ConfigError, KeyError, AttributeError) as error:
-            tell(f"lpkit: {records.set_aside(self.names, error, 'names are drawn again')}")
+            tell(f"lpkit: {error}. It is {named(records.set_aside(self.names))} now, and names are drawn again")
             return {"names": {}}
+
+    def _is_none(self) -> bool:
+        """Returns True where a pipe, a link, a folder or something endless lies in the place of the reports."""
+        return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
+                                               or self.path.stat().st_size > MOST_KEPT)
 
     def pseudonym(self, name: str) -> str:
         """Returns the same pseudonym for the same name until all is deleted. It is drawn, so that
@@ -103,10 +112,9 @@ class Store:
         """Keeps the new reports among these, and returns how many. What is no report, and what is
         beyond a learner's share, is passed over: nobody can fill the room for others."""
         with locked(self.path.with_suffix(".lock")):
-            if os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
-                                               or self.path.stat().st_size > records.MOST_LINES):
-                why = f"{named(self.path)} is not a file of lines"
-                tell(f"lpkit: {records.set_aside(self.path, why, 'reports begin anew')}")
+            if self._is_none():
+                aside = named(records.set_aside(self.path))
+                tell(f"lpkit: {named(self.path)} is not a file of reports. It is {aside} now, and reports begin anew")
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())

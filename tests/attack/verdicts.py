@@ -29,7 +29,7 @@ from lpkit.training.background import train
 from tests.attack import Outcome
 from tests.attack._nursery import prepare
 
-COUNT, FEW = 400, 40
+COUNT, FEW = 300, 28
 STEPS = 8
 SHARES = {"claim": 5, "sweep": 2, "pruned": 2, "reports": 4, "begun": 1}       # of 14 trials
 LEARNERS, EACH = 4, 5
@@ -79,7 +79,8 @@ def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Out
             return
         if again and words.getvalue():
             outcome.failed("said again", f"{trial}: {words.getvalue()[:300]}")
-        if not (again or heard or name in ("remove", *kind.quiet)):
+        derived = victim.suffix == ".jsonl" and kind.name in ("sweep", "pruned")        # a journal, which nothing reads
+        if not (again or heard or derived or name in ("remove", *kind.quiet)):
             outcome.failed("not said", trial)
         if any(line.count("lpkit: ") != 1 for line in words.getvalue().splitlines()):
             outcome.failed("not a sentence", f"{trial}: {words.getvalue()[:300]}")
@@ -133,7 +134,7 @@ class Claims(Kind):
 class Sweeps(Kind):
     """Six trials, whose records and whose journal are mutated."""
 
-    name, pruner, quiet = "sweep", "none", ("cut a line", "cut lines", "cut", "drop", "empty")     # a journal without its end: a kill
+    name, pruner, quiet = "sweep", "none", ()
 
     def make(self) -> None:
         self.values = VALUES
@@ -187,10 +188,15 @@ def _report(i: int) -> dict[str, Any]:
             "seconds": 1.5 * i}
 
 
+# what costs steps of a run that goes on, which the log of its worker says, and no number
+LOSES_STEPS = ("exchange", "cut a line", "replace", "cut", "flip", "empty", "other JSON", "NaN", "text", "pipe", "folder", "link", "huge", "drop",
+               "cut lines", "double", "swap", "edit", "a kind in a line", "another's values", "list")
+
+
 class Begun(Kind):
     """A folder of a run that was killed after four of its steps, which is real: `runs.make` goes on with it."""
 
-    name, quiet = "begun", ("exchange", "cut a line")
+    name, quiet = "begun", LOSES_STEPS
 
     def make(self) -> None:
         self.other = self.config.replace({"optimizer": "lion"})
