@@ -1,12 +1,10 @@
 """The error for an invalid setting, and how it shows what was given. Standard library only."""
 
-import contextlib
 import difflib
 import errno
 import os
 import re
 import reprlib
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -101,12 +99,6 @@ def named(path: object) -> str:
 
 def in_one_line(text: str) -> str:
     return printable(text).replace("\n", "\\n")
-
-
-def tell(line: object) -> None:
-    """Prints a line to standard error, and nothing that a terminal would obey."""
-    with contextlib.suppress(OSError):      # the terminal is closed
-        print(in_one_line(str(line)), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

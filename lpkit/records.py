@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import free, read_text, whole_file, write_atomically
+from lpkit.files import read_text, whole_file, write_atomically
 
 SUM, LINE_SUM = "sha256", "sum"
 RUN, NUMBER, BEFORE = "run", "line", "before"       # what a line carries besides its value
@@ -41,10 +41,6 @@ def canonical(value: Any) -> bytes:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()
-
-
-def _line_sum(value: Any) -> str:
-    return digest(value)[:MARK_DIGITS]
 
 
 def sealed(value: Mapping[str, Any]) -> str:
@@ -74,11 +70,6 @@ def write(path: Path, value: Mapping[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Raises DamagedError, also for a file that is not there or cannot be read."""
     return unsealed(text_of(path), path)
-
-
-def set_aside(path: Path) -> Path:
-    """Renames what is not what it should be. Returns its new path. Raises OSError."""
-    return path.rename(free(path.with_name(f"{path.name}.damaged")))
 
 
 def of_others(path: Path) -> dict[str, Any]:
@@ -111,7 +102,7 @@ class Chain:
     def line(self, value: Mapping[str, Any]) -> str:
         self.number += 1
         value = plain({**value, RUN: self.run, NUMBER: self.number, BEFORE: self.sum})
-        self.sum = _line_sum(value)
+        self.sum = digest(value)[:MARK_DIGITS]
         return json.dumps({**value, LINE_SUM: self.sum}) + "\n"
 
 
@@ -128,7 +119,7 @@ class Line:
         """Raises one of UNREADABLE."""
         value = json.loads(text)
         due = value.pop(LINE_SUM)
-        if due != _line_sum(value) or not text.endswith(b"\n"):
+        if due != digest(value)[:MARK_DIGITS] or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
         return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
 

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from lessons import l19_is_it_progress as lesson
-from lpkit import cli, errors, files
+from lpkit import cli, files
 from lpkit.claims import protocol, referee, runs, settle
 from lpkit.commands import claim as command
 from lpkit.errors import ConfigError, RunFailedError
@@ -617,7 +617,7 @@ def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
     found, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"}, name: {"optimizer": "lion"}}})
     shown = command.text(found)
     assert "\x1b" not in shown and r"lion\x1b[31m\nlpkit: better is better than adamw" in shown and "\nlpkit" not in shown
-    errors.tell(f"{name} against adamw: 1 of 3 runs")
+    runs.processes.tell(f"{name} against adamw: 1 of 3 runs")
     assert capsys.readouterr().err == "lion\\x1b[31m\\nlpkit: better against adamw: 1 of 3 runs\n"
 
 

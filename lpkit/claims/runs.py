@@ -24,9 +24,10 @@ from typing import Any
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
-from lpkit.errors import ConfigError, DamagedError, RunFailedError, named, tell
-from lpkit.files import PACKAGE, is_locked, remove, sha256, sweep, write_atomically
+from lpkit.errors import ConfigError, DamagedError, RunFailedError, named
+from lpkit.files import PACKAGE, free, is_locked, remove, sha256, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
+from lpkit.processes import tell
 from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
@@ -78,6 +79,11 @@ def evaluations(path: Path) -> Evaluations:
             if b'"val_loss"' in text and (line := records.Line.parse(text).value):
                 found.append((line["step"], line["val_loss"]))
     return found
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is not what it should be. Returns its new path. Raises OSError."""
+    return path.rename(free(path.with_name(f"{path.name}.damaged")))
 
 
 @dataclass
@@ -153,7 +159,7 @@ class Workers(ExitStack):
                          found["val_loss"] == curve[config.steps] and curve.keys() == steps)):
                 return found
         tell(f"lpkit: {named(path)} is damaged, or not the record of its run. It is "
-             f"{named(records.set_aside(path))} now, and the run is made again")
+             f"{named(set_aside(path))} now, and the run is made again")
         return remove(self.out / name)      # its folder, which it may have been made from
 
     def _has(self, name: str) -> bool:
@@ -255,7 +261,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     except ConfigError:
         if not resume or is_locked(path / LOCK):
             raise
-        records.set_aside(path)
+        set_aside(path)
         return make(where, imports, values, restarts)
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder, needs
-from lpkit.errors import ConfigError, in_one_line, named, tell
+from lpkit.errors import ConfigError, in_one_line, named
 from lpkit.predict.units import duration
 from lpkit.values import Count
 
@@ -58,6 +58,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
     end when this process is told to."""
     from lpkit import files, processes
     from lpkit.claims import executors, runs
+    from lpkit.processes import tell
 
     children, name = processes.Children(), told.executor
     if executor := executors.EXECUTORS[name]:

@@ -42,9 +42,10 @@ import psutil
 from lpkit import processes
 from lpkit.config import key_and_value
 from lpkit.course.claims import cards, verdict
-from lpkit.errors import ConfigError, named, nearest, pick, shown, tell
+from lpkit.errors import ConfigError, named, nearest, pick, shown
 from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
+from lpkit.processes import tell
 from lpkit.values import convert
 
 if TYPE_CHECKING:

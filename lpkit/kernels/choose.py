@@ -22,6 +22,7 @@ import inspect
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +32,7 @@ import torch
 
 from lpkit import records
 from lpkit.contracts import Choice
-from lpkit.errors import ConfigError, DamagedError, out_of_memory, pick, printable, shown, tell
+from lpkit.errors import ConfigError, DamagedError, out_of_memory, pick, printable, shown
 from lpkit.files import own_cache, private_folder, read_private, write_atomically
 from lpkit.kernels import capture, jit
 from lpkit.kernels.jit import INTERPRETED, why_no_compiler, why_no_triton
@@ -120,7 +121,8 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
         record, passed_over = None, f"; a record of an earlier race is passed over: {error}"
     if record is None:
         if _device(at_hand).type == "cuda":
-            tell(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this machine")
+            print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
+                  f"machine", file=sys.stderr, flush=True)
         record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
         # a lack of memory is of this moment; no room, no right to write: anew next time
         if not any(why.startswith(LACKS) for why in record["refused"].values()):

@@ -10,6 +10,7 @@ Gradients, too, lie where they were. The optimizer comes after it, as ever.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, Choice
-from lpkit.errors import ConfigError, tell
+from lpkit.errors import ConfigError
 from lpkit.kernels.capture import captured
 from lpkit.memory.rows import asked as asked_memory
 from lpkit.techniques.data import POLICIES, SIZES
@@ -93,7 +94,8 @@ class Graphs(Executor):
                 why = NOT_CAPTURED.format(str(error).partition("\n")[0])
                 if training.config.system.cuda_graphs is True:
                     raise ConfigError(f"system.cuda_graphs=true: {why}; set it to auto") from error
-                tell(f"lpkit: {why}; this run's kernels are started one by one")
+                print(f"lpkit: {why}; this run's kernels are started one by one", file=sys.stderr,
+                      flush=True)
                 self.seen = -math.inf
                 training.optimizer.zero_grad()
                 return super().forward_backward(training, batch, phases=phases)

@@ -1,6 +1,7 @@
 """The training loop: update, evaluate, save, and write down what happened."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -15,7 +16,7 @@ import torch
 from lpkit import hardware, records
 from lpkit.config import Config
 from lpkit.contracts import Observer, RunAccount, StepRecord
-from lpkit.errors import ConfigError, out_of_memory, tell
+from lpkit.errors import ConfigError, out_of_memory
 from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import everybodys
@@ -121,8 +122,8 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
     start, before = saved.step if saved else 0, run.environments
     damaged += problems
     if before and not start:
-        tell(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
-             f"{'; '.join(damaged) or 'none was saved'}")
+        print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
+              f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
     base = {"checkpoint": training.start.where, "sha256": training.start.sha256}
     begun = {"from_step": start, "damaged": damaged, "start": base if base["sha256"] else None}
     now = here | begun | {"lines": saved.lines if saved else {}}

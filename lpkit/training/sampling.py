@@ -6,6 +6,7 @@ drops its oldest key and goes on; with learned positions, or a table of blocks, 
 from its newer half.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -21,8 +22,8 @@ from lpkit.nn.kv_cache import Cache, new_cache
 from lpkit.precision.compute import compute_dtype
 from lpkit.techniques.caches import CACHES, refuse_keys_to_come
 from lpkit.techniques.layouts import Layout
+from lpkit.training import checkpoint
 from lpkit.training.runs import Run
-from lpkit.training.start import weights
 from lpkit.training.training import RandomTokens, Training
 from lpkit.values import Count, Place, PositiveOrZero, Seed, checked, utf8
 
@@ -75,7 +76,11 @@ def trained(run: Run, device: str = "cpu") -> Training:
     Raises ConfigError for a run without a checkpoint.
     """
     with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
-        saved = weights(run, f"{str(run.path)!r} has no checkpoint to sample from")
+        saved, _ = checkpoint.load_latest(
+            run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
+            lack=f"{str(run.path)!r} has no checkpoint to sample from")
+    for problem in run.problems:
+        print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone
     config = replace(run.config, memory=MemoryConfig(param_dtype=run.config.memory.param_dtype),
                      parallel=Layout(), objective=Config().objective)
@@ -123,7 +128,8 @@ def generate(training: Training, prompts: Sequence[Sequence[int]], count: int, t
                     _read(training, seen[b], cache.row(b))
         given = torch.tensor([ids[-1:] for ids in seen], device=device)
         logits = training.logits(given, cache)[:, -1]
-        new = [choose(one, temperature, top_k, rng) for one, rng in zip(logits, rngs, strict=True)]
+        new = [choose(one, temperature, top_k, rng)
+               for one, rng in zip(logits, rngs, strict=True)]
         for ids, token in zip(seen, new, strict=True):
             ids.append(token)
         yield new

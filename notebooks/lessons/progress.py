@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from lpkit import records
+from lpkit.claims.runs import set_aside
 from lpkit.course import room as rooms
 from lpkit.course.room import FOLDER
-from lpkit.errors import ConfigError, DamagedError, named, tell
+from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import locked, sync, whole_file
+from lpkit.processes import tell
 from lpkit.tables import text_table
 
 TEXTS = ("id", "kind", "notebook", "name", "verdict", "unit")
@@ -88,7 +90,7 @@ class Store:
                 raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
             return found
         except (ConfigError, KeyError, AttributeError) as error:
-            tell(f"lpkit: {error}. It is {named(records.set_aside(self.names))} now, and names are drawn again")
+            tell(f"lpkit: {error}. It is {named(set_aside(self.names))} now, and names are drawn again")
             return {"names": {}}
 
     def _is_none(self) -> bool:
@@ -113,7 +115,7 @@ class Store:
         beyond a learner's share, is passed over: nobody can fill the room for others."""
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
-                aside = named(records.set_aside(self.path))
+                aside = named(set_aside(self.path))
                 tell(f"lpkit: {named(self.path)} is not a file of reports. It is {aside} now, and reports begin anew")
             who, mine = self.pseudonym(name), []
             self._look()
