@@ -543,16 +543,17 @@ def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_pa
     whole = settled_in(tmp_path)
     a, b = (tmp_path / f"{one['name']}.json" for one in whole[:2])
     ALTERED[how](a, b)
+    aside = tmp_path / "damaged"
     theirs = [path for path in (a, b) if how == "exchanged" or path == a]
     kept = {path: path.read_bytes() for path in theirs if path.is_file() and how != "huge"}
     assert settled_in(tmp_path) == whole
     said = capsys.readouterr().err.splitlines()
     assert len(said) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
-        f" is damaged, or not the record of its run. It is {path}.damaged now, and the run is made again") for line, path in zip(said, theirs)), said
-    assert all(Path(f"{path}.damaged").read_bytes() == content for path, content in kept.items()) and os.path.lexists(f"{a}.damaged")
+        " is damaged, or not the record of its run; it is moved to damaged/, and the run is made again") for line, path in zip(said, theirs)), said
+    assert all((aside / path.name).read_bytes() == content for path, content in kept.items()) and os.path.lexists(aside / a.name)
     assert settled_in(tmp_path, lambda *told: pytest.fail("a run")) == whole and capsys.readouterr().err == ""
     ALTERED["empty"](a, b)
-    assert settled_in(tmp_path) == whole and {path.name for path in tmp_path.glob("*damaged*")} >= {f"{a.name}.damaged", f"{a.name}-1.damaged"}
+    assert settled_in(tmp_path) == whole and {path.name for path in aside.iterdir()} >= {a.name, f"{a.stem}-1.json"}
 
 
 def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, monkeypatch):
@@ -600,7 +601,7 @@ def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, tmp_path, capsys):
         assert one["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics] and one["val_loss"] == metrics[-1]["val_loss"]
     said = capsys.readouterr().err
     due = {"exchanged": 2, "config": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0)
-    assert said.count("\n") == said.count(".damaged now") == due and len([*(tmp_path / "out").glob("*.damaged")]) == due, said
+    assert said.count("\n") == said.count("moved to damaged/") + said.count("; the run was made again") == due and len([*(tmp_path / "out").glob("damaged/*")]) == due, said
 
 
 def test_a_run_that_fails_says_its_whole_sentence(tmp_path):

@@ -336,7 +336,7 @@ def test_damaged_pseudonyms_are_set_aside(tmp_path, capsys):
     store = progress.Store(tmp_path)
     store.add("anna", [report("1")])
     store.names.write_text(store.names.read_text().replace("anna", "ben"))
-    assert store.pseudonyms() == {} and store.names.with_name("pseudonyms.json.damaged").exists() and "checksum" in capsys.readouterr().err
+    assert store.pseudonyms() == {} and (tmp_path / "damaged" / "pseudonyms.json").exists() and "checksum" in capsys.readouterr().err
     assert store.add("anna", [report("2")]) == 1
 
 
@@ -363,7 +363,7 @@ def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
     store = progress.Store(tmp_path)
     assert store.events() == [] and len(store.problems) == (which == "progress.jsonl")
     assert store.add("anna", [report("1")]) == 1 and len(store.events()) == 1 and not store.problems
-    assert f"It is {tmp_path / which}.damaged now" in capsys.readouterr().err and os.path.lexists(tmp_path / f"{which}.damaged")
+    assert f"{tmp_path / which} " in (said := capsys.readouterr().err) and "it is moved to damaged/" in said and os.path.lexists(tmp_path / "damaged" / which)
 
 
 def test_an_empty_code_signs_in_as_nobody(tmp_path):

@@ -25,20 +25,20 @@ from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError, DamagedError, RunFailedError, named
-from lpkit.files import PACKAGE, free, is_locked, remove, sha256, sweep, write_atomically
+from lpkit.files import PACKAGE, is_locked, move_into, remove, sha256, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
-from lpkit.processes import tell
 from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
+DAMAGED = "damaged"         # the folder for what was in the place of a record or a run
 RESTARTS = 2                # of a run whose worker or job is killed, by one command
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
 RESULTS = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules")
-FIELDS = dict.fromkeys(RESULTS, float | None) | {"seconds": float, "restarts": int,     # of a record
-    "error": str | None, "stopped_after": int | None, "device": str | None}
+FIELDS = dict.fromkeys(RESULTS, float | None) | {"seconds": float, "restarts": int,
+    "error": str | None, "stopped_after": int | None, "device": str | None}     # of a record
 Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
@@ -62,8 +62,7 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 
 def name_of(config: Config, tag: str = "") -> str:
-    """`tag`: tells the run from others of the same config, where it may be stopped. A base that was
-    trained further, and other scores under the same path, give the run another name."""
+    """`tag`: of a run that may be stopped. The weights that it begins from, and scores, count."""
     base = sorted(Path(config.start.run or os.devnull).glob(MANIFESTS))[-1:]
     held = [sha256(Path(one)) for one in [*base, config.data.scores] if os.path.isfile(one)]
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
@@ -79,11 +78,6 @@ def evaluations(path: Path) -> Evaluations:
             if b'"val_loss"' in text and (line := records.Line.parse(text).value):
                 found.append((line["step"], line["val_loss"]))
     return found
-
-
-def set_aside(path: Path) -> Path:
-    """Renames what is not what it should be. Returns its new path. Raises OSError."""
-    return path.rename(free(path.with_name(f"{path.name}.damaged")))
 
 
 @dataclass
@@ -122,7 +116,7 @@ class Workers(ExitStack):
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
         wanted, made = dict(zip(names, configs)), Counter()
-        while None in (found := {name: self._ended(name, wanted[name]) for name in wanted}).values():
+        while None in (found := {one: self._ended(one, wanted[one]) for one in wanted}).values():
             due = {name: config for name, config in wanted.items() if found[name] is None}
             made.update([*due])
             if max(made.values()) > 1 + RESTARTS:
@@ -138,13 +132,13 @@ class Workers(ExitStack):
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
         for name in made:
-            if os.path.lexists(aside := self.out / f"{name}.damaged"):
-                tell(f"lpkit: the folder of a run was damaged or another's. It is {named(aside)} now")
+            if os.path.lexists(aside := self.out / DAMAGED / name):
+                processes.tell(f"lpkit: {named(aside)} was the folder of a run, and is damaged, or "
+                               f"another's; the run was made again")
         return [found[name] for name in names]
 
     def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
-        """Returns the record of a run. What is damaged, another run's or says two things is set
-        aside, and the run is due."""
+        """Returns the record of a run; None: it is due. What is not its record is set aside."""
         path, every = self.out / f"{name}.json", config.eval_every or config.steps
         if not os.path.lexists(path):
             return None
@@ -158,12 +152,10 @@ class Workers(ExitStack):
                     and (found["val_loss"] is None and curve.keys() <= steps if over else
                          found["val_loss"] == curve[config.steps] and curve.keys() == steps)):
                 return found
-        tell(f"lpkit: {named(path)} is damaged, or not the record of its run. It is "
-             f"{named(set_aside(path))} now, and the run is made again")
+        processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
+                       f"moved to {DAMAGED}/, and the run is made again")
+        move_into(self.out / DAMAGED, path)
         return remove(self.out / name)      # its folder, which it may have been made from
-
-    def _has(self, name: str) -> bool:
-        return (self.out / f"{name}.json").is_file()
 
     def _submit(self, *told: Any) -> _Worker:
         self.workers = [one for one in self.workers if not one.done()]
@@ -200,7 +192,7 @@ class Workers(ExitStack):
             time.sleep(LOOK_SECONDS)
             for name, job in list(going.items()):
                 over = job.done()       # before the record is looked for, which comes first
-                if self._has(name):
+                if (self.out / f"{name}.json").is_file():
                     del going[name]
                     done += 1
                     say(f"{done} of {len(due)} runs")
@@ -261,7 +253,7 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     except ConfigError:
         if not resume or is_locked(path / LOCK):
             raise
-        set_aside(path)
+        move_into(path.parent / DAMAGED, path)
         return make(where, imports, values, restarts)
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]

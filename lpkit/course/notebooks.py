@@ -45,7 +45,6 @@ from lpkit.course.claims import cards, verdict
 from lpkit.errors import ConfigError, named, nearest, pick, shown
 from lpkit.files import read_text, resource, write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
-from lpkit.processes import tell
 from lpkit.values import convert
 
 if TYPE_CHECKING:
@@ -569,7 +568,7 @@ def work(folder: str) -> int:
     then: nothing is waited for. Returns the exit code."""
     told = ast.literal_eval(Path(folder, "job").read_text())    # reads literals, runs nothing
     told |= {name: Path(told[name]) for name in ("path", "out")}
-    attempt = Attempt(Job(**told), Path(folder), tell)
+    attempt = Attempt(Job(**told), Path(folder), processes.tell)
 
     def stop() -> None:
         attempt.end(status="killed")

@@ -150,8 +150,9 @@ def _newest_whole(root: Path, run: str,
     for folder in folders(root):
         try:
             manifest = verify(folder, run)
+            said = f"lpkit: the weights are those of step {manifest['step']}:"
             for one in problems if lack else ():
-                print(f"lpkit: the weights are those of step {manifest['step']}: {one}", file=sys.stderr)
+                print(said, one, file=sys.stderr)
             return folder, manifest, problems
         except DamagedError as error:
             problems.append(str(error))

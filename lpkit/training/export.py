@@ -39,7 +39,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     kind = families.of_model(m)
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
-    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
+    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                      only=checkpoint.WEIGHTS,
                                       lack=f"{str(run.path)!r} has no checkpoint")
     for problem in run.problems:
         print(f"lpkit: {problem}", file=sys.stderr)

@@ -91,14 +91,16 @@ def read(config: Config, tokenizer: str = "") -> Start:
     if tokenizer and run.identity["tokenizer"] != tokenizer:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
-    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
-                                      lack=f"start.run={asked.run} has no checkpoint to begin from")
+    lack = f"start.run={asked.run} has no checkpoint to begin from"
+    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], lack=lack,
+                                      only=checkpoint.WEIGHTS)
     by_first(lambda: [print(f"lpkit: {one}", file=sys.stderr) for one in run.problems])
     said = run.summary
     if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
-        raise ConfigError(f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and "
-                          f"the newest weights that are whole are of step {saved.step}; make newer ones "
-                          f"by lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
+        raise ConfigError(
+            f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
+            f"newest weights that are whole are of step {saved.step}; make newer ones by lpkit train"
+            f" {asked.run}/config.yaml --out {asked.run} --resume")
     weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
     tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]

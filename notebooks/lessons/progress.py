@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from lpkit import records
-from lpkit.claims.runs import set_aside
 from lpkit.course import room as rooms
 from lpkit.course.room import FOLDER
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import locked, sync, whole_file
+from lpkit.files import locked, move_into, sync, whole_file
 from lpkit.processes import tell
 from lpkit.tables import text_table
 
@@ -90,7 +89,8 @@ class Store:
                 raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
             return found
         except (ConfigError, KeyError, AttributeError) as error:
-            tell(f"lpkit: {error}. It is {named(set_aside(self.names))} now, and names are drawn again")
+            move_into(self.names.parent / "damaged", self.names)
+            tell(f"lpkit: {error}; it is moved to damaged/, and names are drawn again")
             return {"names": {}}
 
     def _is_none(self) -> bool:
@@ -115,8 +115,8 @@ class Store:
         beyond a learner's share, is passed over: nobody can fill the room for others."""
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
-                aside = named(set_aside(self.path))
-                tell(f"lpkit: {named(self.path)} is not a file of reports. It is {aside} now, and reports begin anew")
+                move_into(self.path.parent / "damaged", self.path)
+                tell(f"lpkit: {named(self.path)} is not a file of reports; it is moved to damaged/, and reports begin anew")
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
