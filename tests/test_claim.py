@@ -528,6 +528,7 @@ ALTERED = {
     "another's config": resealed(lambda one, two: one | {"config": two["config"]}),
     "a loss": resealed(lambda one, two: one | {"val_loss": one["val_loss"] * 0.9}), "no loss": resealed(lambda one, two: one | {"val_loss": None}),
     "an error": resealed(lambda one, two: one | {"error": "loss=nan"}), "a short curve": resealed(lambda one, two: one | {"evaluations": one["evaluations"][1:]}),
+    "a curve in another order": resealed(lambda one, two: one | {"evaluations": [*one["evaluations"][1::-1], *one["evaluations"][2:]]}),
     "no curve": resealed(lambda one, two: one | {"evaluations": 3}), "seconds": resealed(lambda one, two: one | {"seconds": "2"}),
     "a device": resealed(lambda one, two: one | {"device": []}), "no key": resealed(lambda one, two: {key: one[key] for key in one if key != "step_seconds"}),
     "cut": lambda a, b: a.write_bytes(a.read_bytes()[:-30]), "a digit": lambda a, b: a.write_text(a.read_text().replace('"val_loss": ', '"val_loss": 1')),

@@ -143,14 +143,14 @@ class Workers(ExitStack):
         if not os.path.lexists(path):
             return None
         with suppress(*records.UNREADABLE):
-            found, steps = records.read(path), {*range(every, config.steps, every), config.steps}
-            curve, over = dict(found["evaluations"]), found["error"] or found["stopped_after"]
+            found, steps = records.read(path), [*range(every, config.steps, every), config.steps]
+            curve, over = found["evaluations"], found["error"] or found["stopped_after"]
             kinds = [*((found[key], kind) for key, kind in FIELDS.items()),
-                     *((loss, float | None) for loss in curve.values())]
+                     *((loss, float | None) for _, loss in curve)]
             if (found | {"name": name, "config": records.plain(config.to_dict())} == found
                     and all(isinstance(one, kind) for one, kind in kinds)
-                    and (found["val_loss"] is None and curve.keys() <= steps if over else
-                         found["val_loss"] == curve[config.steps] and curve.keys() == steps)):
+                    and [step for step, _ in curve] == steps[:len(curve) if over else None]
+                    and found["val_loss"] == (None if over else curve[-1][1])):
                 return found
         processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
                        f"moved to {DAMAGED}/, and the run is made again")
