@@ -99,8 +99,8 @@ def read(config: Config, tokenizer: str = "") -> Start:
     if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
         raise ConfigError(
             f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
-            f"newest weights that are whole are of step {saved.step}; make newer ones by lpkit train"
-            f" {asked.run}/config.yaml --out {asked.run} --resume")
+            f"newest weights that are whole are of step {saved.step}; make newer ones by "
+            f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
     weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
     tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]
