@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from lpkit.errors import in_one_line
 from lpkit.signals import POLITE, heard_by
 
 CHILD_SECONDS = 1.0         # after SIGTERM, before SIGKILL: for the child itself,
@@ -119,6 +120,12 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
         signal.set_wakeup_fd(before)
         os.close(reader)
         os.close(writer)
+
+
+def tell(line: str) -> None:
+    """Prints a line to standard error, and nothing that a terminal would obey."""
+    with contextlib.suppress(OSError):      # the terminal is closed
+        print(in_one_line(line), file=sys.stderr, flush=True)
 
 
 # --- the keeper

@@ -43,10 +43,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical(value)).hexdigest()
 
 
-def _line_sum(value: Any) -> str:
-    return digest(value)[:MARK_DIGITS]
-
-
 def sealed(value: Mapping[str, Any]) -> str:
     value = plain(value)
     return json.dumps({**value, SUM: digest(value)}, indent=1)
@@ -56,11 +52,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
     """Returns what `sealed` was given. Raises DamagedError, which names `path`."""
     try:
         value = json.loads(text)
-        due = value.pop(SUM)
+        due, found = value.pop(SUM), digest(value)
     except UNREADABLE as error:
         raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error}); it "
                            f"was cut off or altered") from None
-    if digest(value) != due:
+    if found != due:
         raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it was "
                            f"written")
     return value
@@ -106,12 +102,12 @@ class Chain:
     def line(self, value: Mapping[str, Any]) -> str:
         self.number += 1
         value = plain({**value, RUN: self.run, NUMBER: self.number, BEFORE: self.sum})
-        self.sum = _line_sum(value)
+        self.sum = digest(value)[:MARK_DIGITS]
         return json.dumps({**value, LINE_SUM: self.sum}) + "\n"
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     value: dict[str, Any]
     run: str | None
     number: int
@@ -119,11 +115,11 @@ class _Line:
     sum: str
 
     @classmethod
-    def parse(cls, text: bytes) -> "_Line":
+    def parse(cls, text: bytes) -> "Line":
         """Raises one of UNREADABLE."""
         value = json.loads(text)
         due = value.pop(LINE_SUM)
-        if due != _line_sum(value) or not text.endswith(b"\n"):
+        if due != digest(value)[:MARK_DIGITS] or not text.endswith(b"\n"):
             raise ValueError("it does not match its checksum")
         return cls(value, value.pop(RUN), value.pop(NUMBER), value.pop(BEFORE), due)
 
@@ -136,7 +132,7 @@ def head(path: Path) -> tuple[int, str]:
             file.seek(max(0, path.stat().st_size - LONGEST_LINE))
             for text in reversed(file.readlines()):
                 with suppress(*UNREADABLE):
-                    last = _Line.parse(text)
+                    last = Line.parse(text)
                     return last.number, last.sum
     return 0, ""
 
@@ -150,12 +146,12 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
     vouched: (who says so, the number of a line, its checksum)
     """
     good, problems, sums = [], [], {}
-    before: _Line | None = _Line({}, run, 0, "", "")      # None: the one before is not known
+    before: Line | None = Line({}, run, 0, "", "")      # None: the one before is not known
     text = path.read_bytes() if path.is_file() else b""
     for place, one in enumerate(text.splitlines(keepends=True), 1):
         why = ""
         try:
-            line = _Line.parse(one)
+            line = Line.parse(one)
         except UNREADABLE as error:
             line, why = None, "cut off, as a kill leaves it; it is passed over"
             if one.endswith(b"\n"):
@@ -195,7 +191,7 @@ def rewind(path: Path, step: int) -> None:
     lines, end = [], 0
     for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         try:
-            if _Line.parse(text).value["step"] > step:
+            if Line.parse(text).value["step"] > step:
                 continue
             end = len(lines) + 1
         except UNREADABLE:

@@ -17,7 +17,7 @@ BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml",
 MAY_IMPORT = {
     "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
-    "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"signals"}, "records": {"errors", "files"},
+    "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"errors", "signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
     "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},

@@ -5,12 +5,14 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -19,9 +21,13 @@ import pytest
 import yaml
 
 from lessons import l19_is_it_progress as lesson
-from lpkit import cli
+from lpkit import cli, files
 from lpkit.claims import protocol, referee, runs, settle
+from lpkit.commands import claim as command
 from lpkit.errors import ConfigError, RunFailedError
+from lpkit.training.background import train
+from lpkit.training.runs import Run
+from tests.attack import verdicts as attacked
 from tests.bench import claims as bench
 
 ROOT = Path(__file__).parents[1]
@@ -481,6 +487,142 @@ def test_a_name_changes_with_what_changes_numbers():
     assert len(names) == 4 and runs.name_of(claim().config("adamw")) in names
 
 
+def test_a_name_changes_with_the_weights_that_a_run_begins_from(tmp_path):
+    """A base that is trained further under the same path gives other losses; so do other scores."""
+    manifest, scores = tmp_path / "base" / "checkpoints" / "step-00000002" / "manifest.json", tmp_path / "scores.npy"
+    for key, value, file in (("start.run", tmp_path / "base", manifest), ("data.scores", scores, scores)):
+        config, names = claim().config("adamw").replace({key: str(value)}), set()
+        for text in (None, "a", "b", "a"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text) if text else None
+            names.add(runs.name_of(config))
+        assert len(names) == 3, key
+
+
+# records that are not what they should be
+
+CLAIMED = [claim().config("adamw").replace({"seed": k, "steps": attacked.STEPS, "eval_every": 2}) for k in range(3)]
+
+
+def settled_in(out, submit=attacked.made_up):
+    with runs.Workers(out, runs.processes.Children(), 2, submit) as workers:
+        return workers.finished(CLAIMED)
+
+
+def resealed(change):
+    return lambda a, b: runs.records.write(a, change(runs.records.read(a), runs.records.read(b)))
+
+
+def special(make):
+    return lambda a, b: (a.unlink(), make(a))
+
+
+def exchanged(a, b):
+    one, two = a.read_bytes(), b.read_bytes()
+    a.write_bytes(two), b.write_bytes(one)
+
+
+ALTERED = {
+    "exchanged": exchanged, "copied": lambda a, b: a.write_bytes(b.read_bytes()), "renamed": resealed(lambda one, two: two | {"name": one["name"]}),
+    "another's losses": resealed(lambda one, two: two | {"name": one["name"], "config": one["config"], "val_loss": 3.0}),
+    "another's config": resealed(lambda one, two: one | {"config": two["config"]}),
+    "a loss": resealed(lambda one, two: one | {"val_loss": one["val_loss"] * 0.9}), "no loss": resealed(lambda one, two: one | {"val_loss": None}),
+    "an error": resealed(lambda one, two: one | {"error": "loss=nan"}), "a short curve": resealed(lambda one, two: one | {"evaluations": one["evaluations"][1:]}),
+    "a curve in another order": resealed(lambda one, two: one | {"evaluations": [*one["evaluations"][1::-1], *one["evaluations"][2:]]}),
+    "no curve": resealed(lambda one, two: one | {"evaluations": 3}), "seconds": resealed(lambda one, two: one | {"seconds": "2"}),
+    "a device": resealed(lambda one, two: one | {"device": []}), "no key": resealed(lambda one, two: {key: one[key] for key in one if key != "step_seconds"}),
+    "cut": lambda a, b: a.write_bytes(a.read_bytes()[:-30]), "a digit": lambda a, b: a.write_text(a.read_text().replace('"val_loss": ', '"val_loss": 1')),
+    "empty": lambda a, b: a.write_text(""), "NaN": lambda a, b: a.write_text('{"val_loss": NaN, "sha256": "0"}'), "a list": lambda a, b: a.write_text("[]"),
+    "deep": lambda a, b: a.write_text("[" * 100_000), "bytes": lambda a, b: a.write_bytes(b"\xff"), "a folder": special(lambda path: path.mkdir()),
+    "a pipe": special(os.mkfifo), "a link": special(lambda path: path.symlink_to("/dev/zero")),
+    "huge": special(lambda path: (path.touch(), os.truncate(path, 1 << 29)))}
+
+
+@pytest.mark.parametrize("how", ALTERED)
+def test_a_record_that_is_not_of_its_run_is_set_aside_and_made_again(how, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
+    whole = settled_in(tmp_path)
+    a, b = (tmp_path / f"{one['name']}.json" for one in whole[:2])
+    ALTERED[how](a, b)
+    aside = tmp_path / "damaged"
+    theirs = [path for path in (a, b) if how == "exchanged" or path == a]
+    kept = {path: path.read_bytes() for path in theirs if path.is_file() and how != "huge"}
+    assert settled_in(tmp_path) == whole
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(theirs) and all(line.startswith(f"lpkit: {path} ") and line.endswith(
+        " is damaged, or not the record of its run; it is moved to damaged/, and the run is made again") for line, path in zip(said, theirs)), said
+    assert all((aside / path.name).read_bytes() == content for path, content in kept.items()) and os.path.lexists(aside / a.name)
+    assert settled_in(tmp_path, lambda *told: pytest.fail("a run")) == whole and capsys.readouterr().err == ""
+    ALTERED["empty"](a, b)
+    assert settled_in(tmp_path) == whole and {path.name for path in aside.iterdir()} >= {a.name, f"{a.stem}-1.json"}
+
+
+def test_records_that_are_altered_as_they_are_written_end_the_command(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "LOOK_SECONDS", 1e-3)
+
+    def altered(where, *told):
+        done = attacked.made_up(where, *told)
+        Path(f"{where}.json").write_text("{}")
+        return done
+
+    with pytest.raises(RunFailedError, match="records are altered as they are written"):
+        settled_in(tmp_path, altered)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exchanged", "config", "weights", "evaluation", "another's evaluations", "stop"])
+def test_a_folder_that_is_not_of_its_run_changes_no_loss(how, tmp_path, capsys):
+    """Two runs that were killed after a checkpoint: one has more steps, which a run that goes on may have."""
+    configs = [claim().config("adamw").replace({"steps": steps, "eval_every": 1, "checkpoint_every": 2}) for steps in (6, 8)]
+    names = [runs.name_of(config) for config in configs]
+    for config, name in zip(configs, names):
+        def keep(record, path=tmp_path / "begun" / name):
+            if record.step == 5:
+                shutil.copytree(path, tmp_path / "out" / path.name)
+
+        train(config, out=tmp_path / "begun" / name, observers=[keep])
+    whole = [Run(tmp_path / "begun" / name).metrics for name in names]
+    a, b = (tmp_path / "out" / name for name in names)
+    if how == "exchanged":
+        a.rename(tmp_path / "aside"), b.rename(a), (tmp_path / "aside").rename(b)
+    elif how == "config":
+        (a / "config.yaml").write_text((a / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    elif how == "weights":
+        [path] = (a / "checkpoints" / "step-00000004").glob("*.safetensors")
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "evaluation":
+        (a / "metrics.jsonl").write_text((a / "metrics.jsonl").read_text().replace('"val_loss": ', '"val_loss": 1', 1))
+    elif how == "another's evaluations":
+        (a / "metrics.jsonl").write_text((b / "metrics.jsonl").read_text())
+    else:
+        a.with_suffix(".stop").write_text("2")      # of a command that was killed
+    with runs.Workers(tmp_path / "out", runs.processes.Children(), 1, attacked._in_here) as workers:
+        found = workers.finished(configs)
+    for one, metrics in zip(found, whole):
+        assert one["evaluations"] == [[line["step"], line["val_loss"]] for line in metrics] and one["val_loss"] == metrics[-1]["val_loss"]
+    said = capsys.readouterr().err
+    due = {"exchanged": 2, "config": 1, "evaluation": 1, "another's evaluations": 1}.get(how, 0)
+    assert said.count("\n") == said.count("moved to damaged/") + said.count("; the run was made again") == due and len([*(tmp_path / "out").glob("damaged/*")]) == due, said
+
+
+def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
+    sentence = f"lpkit.errors.RunFailedError: step 3: the checkpoint could not be written (No space left on device); kept: none. {'x' * 700} end"
+    failed = Future()
+    failed.set_exception(RunFailedError(f"Traceback (most recent call last):\n  File x, line 3\n{sentence}\n"))
+    with pytest.raises(RunFailedError) as error:
+        settled_in(tmp_path, lambda *told: failed)
+    assert str(error.value).endswith(f"They said: {sentence}")
+
+
+def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
+    name = "lion\x1b[31m\nlpkit: better"
+    found, _, _ = settled(noisy, SEES | {"arms": {"adamw": {"optimizer": "adamw"}, name: {"optimizer": "lion"}}})
+    shown = command.text(found)
+    assert "\x1b" not in shown and r"lion\x1b[31m\nlpkit: better is better than adamw" in shown and "\nlpkit" not in shown
+    runs.processes.tell(f"{name} against adamw: 1 of 3 runs")
+    assert capsys.readouterr().err == "lion\\x1b[31m\\nlpkit: better against adamw: 1 of 3 runs\n"
+
+
 def started(path, out):
     return subprocess.Popen([sys.executable, "-m", "lpkit", "claim", str(path), "--out", str(out), "--processes", "1", "--json"],
                             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -603,13 +745,14 @@ def test_a_worker_that_dies_between_two_phases_is_replaced(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path, monkeypatch):
-    """An error of its own would be one again."""
+def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path):
+    """An error of its own would be one again. A folder into which another process trains is left alone."""
     config = claim().config("adamw")
-    tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(RunFailedError, match=r"They said: .*rror"):
+    lock = tmp_path / runs.name_of(config) / ".lock"
+    with files.locked(lock), runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(
+            RunFailedError, match=r"^1 of 1 runs did not come to their end; the same command goes on. They said: lpkit.errors.ConfigError: another process is "):
         workers.finished([config])
-    assert len(workers.children._started) == 1
+    assert len(workers.children._started) == 1 and lock.exists()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lpkit
-from lpkit import nn, records
+from lpkit import cli, nn, records
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, DamagedError
 from lpkit.files import locked
@@ -217,6 +217,50 @@ def test_sampling_from_an_older_checkpoint_says_so(run, capsys):
     assert isinstance(lpkit.sample(run.path, tokens=2), str) and isinstance(want, str)
     said = capsys.readouterr().err
     assert "the weights are those of step 2" in said and "step-00000004" in said
+
+
+def flip_a_weight(folder):
+    [path] = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
+
+
+DAMAGE = {"a weight": flip_a_weight, "manifest": lambda folder: (folder / "manifest.json").unlink(), "folder": shutil.rmtree}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_start_from_an_older_checkpoint_is_refused_where_the_summary_vouches_for_a_newer(how, run, tiny, tmp_path, capsys):
+    """The way out that the sentence names makes the same weights again."""
+    config = tiny.replace({"start.run": str(run.path), "steps": 2})
+    whole = train(config, out=tmp_path / "whole")
+    base = str(run.checkpoints / "step-00000004")
+    assert whole.summary["start"] == whole.environment["start"] == base and run.summary["start"] is None
+    DAMAGE[how](run.checkpoints / "step-00000004")
+    command = f"lpkit train {run.path}/config.yaml --out {run.path} --resume"
+    for go_on in (False, True):     # so is a run that had begun from the newer one
+        with pytest.raises(ConfigError, match="its summary vouches for step-00000004, and the newest weights that are whole are of step 2; "
+                                              "make newer ones by ") as error:
+            train(config.replace({"steps": 4}), out=tmp_path / ("whole" if go_on else "new"), resume=go_on)
+    assert str(error.value).endswith(command)
+    assert cli.main(command.split()[1:]) == 0
+    capsys.readouterr()
+    again = train(config, out=tmp_path / "again")
+    assert again.identity["start"] == whole.identity["start"] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_start_from_an_older_checkpoint_of_a_killed_run_says_so(how, run, tiny, tmp_path, capsys):
+    records.write(run.path / runs.SUMMARY, {"status": "running", records.RUN: run.mark})
+    DAMAGE[how](run.checkpoints / "step-00000004")
+    new = train(tiny.replace({"start.run": str(run.path), "steps": 2}), out=tmp_path / "new")
+    said = capsys.readouterr().err
+    assert "step-00000004" in said and ("the weights are those of step 2: " in said) == (how != "folder")
+    older, _ = checkpoint.load_latest(run.checkpoints, quarantine=False)
+    assert older.step == 2 and new.summary["start"] == str(older.path)
+    begun = dict(Training.build(tiny.replace({"start.run": str(run.path)})).model.named_parameters())
+    assert all(torch.equal(t, older.tensors[f"model/{name}"]) for name, t in begun.items())
+    capsys.readouterr()
+    lpkit.export(run.path, tmp_path / "export")
+    assert "step-00000004" in capsys.readouterr().err, "and an export"
 
 
 def test_settings_that_change_no_number_keep_the_identity(run, tiny):

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from lessons import progress
-from lpkit import cli, turns
+from lpkit import cli, records, turns
 from lpkit.course import reports
 from lpkit.course import room as rooms
 from lpkit.errors import ConfigError
@@ -336,8 +336,34 @@ def test_damaged_pseudonyms_are_set_aside(tmp_path, capsys):
     store = progress.Store(tmp_path)
     store.add("anna", [report("1")])
     store.names.write_text(store.names.read_text().replace("anna", "ben"))
-    assert store.pseudonyms() == {} and store.names.with_suffix(".damaged").exists() and "checksum" in capsys.readouterr().err
+    assert store.pseudonyms() == {} and (tmp_path / "damaged" / "pseudonyms.json").exists() and "checksum" in capsys.readouterr().err
     assert store.add("anna", [report("2")]) == 1
+
+
+def test_a_lost_end_and_lost_names_of_reports_are_named(tmp_path):
+    """A chain of lines does not show that its last lines are gone; the record of the pseudonyms does."""
+    store = progress.Store(tmp_path)
+    for name in ("anna", "ben"):
+        store.add(name, [report(name)])
+    assert len(store.events()) == 2 and not store.problems
+    whole, names = store.path.read_bytes(), store.names.read_bytes()
+    for text in (whole.splitlines(keepends=True)[0], b""):
+        store.path.write_bytes(text)
+        assert len(store.events()) < 2 and "lacks lines that" in store.problems[0] and "pseudonyms.json" in store.problems[0]
+    store.path.write_bytes(whole)
+    store.names.unlink()
+    assert len(store.events()) == 2 and all(name in store.problems[0] for name in records.unsealed(names.decode(), store.names)["names"].values())
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.mkdir(), lambda path: path.symlink_to("/dev/zero"),
+                                  lambda path: (path.touch(), os.truncate(path, 2 << 30))], ids=["pipe", "folder", "link", "huge"])
+@pytest.mark.parametrize("which", ["progress.jsonl", "pseudonyms.json"])
+def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
+    make(tmp_path / which)
+    store = progress.Store(tmp_path)
+    assert store.events() == [] and len(store.problems) == (which == "progress.jsonl")
+    assert store.add("anna", [report("1")]) == 1 and len(store.events()) == 1 and not store.problems
+    assert f"{tmp_path / which} " in (said := capsys.readouterr().err) and "it is moved to damaged/" in said and os.path.lexists(tmp_path / "damaged" / which)
 
 
 def test_an_empty_code_signs_in_as_nobody(tmp_path):

@@ -121,19 +121,30 @@ def bowl(config):
     return 2 + (math.log10(config.optimizer.lr) + 3) ** 2
 
 
-def searched(folder, loss=bowl, most=None, **changes):
-    """Returns what the command prints, and the configs that were run. `most`: of runs, and then the process is killed."""
-    ran = []
+def recorded(folder, make, most):
+    """Makes the records that `folder` lacks, as `runs.Workers` does. Returns that, and the list of what it makes."""
+    ran, path = [], folder / "made.json"
 
     def finished(what, configs, judges):
-        if len(ran) == most:
-            raise KeyboardInterrupt
-        ran.extend(configs)
-        return [{"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x", "evaluations": []} for one in configs]
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        names = [runs.name_of(config, judge.tag) for config, judge in zip(configs, judges)]
+        if due := [i for i, name in enumerate(names) if name not in kept]:
+            if len(ran) == most:
+                raise KeyboardInterrupt
+            ran.extend(configs[i] for i in due)
+            kept |= zip([names[i] for i in due], make([configs[i] for i in due], [judges[i] for i in due]))
+            path.write_text(json.dumps(kept))
+        return [kept[name] for name in names]
 
+    return finished, ran
+
+
+def searched(folder, loss=bowl, most=None, **changes):
+    """Returns what the command prints, and the configs that were run. `most`: of runs, and then the process is killed."""
     folder.mkdir(exist_ok=True)
-    told = sweep.Sweep(**TINY | changes)
-    return sweep.settle(told, folder / "few", finished), ran
+    finished, ran = recorded(folder, lambda configs, judges: [
+        {"val_loss": loss(one), "seconds": 1.0, "error": None, "name": "x", "evaluations": []} for one in configs], most)
+    return sweep.settle(sweep.Sweep(**TINY | changes), folder / "few", finished), ran
 
 
 def test_random_values_are_log_uniform_within_bounds(tmp_path):
@@ -181,7 +192,7 @@ def test_a_sweep_that_goes_on_is_the_unbroken_one(sampler, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             searched(tmp_path, sampler=sampler, trials=25, most=most)
     cut = Path(whole["journal"].replace("/whole", ""))
-    assert len(cut.read_text().splitlines()) == 17
+    assert len(cut.read_text().splitlines()) == len(json.loads((tmp_path / "made.json").read_text())) == 17
     with cut.open("a") as file:
         file.write('{"trial": 17, "settings"')      # torn by the kill
     found, again = searched(tmp_path, sampler=sampler, trials=22)
@@ -212,13 +223,33 @@ def test_trials_side_by_side_do_not_hear_of_each_other(sampler, tmp_path):
     assert searched(tmp_path / "one", sampler=sampler, trials=25)[0]["trials"] != whole["trials"]
 
 
-def test_a_line_that_was_altered_is_run_again(tmp_path):
-    whole, ran = searched(tmp_path)
+def summed(line, **changes):
+    """A line of a journal with other values, and a checksum that is right again."""
+    value = json.loads(line) | changes
+    value.pop(records.LINE_SUM)
+    return json.dumps(value | {records.LINE_SUM: records.digest(value)[:records.MARK_DIGITS]}) + "\n"
+
+
+@pytest.mark.parametrize("alter", [
+    pytest.param(lambda lines: [lines[0], lines[1].replace('"val_loss": ', '"val_loss": 1'), *lines[2:]], id="flipped"),
+    pytest.param(lambda lines: [*lines[:3], summed(lines[3], val_loss=0.1)], id="last with a checksum"),
+    pytest.param(lambda lines: [lines[0], summed(lines[1], trial=0), *lines[2:]], id="renumbered"),
+    pytest.param(lambda lines: [lines[1], lines[0], *lines[2:]], id="exchanged"),
+    pytest.param(lambda lines: lines[1:], id="lost"),
+    pytest.param(lambda lines: [line.replace(json.loads(line)["run"], "0" * 16) for line in lines], id="of another sweep"),
+    pytest.param(lambda lines: [*lines, "[]\n"], id="no line")])
+def test_a_journal_that_was_altered_changes_no_trial(alter, tmp_path):
+    """Records of runs say what came of trials. The journal is written again as it was, and the old one kept."""
+    whole, _ = searched(tmp_path)
     path = Path(whole["journal"])
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([lines[0], lines[1].replace('"val_loss": ', '"val_loss": 1'), *lines[2:]]))
-    found, again = searched(tmp_path)
-    assert found == whole and again == ran[1:2]
+    text = path.read_text()
+    path.write_text("".join(alter(text.splitlines(keepends=True))))
+    altered = path.read_text()
+    assert searched(tmp_path) == (whole, []) and path.read_text() == text and Path(f"{path}.before").read_text() == altered
+    path.unlink()
+    path.mkdir()
+    assert searched(tmp_path) == (whole, []) and path.read_text() == text and Path(f"{path}.before").is_dir()
+    assert searched(tmp_path) == (whole, []) and Path(f"{path}.before").read_text() == text
 
 
 def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
@@ -238,7 +269,8 @@ def test_what_has_no_number_is_a_trial_and_steers_away(tmp_path):
 def test_settings_that_do_not_go_together_are_a_trial_without_a_run(tmp_path):
     found, ran = searched(tmp_path, sampler="random", trials=12, search={"model.width": {"low": 32, "high": 40}})
     odd = [one for one in found["trials"] if one["val_loss"] is None]
-    assert odd and len(ran) == 12 - len(odd) and all("model.width" in one["error"] for one in odd)
+    widths = {one["settings"]["model.width"] for one in found["trials"] if one["val_loss"] is not None}
+    assert odd and {one.model.width for one in ran} == widths and len(ran) == len(widths) and all("model.width" in one["error"] for one in odd)
     assert searched(tmp_path, sampler="random", trials=12, search={"model.width": {"low": 32, "high": 40}}) == (found, [])
 
 
@@ -257,12 +289,9 @@ def curve(config):
 def pruned(folder, most=None, lag=0, seed=0, **changes):
     """As `searched`. Judges hear of runs side by side in an order at random, and a run goes on for `lag` evaluations after it is told to
     end, or to its own end."""
-    ran, order = [], random.Random(seed)
+    order = random.Random(seed)
 
-    def finished(what, configs, judges):
-        if len(ran) == most:
-            raise KeyboardInterrupt
-        ran.extend(configs)
+    def make(configs, judges):
         found, going = [{"evaluations": [], "seconds": 1.0, "error": None, "name": "x", "val_loss": None} for _ in configs], [*range(len(configs))]
         while going:
             i = order.choice(going)
@@ -277,6 +306,7 @@ def pruned(folder, most=None, lag=0, seed=0, **changes):
         return found
 
     folder.mkdir(exist_ok=True)
+    finished, ran = recorded(folder, make, most)
     return sweep.settle(sweep.Sweep(**TINY | CURVES | changes), folder / "few", finished), ran
 
 

@@ -1,11 +1,9 @@
-"""Runs of a claim, each done once. NAME.json in a folder is the record of one that has ended, whose
-NAME is a hash of its config, the code, the data and the machine; NAME/ is one that has begun.
+"""Make the runs of a claim, each once. NAME.json is the record of a run that has ended, NAME/ the
+folder of a run that has begun. NAME is a hash of its config, the code, the data and the machine.
 
-The record is written when the run has come to its end, and then the run's folder goes. A kill loses
-no more than the steps since the newest checkpoint, and the same command goes on. Workers stay for
-all runs of a command, under keepers that end them when this process ends, however it does. One that
-is killed is replaced, and its run goes on: its record says how often. NAME.stop has the step after
-which a run is to end.
+After a kill, the same command goes on from the newest checkpoints. Keepers end all workers when
+this process ends, however it does. A worker that is killed is replaced, and the record of its run
+says how often. NAME.stop has the step after which a run is to end.
 """
 
 import functools
@@ -19,23 +17,28 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
 from lpkit.config import Config, DataConfig
 from lpkit.contracts import StepRecord
-from lpkit.errors import RunFailedError
-from lpkit.files import PACKAGE, remove, sweep, write_atomically
+from lpkit.errors import ConfigError, DamagedError, RunFailedError, named
+from lpkit.files import PACKAGE, is_locked, move_into, remove, sha256, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
 from lpkit.training.launch import launch, spread
+from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
 NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
            "precision", "techniques", "training")       # where the numbers of a run come from
 LOOK_SECONDS = 0.1
+DAMAGED = "damaged"         # the folder for what was in the place of a record or a run
 RESTARTS = 2                # of a run whose worker or job is killed, by one command
 Evaluations = list[tuple[int, float | None]]        # steps and losses, None: not a number
+RESULTS = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules")
+FIELDS = dict.fromkeys(RESULTS, float | None) | {"seconds": float, "restarts": int,
+    "error": str | None, "stopped_after": int | None, "device": str | None}     # of a record
 Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()` and `exception()`
 
 
@@ -59,19 +62,22 @@ def _data(data: DataConfig, vocab: int) -> dict[str, str]:
 
 
 def name_of(config: Config, tag: str = "") -> str:
-    """`tag`: tells the run from others of the same config, where it may be stopped."""
+    """`tag`: of a run that may be stopped. The weights that it begins from, and scores, count."""
+    base = sorted(Path(config.start.run or os.devnull).glob(MANIFESTS))[-1:]
+    held = [sha256(Path(one)) for one in [*base, config.data.scores] if os.path.isfile(one)]
     told = [config.to_dict(), code(), _data(config.data, config.model.vocab), *[tag] * bool(tag)]
-    return records.digest(told)[:records.MARK_DIGITS]
+    return records.digest(told + held)[:records.MARK_DIGITS]
 
 
 def evaluations(path: Path) -> Evaluations:
-    """Reads those that a run has made so far. Raises OSError, ValueError for a damaged line."""
-    metrics, key = path / "metrics.jsonl", b'"val_loss"'
-    parts = metrics.read_bytes().split(key) if metrics.is_file() else ()
-    # asked ten times a second: lines without the key, which are most, are not parsed
-    lines = [json.loads(before.rpartition(b"\n")[2] + key + after.partition(b"\n")[0])
-             for before, after in pairwise(parts) if b"\n" in after]
-    return [(one["step"], one["val_loss"]) for one in lines]
+    """Reads those that a run has made so far, but for damaged lines. Raises OSError."""
+    metrics, found = path / METRICS, []
+    for text in metrics.read_bytes().splitlines(keepends=True) if metrics.is_file() else ():
+        with suppress(*records.UNREADABLE):
+            # asked ten times a second: lines without the key, which are most, are not parsed
+            if b'"val_loss"' in text and (line := records.Line.parse(text).value):
+                found.append((line["step"], line["val_loss"]))
+    return found
 
 
 @dataclass
@@ -109,8 +115,12 @@ class Workers(ExitStack):
         KeyboardInterrupt when told to end."""
         names = [name_of(config, judge.tag if judge else "")
                  for config, judge in zip_longest(configs, judges)]
-        due = {name: config for name, config in zip(names, configs) if not self._has(name)}
-        if due:
+        wanted, made = dict(zip(names, configs)), Counter()
+        while None in (found := {one: self._ended(one, wanted[one]) for one in wanted}).values():
+            due = {name: config for name, config in wanted.items() if found[name] is None}
+            made.update([*due])
+            if max(made.values()) > 1 + RESTARTS:
+                raise RunFailedError(f"{named(self.out)}: records are altered as they are written")
             for one in due.values() if self.submit == self._submit else ():
                 spread(one, one.parallel.devices)       # refused here, in one sentence
             alone = gpus() and configs[0].system.device != "cpu"
@@ -121,10 +131,31 @@ class Workers(ExitStack):
         for name in names:
             remove(self.out / name)
             remove(self.out / f"{name}.stop")
-        return [records.read(self.out / f"{name}.json") for name in names]
+        for name in made:
+            if os.path.lexists(aside := self.out / DAMAGED / name):
+                processes.tell(f"lpkit: {named(aside)} was the folder of a run, and is damaged, or "
+                               f"another's; the run was made again")
+        return [found[name] for name in names]
 
-    def _has(self, name: str) -> bool:
-        return (self.out / f"{name}.json").is_file()
+    def _ended(self, name: str, config: Config) -> dict[str, Any] | None:
+        """Returns the record of a run; None: it is due. What is not its record is set aside."""
+        path, every = self.out / f"{name}.json", config.eval_every or config.steps
+        if not os.path.lexists(path):
+            return None
+        with suppress(*records.UNREADABLE):
+            found, steps = records.read(path), [*range(every, config.steps, every), config.steps]
+            curve, over = found["evaluations"], found["error"] or found["stopped_after"]
+            kinds = [*((found[key], kind) for key, kind in FIELDS.items()),
+                     *((loss, float | None) for _, loss in curve)]
+            if (found | {"name": name, "config": records.plain(config.to_dict())} == found
+                    and all(isinstance(one, kind) for one, kind in kinds)
+                    and [step for step, _ in curve] == steps[:len(curve) if over else None]
+                    and found["val_loss"] == (None if over else curve[-1][1])):
+                return found
+        processes.tell(f"lpkit: {named(path)} is damaged, or not the record of its run; it is "
+                       f"moved to {DAMAGED}/, and the run is made again")
+        move_into(self.out / DAMAGED, path)
+        return remove(self.out / name)      # its folder, which it may have been made from
 
     def _submit(self, *told: Any) -> _Worker:
         self.workers = [one for one in self.workers if not one.done()]
@@ -154,13 +185,14 @@ class Workers(ExitStack):
         while (going or (waiting and not failed)) and not self.children.over:
             while waiting and not failed and len(going) < at_once:
                 config = due[name := waiting.pop(0)]
+                remove(self.out / f"{name}.stop")       # of a command that was killed
                 going[name] = self.submit(str(self.out / name), config.imports, config.to_dict(),
                                           begun[name])
                 begun[name] += 1
             time.sleep(LOOK_SECONDS)
             for name, job in list(going.items()):
                 over = job.done()       # before the record is looked for, which comes first
-                if self._has(name):
+                if (self.out / f"{name}.json").is_file():
                     del going[name]
                     done += 1
                     say(f"{done} of {len(due)} runs")
@@ -175,7 +207,8 @@ class Workers(ExitStack):
         if self.children.over:
             raise KeyboardInterrupt
         if failed:
-            words = " ".join(" ".join(map(str, failed)).split())[-600:]
+            # of a traceback the last line, which is a sentence
+            words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
             raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
                                  f"the same command goes on. They said: {words}")
 
@@ -190,23 +223,25 @@ def work(told: int) -> None:
 
 
 def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts: int) -> None:
-    """Makes a run, or goes on with it; `restarts`: so often already. Raises RunFailedError,
-    SystemExit when told to end."""
+    """Makes a run, or goes on with it; `restarts`: so often already. A folder from which it cannot
+    go on is set aside. Raises RunFailedError, SystemExit when told to end."""
     from lpkit.training.background import train
     from lpkit.training.control import Control
-    from lpkit.training.runs import Run
 
     path, begun, control = Path(where), time.perf_counter(), Control()
+    resume = os.path.lexists(path)
+    Config(imports=imports)     # as the process has that started this one
+    config = Config.from_dict(values)
 
     def heed(record: StepRecord) -> None:
         # one that goes on from a checkpoint comes to that step again
         if (stop := Path(f"{where}.stop")).is_file() and record.step >= int(stop.read_text()):
             end("judge")
 
-    Config(imports=imports)     # as the process has that started this one
-    config = Config.from_dict(values)
     try:
-        more = {"out": path, "resume": path.exists(), "observers": [heed]}
+        if (path / CONFIG).is_file() and Run.open(path).config.to_dict() != config.to_dict():
+            raise DamagedError(f"{named(path)} is the folder of another run")
+        more = {"out": path, "resume": resume, "observers": [heed]}
         world = config.parallel.devices
         ranks = launch(config, processes=world, **more) if world > 1 else None
         end = ranks.stop if ranks else control.stop         # before a rank has imported torch
@@ -215,6 +250,11 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
             found |= {"val_loss": None, "stopped_after": found["steps"]}
         elif found["status"] != "complete":     # told to stop, it kept a checkpoint
             sys.exit(1)
+    except ConfigError:
+        if not resume or is_locked(path / LOCK):
+            raise
+        move_into(path.parent / DAMAGED, path)
+        return make(where, imports, values, restarts)
     except RunFailedError as error:
         last = ([{}, *Run.open(path).metrics])[-1]
         if last.get("loss", 0) is not None and (last.get("grad_norm", 0) is not None
@@ -225,10 +265,9 @@ def make(where: str, imports: Sequence[str], values: Mapping[str, Any], restarts
     if found.get("energy_wh") and found["energy_tokens"]:
         found["step_joules"] = (3600 * found["energy_wh"] * config.tokens_per_step
                                 / found["energy_tokens"])
-    keep = ("val_loss", "final_loss", "step_seconds", "energy_wh", "step_joules", "error",
-            "stopped_after")
+    run = Run.open(path)
     records.write(path.with_suffix(".json"), {
-        **{key: found.get(key) for key in keep}, "name": path.name, "config": values,
-        "evaluations": evaluations(path), "restarts": restarts,
-        "device": Run.open(path).environment.get("device"),
+        **{key: found.get(key) for key in FIELDS}, "name": path.name, "config": values,
+        "evaluations": [(one["step"], one["val_loss"]) for one in run.metrics if "val_loss" in one],
+        "restarts": restarts, "device": run.environment.get("device"),
         "seconds": time.perf_counter() - begun})

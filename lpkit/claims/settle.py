@@ -169,8 +169,7 @@ class Settling:
         if ratio <= SAME:
             return {"ratio": ratio, "steps": steps, "survives": True}
         fewer = max(1, int(steps / ratio))
-        runs = self.run(f"{better} in {fewer} steps",
-                        self._seeds(better, len(others), steps=fewer))
+        runs = self.run(f"{better} in {fewer} steps", self._seeds(better, len(others), steps=fewer))
         verdict = referee.look(others, _losses(runs, better),
                                referee.ALPHA / (len(self.claim.arms) - 1))
         return {"ratio": ratio, "steps": fewer, "survives": verdict.word == "better",

@@ -1,11 +1,12 @@
 """A search over settings: a file says what is searched, optuna suggests trials, runs answer.
 
-A trial that has ended is a line of the journal; any other is run. A killed sweep asks for all anew
-and tells what the lines say: a sampler of one seed that is told the same suggests the same.
+A killed sweep asks for all trials again and tells what the records of their runs say: a sampler of
+one seed that is told the same suggests the same. The journal is for readers, and written again.
 """
 
 import copy
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from lpkit import records
 from lpkit.claims import protocol, runs
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, RunFailedError, pick, shown
-from lpkit.files import append_lines
+from lpkit.files import append_lines, remove
 from lpkit.presets import resolve
 from lpkit.values import Count, Text, between, convert
 
@@ -108,8 +109,10 @@ def settle(sweep: Sweep, out: Path,
     here = sweep.config({})
     alike = asdict(replace(sweep, trials=1, executor="workers", job={}))    # give the same trials
     mark = records.digest([alike, optuna.__version__, runs.name_of(here)])[:records.MARK_DIGITS]
-    chain = records.Chain(path := Path(f"{out}-{mark}.jsonl"), mark)
-    known = {line["trial"]: line for line in records.read_lines(path, mark)[0]}
+    if os.path.lexists(path := Path(f"{out}-{mark}.jsonl")):
+        remove(before := path.with_name(f"{path.name}.before"))
+        path.rename(before)
+    chain = records.Chain(path, mark)
     liar = {"constant_liar": True} if sweep.sampler == "tpe" and sweep.at_once > 1 else {}
     sampler = getattr(optuna.samplers, SAMPLERS[sweep.sampler])(seed=sweep.seed, **liar)
     rungs = {"min_resource": here.eval_every} if sweep.pruner == "asha" else {}
@@ -125,15 +128,13 @@ def settle(sweep: Sweep, out: Path,
         numbers = range(len(trials), min(len(trials) + sweep.at_once, sweep.trials))
         judges = [Judge(study.ask(domains), f"{mark} {number}" * (sweep.pruner != "none"))
                   for number in numbers]
-        lines = [known.get(number, {}) for number in numbers]
+        lines = [{"trial": number, "settings": judge.trial.params, "val_loss": None, "seconds": 0.0}
+                 for number, judge in zip(numbers, judges)]
         due: dict[int, Config] = {}
-        for i, (number, judge) in enumerate(zip(numbers, judges)):
+        for i, judge in enumerate(judges):
             judge.trial.study = before
-            if lines[i].get("settings") == (params := judge.trial.params):
-                continue
-            lines[i] = {"trial": number, "settings": params, "val_loss": None, "seconds": 0.0}
             try:
-                due[i] = sweep.config(params)
+                due[i] = sweep.config(judge.trial.params)
                 judge.steps = due[i].steps
             except ConfigError as error:        # settings that do not go together
                 lines[i]["error"] = str(error)
@@ -147,9 +148,8 @@ def settle(sweep: Sweep, out: Path,
             if judge.stop_after is not None:        # it may have gone on until it heard
                 line |= {"val_loss": None, "error": None,
                          "pruned": dict(zip(("step", "val_loss"), judge.heard[-1]))}
-        for number, judge, line in zip(numbers, judges, lines):
-            if line is not known.get(number):
-                append_lines(path, [chain.line(line)])
+        for judge, line in zip(judges, lines):
+            append_lines(path, [chain.line(line)])
             trials.append(line)
             losses.append(math.inf if line["val_loss"] is None else line["val_loss"])
             over = optuna.trial.TrialState.PRUNED if line["pruned"] else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder, needs
-from lpkit.errors import ConfigError, named
+from lpkit.errors import ConfigError, in_one_line, named
 from lpkit.predict.units import duration
 from lpkit.values import Count
 
@@ -58,7 +58,6 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
     end when this process is told to."""
     from lpkit import files, processes
     from lpkit.claims import executors, runs
-    from lpkit.course.notebooks import tell
 
     children, name = processes.Children(), told.executor
     if executor := executors.EXECUTORS[name]:
@@ -72,6 +71,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
                 raise ConfigError(f"another claim or sweep is running in {named(out)}; wait for "
                                   f"it, or choose another --out") from None
             workers = stack.enter_context(runs.Workers(out, children, at_once, *made))
+            tell = processes.tell
             return settle(lambda what, configs, *judges: workers.finished(
                 configs, lambda line: quiet or tell(f"{what}: {line}"), *judges), tell)
 
@@ -80,7 +80,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
         made = executor(out, told.job, around) if executor else ()
         result, heard = processes.hear(lambda: work(made), children.end)
         if heard:
-            tell("lpkit: stopped; the same command goes on")
+            processes.tell("lpkit: stopped; the same command goes on")
             sys.exit(128 + heard)
     return result
 
@@ -91,4 +91,5 @@ def text(result: dict[str, Any]) -> str:
     cost = (f"{result['runs']} runs took {duration(result['seconds'])}, of which tuning "
             f"{duration(result['tuning']['seconds'])}")
     doubts = [f"doubt: {one}" for one in result["doubts"]]
-    return "\n".join([*(one["sentence"] for one in result["verdicts"]), *tuned, *doubts, cost])
+    sentences = [one["sentence"] for one in result["verdicts"]]
+    return "\n".join(map(in_one_line, [*sentences, *tuned, *doubts, cost]))

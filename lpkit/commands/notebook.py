@@ -60,7 +60,7 @@ def run(args) -> dict[str, Any]:
         jobs += notebooks.plan(path, asked, tier=args.tier, out=args.out)
     children = processes.Children()
     records, heard = processes.hear(
-        lambda: notebooks.run_all(jobs, at_once=at_once, say=notebooks.tell, children=children),
+        lambda: notebooks.run_all(jobs, at_once=at_once, say=processes.tell, children=children),
         children.end)
     if heard:
         sys.exit(128 + heard)

@@ -568,7 +568,7 @@ def work(folder: str) -> int:
     then: nothing is waited for. Returns the exit code."""
     told = ast.literal_eval(Path(folder, "job").read_text())    # reads literals, runs nothing
     told |= {name: Path(told[name]) for name in ("path", "out")}
-    attempt = Attempt(Job(**told), Path(folder), tell)
+    attempt = Attempt(Job(**told), Path(folder), processes.tell)
 
     def stop() -> None:
         attempt.end(status="killed")
@@ -576,11 +576,6 @@ def work(folder: str) -> int:
 
     processes.hear(attempt.run, stop)
     return 0
-
-
-def tell(line: str) -> None:
-    with contextlib.suppress(OSError):      # the terminal is closed
-        print(line, file=sys.stderr, flush=True)
 
 
 def _now() -> str:

@@ -12,6 +12,7 @@ Process 0 makes, checks, renames and removes folders, and the others learn what 
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from lpkit import files, records
-from lpkit.errors import DamagedError, named
+from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.parallel.ranks import by_first
 from lpkit.training import shards
 
@@ -128,31 +129,38 @@ def _read(folder: Path, manifest: dict[str, Any], only: shards.Prefix,
 
 
 def load_latest(root: Path, *, run: str = "", only: shards.Prefix = "",
-                blank: shards.Blank = shards.whole, quarantine: bool = True
+                blank: shards.Blank = shards.whole, quarantine: bool = True, lack: str = ""
                 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint of `run` that verifies, and a sentence for each one passed over.
 
     `only` keeps the tensors whose name starts so. However many processes saved them, whole tensors
     come back, or what `blank` makes, as in `shards.load`.
-    `quarantine` moves damaged ones aside; a reader that does not own the run leaves them there.
+    `quarantine` moves damaged ones aside. A reader that does not own the run leaves them there, and
+    says what it lacks if there is none: that begins the ConfigError; of others it tells the user.
     """
-    folder, manifest, problems = by_first(_newest_whole, root, run, quarantine)
+    folder, manifest, problems = by_first(_newest_whole, root, run, quarantine and not lack, lack)
     if folder is None:
         return None, problems
     return _read(Path(folder), manifest, only, blank), problems
 
 
 def _newest_whole(root: Path, run: str,
-                  quarantine: bool) -> tuple[Path | None, dict[str, Any], list[str]]:
+                  quarantine: bool, lack: str) -> tuple[Path | None, dict[str, Any], list[str]]:
     problems = []
     for folder in folders(root):
         try:
-            return folder, verify(folder, run), problems
+            manifest = verify(folder, run)
+            said = f"lpkit: the weights are those of step {manifest['step']}:"
+            for one in problems if lack else ():
+                print(said, one, file=sys.stderr)
+            return folder, manifest, problems
         except DamagedError as error:
             problems.append(str(error))
             if quarantine:
                 files.move_into(root / QUARANTINE, folder)
                 problems[-1] += "; moved to quarantine/"
+    if lack:
+        raise ConfigError("; ".join([lack, *problems]))
     return None, {}, problems
 
 

@@ -8,6 +8,7 @@ is not in the file: transformers ties it again, and a tensor that is there twice
 """
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,10 +39,11 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
     kind = families.of_model(m)
     if out.exists():
         raise ConfigError(f"{str(out)!r} is there already; choose another --out")
-    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        raise ConfigError("; ".join([f"{str(run.path)!r} has no checkpoint", *problems]))
+    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
+                                      only=checkpoint.WEIGHTS,
+                                      lack=f"{str(run.path)!r} has no checkpoint")
+    for problem in run.problems:
+        print(f"lpkit: {problem}", file=sys.stderr)
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
     ends = (".weight", ".bias", ".scale", ".magnitude", *CODED)

@@ -124,7 +124,7 @@ def _begin(training: Training, run: Run, here: dict[str, Any]
     if before and not start:
         print(f"lpkit: {str(run.path)!r} has no whole checkpoint, so it starts again from step 0; "
               f"{'; '.join(damaged) or 'none was saved'}", file=sys.stderr)
-    begun = {"from_step": start, "damaged": damaged}
+    begun = {"from_step": start, "damaged": damaged, "start": training.start.where or None}
     now = here | begun | {"lines": saved.lines if saved else {}}
     # a kill before the next summary leaves files of which this one says nothing
     running = {"status": "running", records.RUN: run.mark}

@@ -76,13 +76,9 @@ def trained(run: Run, device: str = "cpu") -> Training:
     Raises ConfigError for a run without a checkpoint.
     """
     with unset_fake_temporarily():      # a trace reads it too, for a run whose objective needs it
-        saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                                 only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        said = "; ".join([f"{str(run.path)!r} has no checkpoint to sample from", *problems])
-        raise ConfigError(said)
-    for problem in problems:
-        print(f"lpkit: the weights are those of step {saved.step}: {problem}", file=sys.stderr)
+        saved, _ = checkpoint.load_latest(
+            run.checkpoints, run=run.identity["run"], only=checkpoint.WEIGHTS,
+            lack=f"{str(run.path)!r} has no checkpoint to sample from")
     for problem in run.problems:
         print(f"lpkit: {problem}", file=sys.stderr)
     # of the memory techniques, sampling needs the dtype of the parameters alone

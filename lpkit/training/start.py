@@ -4,12 +4,12 @@
     start: {run: runs/base, map: [blocks.2:blocks.0]}        what begins so is read from there
     start: {run: runs/base, grow: stack}                     by a row of lpkit.techniques.growth
 
-They are copied after the initialisation and before changes of the model. Their hash is part of what
-the run is (run.json), so a base that was trained further is noticed. What stays frozen is in no
-checkpoint: it is read from the base again, which must be there.
+They are copied before changes of the model. Their hash is part of what the run is (run.json). What
+stays frozen is in no checkpoint: it is read from the base again, which must be there.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lpkit import records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.parallel.ranks import by_first
 from lpkit.techniques.growth import GROWTH
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
@@ -67,10 +68,8 @@ class Start:
         self.tensors = {}
 
     def _there(self, name: str) -> str:
-        for new, old in self.places.items():
-            if name.startswith(f"{new}."):
-                return old + name.removeprefix(new)
-        return name
+        return next((old + name.removeprefix(new) for new, old in self.places.items()
+                     if name.startswith(f"{new}.")), name)
 
     def refuse_other(self, run: Run) -> None:
         """Raises ConfigError where `run` was begun from other weights."""
@@ -92,11 +91,16 @@ def read(config: Config, tokenizer: str = "") -> Start:
     if tokenizer and run.identity["tokenizer"] != tokenizer:
         raise ConfigError(f"start.run={asked.run} has another tokenizer, so that the same tokens "
                           f"mean something else; set data.tokenizer={asked.run}, which is that run's")
-    saved, problems = checkpoint.load_latest(run.checkpoints, run=run.identity["run"],
-                                             only=checkpoint.WEIGHTS, quarantine=False)
-    if saved is None:
-        raise ConfigError("; ".join([f"start.run={asked.run} has no checkpoint to begin from",
-                                     *problems]))
+    lack = f"start.run={asked.run} has no checkpoint to begin from"
+    saved, _ = checkpoint.load_latest(run.checkpoints, run=run.identity["run"], lack=lack,
+                                      only=checkpoint.WEIGHTS)
+    by_first(lambda: [print(f"lpkit: {one}", file=sys.stderr) for one in run.problems])
+    said = run.summary
+    if said["status"] not in ("running", "killed") and said["last_checkpoint"] != saved.path.name:
+        raise ConfigError(
+            f"start.run={asked.run}: its summary vouches for {said['last_checkpoint']}, and the "
+            f"newest weights that are whole are of step {saved.step}; make newer ones by "
+            f"lpkit train {asked.run}/config.yaml --out {asked.run} --resume")
     weights = checkpoint.evaluated_weights(saved.tensors)   # as that run's val_loss has them
     tensors = {name.removeprefix("model/"): t for name, t in sorted(weights.items())}
     digest = hashlib.sha256(records.digest({name: [str(t.dtype), list(t.shape)]

@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,9 @@ from typing import Any
 from lpkit import records
 from lpkit.course import room as rooms
 from lpkit.course.room import FOLDER
-from lpkit.errors import ConfigError, named
-from lpkit.files import locked, sync, whole_file
+from lpkit.errors import ConfigError, DamagedError, named
+from lpkit.files import locked, move_into, sync, whole_file
+from lpkit.processes import tell
 from lpkit.tables import text_table
 
 TEXTS = ("id", "kind", "notebook", "name", "verdict", "unit")
@@ -38,6 +38,7 @@ FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "secon
           "factor", "measured", "held", "time")
 NEEDED = {"exercise": {"name", "verdict"}, "guess": {"name"}, "claim": {"name", "verdict"}}
 MOST_BYTES = 1 << 17        # of a request: of `reports.AT_ONCE` reports
+MOST_KEPT = 1 << 30         # of all reports
 EACH = 2_000                # reports of a learner; a course makes some 500
 MOST_TEXT = 300             # characters of a field
 LARGEST = 1e300
@@ -59,21 +60,43 @@ class Store:
         self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the reports in the order in which they came, without lines that a kill cut off."""
-        events, self.problems = records.read_lines(self.path, CHAIN)
-        return [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
+        """Returns the reports in the order in which they came, without lines that a kill cut off. `problems`
+        has a sentence for each line that is altered or lost, and for pseudonyms whose name is lost."""
+        names = self._names()
+        head = [(named(self.names), *names["lines"])] if "lines" in names else []
+        if self._is_none():
+            self.problems = [f"{named(self.path)} is not a file of reports; the next report sets it aside"]
+            return []
+        events, self.problems = records.read_lines(self.path, CHAIN, head)
+        events = [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
+        known = set(names["names"].values())
+        if lost := {str(one["pseudonym"]) for one in events} - known:
+            self.problems.append(f"{named(self.names)} lacks the names of {', '.join(sorted(lost))}")
+        return events
 
     def pseudonyms(self) -> dict[str, str]:
         """Returns pseudonyms by name. A damaged file is set aside, and names are drawn again."""
-        if not self.names.exists():
-            return {}
+        return self._names()["names"]
+
+    def _names(self) -> dict[str, Any]:
+        """Returns the record of the pseudonyms: `names`, and in `lines` the number and the checksum of the
+        last report, so that a lost end shows."""
+        if not os.path.lexists(self.names):
+            return {"names": {}}
         try:
-            return records.read(self.names)["names"]
-        except (ConfigError, KeyError) as error:
-            aside = self.names.with_suffix(".damaged")
-            self.names.replace(aside)
-            print(f"{error}. It is {named(aside)} now, and names are drawn again", file=sys.stderr)
-            return {}
+            found = records.read(self.names)
+            if not all(isinstance(one, str) for one in found["names"].values()):
+                raise DamagedError(f"{named(self.names)} has a pseudonym that is no text")
+            return found
+        except (ConfigError, KeyError, AttributeError) as error:
+            move_into(self.names.parent / "damaged", self.names)
+            tell(f"lpkit: {error}; it is moved to damaged/, and names are drawn again")
+            return {"names": {}}
+
+    def _is_none(self) -> bool:
+        """Returns True where a pipe, a link, a folder or something endless lies in the place of the reports."""
+        return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
+                                               or self.path.stat().st_size > MOST_KEPT)
 
     def pseudonym(self, name: str) -> str:
         """Returns the same pseudonym for the same name until all is deleted. It is drawn, so that
@@ -84,13 +107,16 @@ class Store:
             drawn += f"-{secrets.randbelow(10_000)}" if len(known) > 100 else ""
             if drawn not in known.values():
                 known[name] = drawn
-                records.write(self.names, {"names": known})
+                records.write(self.names, self._names() | {"names": known})
         return known[name]
 
     def add(self, name: str, reports: Iterable[Any]) -> int:
         """Keeps the new reports among these, and returns how many. What is no report, and what is
         beyond a learner's share, is passed over: nobody can fill the room for others."""
         with locked(self.path.with_suffix(".lock")):
+            if self._is_none():
+                move_into(self.path.parent / "damaged", self.path)
+                tell(f"lpkit: {named(self.path)} is not a file of reports; it is moved to damaged/, and reports begin anew")
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
@@ -106,6 +132,7 @@ class Store:
                 file.write("".join(map(chain.line, mine)).encode())
                 file.flush()
                 os.fsync(file.fileno())
+            records.write(self.names, self._names() | {"lines": [chain.number, chain.sum]})
             sync(self.path.parent)
             self._seen = self._stamp()
         return len(mine)
