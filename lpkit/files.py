@@ -188,8 +188,12 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
         if aside is not None and path.exists():
             move_into(aside, path)
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if type(error).__name__ == "SafetensorError":       # how that library says that a disk is full
+            raise OSError(f"{named(path)}: {error}") from error
+        if isinstance(error, OSError):
+            error.filename = error.filename or path
         raise
     sync(path.parent)
 

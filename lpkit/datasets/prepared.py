@@ -50,8 +50,8 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
     They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
     source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
     learns, and the bound that every token id must respect. A source that is itself a prepared
-    folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that does not
-    serve.
+    folder is opened as it is. Raises ConfigError for a source or a tokenizer that does not serve, and
+    OSError.
     """
     if is_prepared(data.source):
         return fits(_open_as(data), vocab)
@@ -108,6 +108,7 @@ def open_tokens(folder: Place) -> TokenFiles:
 
 
 def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
+    files.check_regular(path)
     try:
         size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
         if size != due:
