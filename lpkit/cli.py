@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-from lpkit import __version__
+from lpkit import __version__, errors
 from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         with heard_by(_unwind, set(POLITE) - {signal.SIGINT}):
             return _main(argv)
     except (ConfigError, RunFailedError) as error:
-        return complain(error, getattr(error, "exit_code", 2))
+        return complain(error, 1 if isinstance(error, errors.GoneError) else 2)
     except _SignalError as heard:
         complain(f"stopped by {signal.Signals(heard.args[0]).name}")
         return 128 + heard.args[0]

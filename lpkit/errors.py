@@ -32,7 +32,6 @@ class RunFailedError(RuntimeError):
 
 class GoneError(RunFailedError):
     """A process of a run was killed, or left without an error: no input was wrong."""
-    exit_code = 1
 
 
 # A lack of memory in the words of PyTorch's CPU allocator, of C++, of CUDA and its libraries

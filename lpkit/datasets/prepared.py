@@ -108,12 +108,12 @@ def open_tokens(folder: Place) -> TokenFiles:
 
 
 def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
-    files.check_regular(path)
     try:
         size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
         if size != due:
             raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it was "
                                f"truncated or altered; remove the folder and prepare it again")
+        files.check_regular(path)
         if files.sha256(path) != facts["sha256"]:
             raise DamagedError(f"{named(path)} does not have the checksum of its header: it was altered; "
                                f"remove the folder and prepare it again")

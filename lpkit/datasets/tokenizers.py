@@ -35,9 +35,9 @@ PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.
           "\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~" + "a b\n" * 999).split("~")
 PROBES += [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patterns try much, and fail
 MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
-# what hears no signal, with 10 s of a CPU and 8 GiB of addresses
+# what hears no signal, with 10 s of a CPU and 4 GiB of addresses
 TRY = """import json, resource as r, sys, tokenizers
-for of, most in (r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 33):
+for of, most in (r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 32):
     r.setrlimit(of, (min(most, (hard := r.getrlimit(of)[1]) % 2**63), hard))
 library, *texts = json.load(sys.stdin)
 (one := tokenizers.Tokenizer.from_str(library)).no_truncation(), one.no_padding()
@@ -265,7 +265,7 @@ def _asked(call: Callable, *args: Any, **named: Any) -> Any:
 
 def builder(name: str) -> Any:
     """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
-    if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
+    if name not in TOKENIZERS and os.path.lexists(expanded(name) / FILE):
         found = of_folder(expanded(name))
         return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
                                identity=records.digest(found.to_dict()))

@@ -30,8 +30,7 @@ def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager:
 
 
 def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    return {name: module for name, module in model.named_modules()
-            if isinstance(module, nn.Linear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,7 +95,7 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
-                          f"of this kit has, {shown(left[0])} first; without them it is another model")
+                          f"of this kit has, {named(left[0])} first; without them it is another model")
     for head in tied:
         one, other = (tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
         if one.dtype != other.dtype or not torch.equal(one, other):
@@ -176,7 +176,7 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
     if not os.path.lexists(path):
         pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
-            raise ConfigError(f"{str(path.parent)!r} has its weights in {shown(pickled[0])}, a pickle, "
+            raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a pickle, "
                               f"which may run anything when it is read; convert it first, where you "
                               f"trust it: save_pretrained(..., safe_serialization=True)")
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
@@ -190,7 +190,7 @@ def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
                           f"again") from None
     for name, (_, _, kind) in found.items():
         if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
-            raise ConfigError(f"{shown(name)} in {path.name} is in {kind}; this kit begins from "
+            raise ConfigError(f"{named(name)} in {path.name} is in {kind}; this kit begins from "
                               f"weights in {', '.join(DTYPES)}")
     return found
 
@@ -200,7 +200,7 @@ def tensor(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         t = file.get_tensor(name)
     if t.numel() and not all(map(torch.isfinite, t.aminmax())):
-        raise ConfigError(f"{shown(name)} in {named(path)} has NaN or infinity among its numbers; get "
+        raise ConfigError(f"{named(name)} in {named(path)} has NaN or infinity among its numbers; get "
                           f"the file again, or repair the weights where they were trained")
     return t
 
@@ -208,7 +208,7 @@ def tensor(path: Path, name: str) -> Tensor:
 def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
     if asked:
         return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
-    if not (folder / tokenizers.FILE).is_file():
+    if not os.path.lexists(folder / tokenizers.FILE):
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")
     return tokenizers.of_folder(folder).to_dict()
