@@ -37,7 +37,7 @@ PROBES += [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patte
 MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
 # what hears no signal, with 10 s of a CPU and 4 GiB of addresses
 TRY = """import json, resource as r, sys, tokenizers
-for of, most in (r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 32):
+for of, most in ((r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 32))[:1 + (sys.platform == "linux")]:
     r.setrlimit(of, (min(most, (hard := r.getrlimit(of)[1]) % 2**63), hard))
 library, *texts = json.load(sys.stdin)
 (one := tokenizers.Tokenizer.from_str(library)).no_truncation(), one.no_padding()
