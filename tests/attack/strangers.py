@@ -1,13 +1,14 @@
 """Files of strangers: models, adapters, tokenizers and texts that are damaged, hostile or no files at all.
 
-A trial is one file or key of a good folder that was made wrong, and the commands that read it: `lpkit import`, with `--base` for an adapter, then `lpkit sample`
-and `lpkit data prepare` with the run where the import accepted the folder. Each command ends within SECONDS in exit code 0, or in exit code 2 and one
-sentence. A refused import leaves nothing behind, and an accepted run has no weight that is NaN or infinite. Every tenth trial has a full disk: no file may grow
-beyond a drawn size.
+A trial is one file or key of a good folder that was made wrong, and the commands that read it: `lpkit import`, with `--base` for an adapter, then
+`lpkit sample`, `lpkit data prepare` and `lpkit export` with the run where the import accepted the folder. A command takes at most CPU_SECONDS of processors,
+its children's too, and WAITS seconds. It ends in exit code 0, or in exit code 2 and one sentence. A refused command leaves nothing behind, and an accepted run
+has no weight that is NaN or infinite. Every tenth trial has a full disk: no file may grow beyond a drawn size.
 """
 
 import getpass
 import json
+import math
 import os
 import random
 import resource
@@ -15,7 +16,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,9 +32,9 @@ from tests.attack import Outcome, patience
 from tests.attack._nursery import Nursery, nursery
 
 COUNT, FEW = 132, 12        # files
-SECONDS = 15.0              # for a command
+CPU_SECONDS, WAITS = 20.0, 40.0     # of a command: of processors; and by the clock, where the machine does nothing else
 MEMORY_BYTES = 16 << 30     # of addresses, for a command
-KEPT = {"cache", "output.txt", f"torchinductor_{getpass.getuser()}"}        # what every command may leave
+KEPT = {"cache", "output.txt", "cpu.txt", f"torchinductor_{getpass.getuser()}"}        # what every command may leave
 ESCAPE = "\x1b[31mred\nlpkit: done"
 MODEL = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False, "model.layers": 2, "model.width": 32, "model.heads": 4,
          "model.vocab": 340, "model.context": 32, "model.tied": False, "precision.recipe": "fp32"}
@@ -337,7 +337,10 @@ def command(words: list[str]) -> int:
     if most := int(first):      # the disk is full: Python ignores the signal, and the write fails
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    return main(words)
+    try:
+        return main(words)
+    finally:
+        Path("cpu.txt").write_text(str(sum(os.times()[:4])))
 
 
 def warm() -> None:
@@ -369,7 +372,7 @@ def complaints(code: int, said: str, seconds: float, left: set[Path]) -> list[st
     lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
     found = {
-        "hangs": seconds > SECONDS * patience(), "a traceback": "Traceback" in said or "panicked" in said, "exit code": code not in (0, 2),
+        "hangs": seconds > CPU_SECONDS, "a traceback": "Traceback" in said or "panicked" in said, "exit code": code not in (0, 2),
         "not one sentence": code == 2 and (len(sentences) != 1 or any(line != sentences[0] and not line.startswith(" ") for line in lines)),
         "a long sentence": code == 2 and any(len(line) > 1500 for line in sentences), "control characters": not said.replace("\n", "").replace("\r", "").isprintable(),
         "leaves something": code != 0 and bool(left)}
@@ -381,14 +384,14 @@ def unsound(out: Path) -> list[str]:
     return [name for path in out.glob("checkpoints/step-*/*.safetensors") for name, t in load_file(path).items() if not torch.isfinite(t.float()).all()]
 
 
-def _ended(forks: Nursery, words: list[str], most: int) -> tuple[int, float]:
-    """Exit code and seconds; a command that hangs is killed."""
-    begun = time.monotonic()
-    pid = forks.begin(most, *words)
-    over = threading.Timer(SECONDS * patience() + 1, os.kill, (pid, signal.SIGKILL))
+def _ended(forks: Nursery, folder: Path, words: list[str], most: int) -> tuple[int, float]:
+    """Exit code and seconds of processors; a command that waits is killed, and took for ever."""
+    taken = folder / "cpu.txt"
+    taken.unlink(missing_ok=True)
+    over = threading.Timer(WAITS * patience(), os.kill, (forks.begin(most, *words), signal.SIGKILL))
     over.start()
     try:
-        return forks.end(), time.monotonic() - begun
+        return forks.end(), float(taken.read_text()) if taken.exists() else math.inf
     finally:
         over.cancel()
 
@@ -409,7 +412,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             about = f"seed {seed}, trial {number}: {subject}, {file}: {said if isinstance(said, str) else harm}"
             before, end = {*folder.rglob("*")}, "used"
             for words in commands(subject, theirs, place / "out", good):
-                code, seconds = _ended(forks, words, most * (full and words[0] == fills))
+                code, seconds = _ended(forks, folder, words, most * (full and words[0] == fills))
                 left = {path for path in folder.rglob("*") if not KEPT & {*path.relative_to(folder).parts[:1]}} - before
                 wrong = complaints(code, forks.said, seconds, left)
                 slowest = max(slowest, (seconds, f"{about}: {words[0]}"))
@@ -424,6 +427,6 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             ends[end] += 1
             outcome.tried += 1
             shutil.rmtree(place)
-    outcome.facts |= dict(ends) | {"slowest_seconds": round(slowest[0], 2), "slowest": slowest[1]}
+    outcome.facts |= dict(ends) | {"slowest_cpu_seconds": round(slowest[0], 2), "slowest": slowest[1]}
     return outcome
 
