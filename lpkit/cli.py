@@ -1,8 +1,8 @@
 """The command line: find the command, run it, print one object. Everything else goes to standard
 error.
 
-Exit codes: 0 done; 2 the input was wrong, or this machine cannot serve it (one sentence says what
-and the way out); 129, 130, 143 hung up, interrupted, terminated. A traceback is a fault of lpkit's.
+Exit codes: 0 done; 1 a process was killed; 2 wrong input, or a machine that cannot serve it, and a
+sentence; 129, 130, 143 hung up, interrupted, terminated. A traceback is a fault of lpkit's.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-from lpkit import __version__
+from lpkit import __version__, errors
 from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
@@ -66,11 +66,11 @@ def usage() -> str:
             f"`lpkit COMMAND --help` explains one; --json prints one object on standard output.")
 
 
-def complain(sentence: object) -> int:
+def complain(sentence: object, code: int = 2) -> int:
     first, *more = printable(str(sentence)).split("\n")
     with contextlib.suppress(OSError):      # nobody reads it
         print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
-    return 2
+    return code
 
 
 def say(text: str) -> None:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         with heard_by(_unwind, set(POLITE) - {signal.SIGINT}):
             return _main(argv)
     except (ConfigError, RunFailedError) as error:
-        return complain(error)
+        return complain(error, 1 if isinstance(error, errors.GoneError) else 2)
     except _SignalError as heard:
         complain(f"stopped by {signal.Signals(heard.args[0]).name}")
         return 128 + heard.args[0]

@@ -30,6 +30,10 @@ class RunFailedError(RuntimeError):
     """A run that could not go on. The message says at which step, why, and what was kept."""
 
 
+class GoneError(RunFailedError):
+    """A process of a run was killed, or left without an error: no input was wrong."""
+
+
 # A lack of memory in the words of PyTorch's CPU allocator, of C++, of CUDA and its libraries
 NO_MEMORY = ("DefaultCPUAllocator", "annot allocate memory", "bad_alloc", "ALLOC_FAILED",
              "out of memory")
@@ -48,7 +52,7 @@ def out_of_memory(error: BaseException | None) -> bool:
 
 # Errors that go from process to process, by name and arguments.
 KINDS = {kind.__name__: kind for kind in (
-    ConfigError, DamagedError, RunFailedError, OSError, MemoryError, ValueError)}
+    ConfigError, DamagedError, GoneError, RunFailedError, OSError, MemoryError, ValueError)}
 
 
 def packed(error: BaseException) -> list[Any]:

@@ -72,8 +72,7 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: 
 
 
 def check_regular(path: Path) -> None:
-    """Raises ConfigError for what is no file, before it is opened: a named pipe would wait for a
-    writer, and a device may have no end."""
+    """Raises ConfigError for what is no file: a named pipe waits for ever, and a device has no end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -85,8 +84,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The whole of a file in UTF-8. Raises ConfigError for what is no such file, and for one of
-    more than `most_bytes`."""
+    """Returns a text in UTF-8. Raises ConfigError for what is no file of it, or of too many bytes."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -159,8 +157,7 @@ def whole_file(path: Path, mode: int = 0o666) -> Iterator[Path]:
 
 
 def sweep(folder: Path, pattern: str = ".*.????????.tmp") -> None:
-    """Remove what killed writers left in `folder`: of whole files, by default. Its lock is the
-    caller's."""
+    """Remove what killed writers left in `folder`, whose lock the caller holds."""
     for leftover in folder.glob(pattern):
         remove(leftover)
 
@@ -174,9 +171,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o666) -> None:
 def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
     """Fill the folder that this yields, without folders in it: it becomes `path` whole, or never.
 
-    An older `path` goes into the folder `aside`; without `aside` it must be empty or absent. The
-    temporary name is always the same one, and what a killed process left there is removed: the
-    caller holds a lock, or is the only writer. Raises OSError.
+    An older `path` goes into the folder `aside`; without `aside` it must be empty or absent. What a
+    killed process left is removed: the caller holds a lock, or writes alone. Raises OSError.
     """
     temporary = _hidden(path)
     temporary.mkdir()
@@ -188,8 +184,12 @@ def whole_folder(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
         if aside is not None and path.exists():
             move_into(aside, path)
         os.rename(temporary, path)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        # a full disk: of that library, or of a write, which names no file
+        if type(error).__name__ == "SafetensorError" or getattr(error, "filename", path) is None:
+            why = getattr(error, "strerror", None) or str(error)
+            raise OSError(getattr(error, "errno", None) or errno.EIO, why, str(path)) from error
         raise
     sync(path.parent)
 

@@ -72,9 +72,9 @@ def read(path: Path) -> dict[str, Any]:
     return unsealed(text_of(path), path)
 
 
-def of_others(path: Path) -> dict[str, Any]:
+def of_others(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """A JSON object without a checksum of ours. Raises DamagedError."""
-    text = text_of(path)
+    text = text_of(path, most_bytes)
     try:
         said = json.loads(text)
     except UNREADABLE:
@@ -84,10 +84,10 @@ def of_others(path: Path) -> dict[str, Any]:
     return said
 
 
-def text_of(path: Path) -> str:
+def text_of(path: Path, most_bytes: int = MOST_BYTES) -> str:
     """Raises DamagedError."""
     try:
-        return read_text(path, MOST_BYTES)
+        return read_text(path, most_bytes)
     except ConfigError as error:
         raise DamagedError(str(error)) from None
 

@@ -18,7 +18,7 @@ import pytest
 import lpkit
 from lessons.live import LiveRun
 from lpkit import cli, preset
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, GoneError
 from lpkit.parallel.processes import Processes
 from lpkit.training.runs import METRICS, RunFailedError
 from tests.attack import patience, until
@@ -74,9 +74,9 @@ def test_nothing_that_is_said_is_lost(parent):
                                r"in _raise\n(.|\n)*ValueError: a fault that was planted$"),
     ("refuses", ConfigError, "rank 1 of 2: a setting that cannot be; choose another$"),
     ("meets the end of memory", RunFailedError, rf"rank 1 of 2 ran out of memory {AT}: MemoryError\n"),
-    ("exits", RunFailedError, rf"rank 1 of 2 exited {AT} with code 9 and without an error$"),
-    ("is killed", RunFailedError, rf"rank 1 of 2 died {AT} of SIGKILL, from outside: where memory runs out"),
-    ("crashes", RunFailedError, rf'rank 1 of 2 died {AT} of SIGSEGV\n\n  File ".*", line \d+ in string_at\n'),
+    ("exits", GoneError, rf"rank 1 of 2 exited {AT} with code 9 and without an error$"),
+    ("is killed", GoneError, rf"rank 1 of 2 died {AT} of SIGKILL, from outside: where memory runs out"),
+    ("crashes", GoneError, rf'rank 1 of 2 died {AT} of SIGSEGV\n\n  File ".*", line \d+ in string_at\n'),
 ])
 def test_who_fails_is_named_and_all_end(parent, fault, kind, sentence):
     """Rank 0 fails too, because the other is gone: "Connection closed by peer"."""
@@ -169,6 +169,25 @@ def test_killed_they_are_gone_at_once(parent, own):
             pytest.raises(RunFailedError, match=r"ended by kill\(\)"):
         running.wait()
     assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+def test_a_supervisor_that_is_killed_is_no_wrong_input(parent):
+    """The ranks end with it. The command line then exits with 1 (test_strangers)."""
+    pids = []
+
+    def heard(rank, said):
+        if "pid" in said:
+            pids.append(said["pid"])
+            if len(pids) == 2:
+                psutil.Process(pids[0]).parent().kill()
+
+    with Processes(f"{HERE}:obey", world=2, parent=parent, heard=heard) as running, \
+            pytest.raises(GoneError, match=r"^the process that watched the ranks was killed, .*; go on with --resume$"):
+        running.wait()
+    deadline = time.monotonic() + 5 * patience()
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_a_rank_leaves_is_ended(parent):

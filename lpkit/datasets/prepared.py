@@ -50,8 +50,8 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
     They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
     source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
     learns, and the bound that every token id must respect. A source that is itself a prepared
-    folder is opened as it is. Raises ConfigError for a source, a tokenizer or a disk that does not
-    serve.
+    folder is opened as it is. Raises ConfigError for a source or a tokenizer that does not serve, and
+    OSError.
     """
     if is_prepared(data.source):
         return fits(_open_as(data), vocab)
@@ -113,6 +113,7 @@ def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
         if size != due:
             raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it was "
                                f"truncated or altered; remove the folder and prepare it again")
+        files.check_regular(path)
         if files.sha256(path) != facts["sha256"]:
             raise DamagedError(f"{named(path)} does not have the checksum of its header: it was altered; "
                                f"remove the folder and prepare it again")

@@ -70,11 +70,9 @@ def find(source: str) -> "Source":
     with _sentences(path):
         if path.is_dir():
             return Files(name=source, files=_walk(path, SUFFIXES + PACKED))
-        if path.is_file():
-            return Files(name=source, files=[(path.name, path)], alone=True)
         if path.exists():
-            raise ConfigError(f"{shown(source)} is neither a file nor a folder; copy its text into "
-                              f"a file first")
+            check_regular(path)
+            return Files(name=source, files=[(path.name, path)], alone=True)
         if glob.has_magic(source):
             return Files(name=source, files=_matches(path))
     raise ConfigError(f"there is no file, folder or glob {shown(source)}; give one that exists, "

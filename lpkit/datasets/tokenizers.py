@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,15 @@ CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
 PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
           "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~caf\u00e9~"
           "\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~" + "a b\n" * 999).split("~")
+PROBES += [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patterns try much, and fail
+MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
+# what hears no signal, with 10 s of a CPU and 4 GiB of addresses
+TRY = """import json, resource as r, sys, tokenizers
+for of, most in ((r.RLIMIT_CPU, 10), (r.RLIMIT_AS, 1 << 32))[:1 + (sys.platform == "linux")]:
+    r.setrlimit(of, (min(most, (hard := r.getrlimit(of)[1]) % 2**63), hard))
+library, *texts = json.load(sys.stdin)
+(one := tokenizers.Tokenizer.from_str(library)).no_truncation(), one.no_padding()
+for text in texts: one.decode(one.encode(text).ids)"""
 LEARN = PACKAGE / "datasets" / "learn_bpe.py"
 BPE_TRAINING_CHARS = 1 << 26    # merges are learned from the first 64 Mi of the training split
 Texts = Callable[[], Iterator[str]]
@@ -93,19 +103,18 @@ class BPE(Named):
     def __init__(self, values: Mapping[str, Any]):
         from tokenizers import Tokenizer as Library
 
-        try:
-            self._model = model = Library.from_str(json.dumps(values.get("model")))
-            model.no_truncation()       # it was saved as it was used last
-            model.encode("\U0010ffff")  # has it a token for what it does not know?
-        except Exception as error:      # the library raises bare Exception
-            raise ConfigError(f"this is not a tokenizer of the `tokenizers` library ({error}); save "
-                              f"it again, or prepare the corpus again") from None
+        self._model = model = _asked(Library.from_str, json.dumps(values.get("model")))
+        model.no_truncation()       # it was saved as it was used last
         model.no_padding()
+        _asked(model.encode, "\U0010ffff")      # has it a token for what it does not know?
         if hasattr(model.model, "dropout"):     # of merges, by chance
             model.model.dropout = None
         self._values = {"name": type(model.model).__name__.lower(), **values}
         self.name, self._files = self._values["name"], values.get("files", {})
         self.vocab = 1 + max(model.get_vocab().values(), default=-1)
+        if self.vocab > MOST_IDS:
+            raise ConfigError(f"this tokenizer has an id of {self.vocab - 1:,}, and at most {MOST_IDS:,} "
+                              f"are read; number its {model.get_vocab_size():,} entries without gaps")
         first, last = self._ids(CONFIG, "eos_token_id"), self._ids(GENERATION, "eos_token_id")
         self.ends = frozenset(last if GENERATION in self._files else first)
         ends = first or last or self._ids(TOKENS, "eos_token") or self._ids(MAP, "eos_token")
@@ -154,7 +163,7 @@ class BPE(Named):
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         self._model.encode_special_tokens = not special
-        ids = self._model.encode(text, add_special_tokens=False).ids
+        ids = _asked(self._model.encode, text, add_special_tokens=False).ids
         if not special and (found := self._special.intersection(ids)):
             raise ConfigError(f"a text gives the special token {self._model.id_to_token(min(found))}; "
                               f"take out what gives it, or set special_tokens=true")
@@ -166,7 +175,7 @@ class BPE(Named):
             lead = []       # nothing is put before a text
         whole = "\n" * bool(lead) + text
         ids = self.encode(whole, special)
-        back = self._model.decode(ids, skip_special_tokens=False)
+        back = _asked(self._model.decode, ids, skip_special_tokens=False)
         if ids[:len(lead)] != lead:     # the line break is part of a longer token
             lead, ids, back = [], self.encode(text, special), f"\n {text}"
         at = next((i for i, (a, b) in enumerate(zip(whole, back)) if a != b), len(back))
@@ -175,12 +184,12 @@ class BPE(Named):
 
     def prompt(self, text: str, special: bool = False) -> list[int]:
         self.encode(text, special)      # refuses
-        return self._model.encode(text).ids
+        return _asked(self._model.encode, text).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         # the library drops ids that it does not know; here they show
         runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab)
-        return "".join(self._model.decode(list(run), skip_special_tokens=False) if known else
+        return "".join(_asked(self._model.decode, list(run), skip_special_tokens=False) if known else
                        "\ufffd" * len(list(run)) for known, run in runs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -219,13 +228,14 @@ TOKENIZERS = {"bytes": Bytes, "bpe": BPE, "gpt2": GPT2}
 
 def of_folder(folder: Path) -> Tokenizer:
     """Reads the tokenizer of a run, or of a folder of transformers. Raises ConfigError."""
-    said = records.of_others(folder / FILE)
+    said = records.of_others(folder / FILE, MOST_BYTES)
     if records.SUM in said:
         return tokenizer_from_dict(records.read(folder / FILE))
     files = {name: (records.of_others if ".json" in name else records.text_of)(folder / name)
-             for name in SETTINGS if (folder / name).is_file()}
+             for name in SETTINGS if os.path.lexists(folder / name)}
     files[CONFIG] = {k: one for k, one in files.get(CONFIG, {}).items() if k.endswith("_token_id")}
     files.get(TOKENS, {}).pop("auto_map", None)     # names code
+    _asked(_try, json.dumps(said))
     found = BPE({"model": said, "files": files})
     for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
         warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss is "
@@ -234,9 +244,28 @@ def of_folder(folder: Path) -> Tokenizer:
     return found
 
 
+def _try(library: str) -> None:
+    """Raises Exception where a process that can be ended does not read PROBES by it."""
+    done = subprocess.run([sys.executable, "-P", "-c", TRY], input=json.dumps([library, *PROBES]),
+                          capture_output=True, text=True)
+    if done.returncode:
+        raise Exception(done.stderr.strip().rpartition("\n")[2] or "some texts take over 10 s")
+
+
+def _asked(call: Callable, *args: Any, **named: Any) -> Any:
+    """Returns what the library does. Raises ConfigError for its errors, and its panics."""
+    try:
+        return call(*args, **named)
+    except BaseException as error:
+        if type(error).__name__ not in ("Exception", "PanicException"):
+            raise
+        raise ConfigError(f"this is not a tokenizer of the `tokenizers` library that reads any text "
+                          f"({shown(str(error))[1:-1]}); save it again, or take another") from None
+
+
 def builder(name: str) -> Any:
     """Finds what `data.tokenizer` names: a row, or a folder's own. Raises ConfigError."""
-    if name not in TOKENIZERS and (expanded(name) / FILE).is_file():
+    if name not in TOKENIZERS and os.path.lexists(expanded(name) / FILE):
         found = of_folder(expanded(name))
         return SimpleNamespace(build=lambda *_: found, default_vocab=found.vocab,
                                identity=records.digest(found.to_dict()))

@@ -1,7 +1,6 @@
 """Text becomes token files (`lpkit.datasets.prepared`), once."""
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -56,24 +55,23 @@ def make(data: DataConfig, vocab: int, cache_dir: Path | None,
     folder = cache / _name(source, data, vocab, getattr(kind, "identity", data.tokenizer))
     folder = asked or folder
     lock = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    with _disk_sentences(folder):
-        found, _ = _opened(folder)      # whose cache it is, need not let us write
-        if found is None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with files.locked(files.own_folder(cache / "locks") / lock):
-                found, damage = _opened(folder)
-                if found is None:
-                    if damage:
-                        warnings.warn(f"{damage}. It is made again", stacklevel=4)
-                    if asked is None:
-                        files.remove(folder)
-                    with files.whole_folder(folder) as temporary:
-                        _write(source, data, kind, vocab, temporary, cache)
-                    found = open_tokens(folder)
-        if asked is None and (mode := source.mode()) != 0o666:
-            for path in folder.iterdir():       # it may have been closed since
-                with contextlib.suppress(PermissionError):      # then somebody else had it read
-                    path.chmod(path.stat().st_mode & mode)
+    found, _ = _opened(folder)      # whose cache it is, need not let us write
+    if found is None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.locked(files.own_folder(cache / "locks") / lock):
+            found, damage = _opened(folder)
+            if found is None:
+                if damage:
+                    warnings.warn(f"{damage}. It is made again", stacklevel=4)
+                if asked is None:
+                    files.remove(folder)
+                with files.whole_folder(folder) as temporary:
+                    _write(source, data, kind, vocab, temporary, cache)
+                found = open_tokens(folder)
+    if asked is None and (mode := source.mode()) != 0o666:
+        for path in folder.iterdir():       # it may have been closed since
+            with contextlib.suppress(PermissionError):      # then somebody else had it read
+                path.chmod(path.stat().st_mode & mode)
     return found
 
 
@@ -178,16 +176,3 @@ class _Writer:
     def facts(self) -> dict[str, Any]:
         return {"tokens": self.tokens, "documents": self.documents, "largest": self.largest,
                 "sha256": self.digest.hexdigest()}
-
-
-@contextlib.contextmanager
-def _disk_sentences(folder: Path):
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(f"the disk of {named(folder)} is full, and nothing was kept; free some "
-                              f"space (2 bytes per token are needed), or choose another folder "
-                              f"with --out") from None
-        raise ConfigError(f"cannot write {named(folder)}: {error.strerror or error}; choose another "
-                          f"folder with --out, or set XDG_CACHE_HOME for the cache") from None

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lpkit.config import Config
-from lpkit.errors import ConfigError, RunFailedError, shown, unpacked
+from lpkit.errors import ConfigError, GoneError, shown, unpacked
 from lpkit.files import lockable
 from lpkit.processes import Children, end, new_folder
 from lpkit.techniques.layouts import refuse_untrainable
@@ -192,8 +192,8 @@ class Processes:
             return outcome["values"]
         if outcome:
             raise unpacked(*outcome["error"])
-        raise RunFailedError("the ranks were ended by kill()" if self._killed else
-                             "the process that watched the ranks is gone")
+        raise GoneError("the ranks were ended by kill()" if self._killed else "the process that watched "
+                        "the ranks was killed, as a system does without memory; go on with --resume")
 
     def stop(self, by: str = "stop") -> None:
         """Ask the ranks to stop: see `Place.asked`."""

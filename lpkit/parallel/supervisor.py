@@ -312,7 +312,7 @@ class Supervisor:
         if rank.phase == MEETING and rank.status == -signal.SIGABRT:     # gloo's, which heard nonsense
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
         elif error is None:
-            self._fail([rank], f" {rank.end}", rank.stack())
+            self._fail([rank], f" {rank.end}", rank.stack(), "GoneError")
         elif (kind := error["packed"][0]) in ("ConfigError", "DamagedError", "RunFailedError"):
             self._fail([rank], f": {error['packed'][1]}", kind=kind)
         elif kind == "OSError" and not (error["memory"] or error["peer"]):

@@ -132,8 +132,7 @@ def from_dict(values: Mapping[str, Any], *, name: str = "mine") -> Machine:
         raise ConfigError(f"the machine lacks {', '.join(missing)}; {HOW}")
     flops = values["flops"]
     if not isinstance(flops, Mapping) or not flops:
-        raise ConfigError(f"flops must be FLOP/s by dtype, as {{bf16: 9.9e14}}, got "
-                          f"{shown(flops)}")
+        raise ConfigError(f"flops must be FLOP/s by dtype, as {{bf16: 9.9e14}}, got {shown(flops)}")
     rates = {}
     for dtype, rate in flops.items():
         if dtype not in DTYPES:

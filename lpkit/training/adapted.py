@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lpkit import records
@@ -149,8 +149,7 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
         if value not in fine and key not in FREE:
             raise ConfigError(f"{str(folder)!r} has {key}={shown(value)}, and this kit reads adapters "
                               f"with {key}={' or '.join(map(shown, fine))}")
-    imported.header(folder / WEIGHTS)       # says whether it is whole
-    family, theirs, of, due, aimed = families.of_model(m), load_file(folder / WEIGHTS), {}, {}, set()
+    headers, family, of, due, aimed = imported.header(folder / WEIGHTS), families.of_model(m), {}, {}, set()
     transposed, dora = _lies_transposed(family, m), bool(said.get("use_dora"))
     length, targets = said.get("num_virtual_tokens"), said.get("target_modules")
     r, alpha = said.get("r", 8), said.get("lora_alpha", 8)
@@ -171,11 +170,12 @@ def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
                         due |= {f"{PREFIX}{key}.lora_A.weight": (r, n_in),
                                 f"{PREFIX}{key}.lora_B.weight": (n_out, r)}
                         due |= {f"{PREFIX}{key}.{MAGNITUDE}": (n_out,)} if dora else {}
-    has = {name: tuple(t.shape) for name, t in theirs.items()}
+    has = {name: tuple(shape) for name, (_, shape, _) in headers.items()}
     if wrong := [one for one in sorted(has.keys() | due.keys()) if has.get(one) != due.get(one)]:
         keys = "num_virtual_tokens" if kind else "r, use_dora and target_modules"
         raise ConfigError(f"{shown(wrong[0])} of {str(folder)!r} is {has.get(wrong[0], 'not there')}; by "
                           f"{keys} it should be {shown(due.get(wrong[0], 'not there'))}")
+    theirs = {name: imported.tensor(folder / WEIGHTS, name) for name in due}
     config = base.config.replace({"start.run": str(base.path), "start.map": [], "model.changes": [
         {"name": kind, "length": length} if kind else {
             "name": "dora" if dora else "lora", "rank": r, "shared": transposed,

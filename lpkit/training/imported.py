@@ -8,6 +8,7 @@ checkpoint of step 0, block by block, in the memory of one block. Nothing is fet
 executed, and a folder with a tensor that has no place is refused.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from lpkit import files, records
 from lpkit.config import Config
 from lpkit.datasets import tokenizers
-from lpkit.errors import ConfigError, shown
+from lpkit.errors import ConfigError, named, shown
 from lpkit.training import build, checkpoint, families, runs, shards
 from lpkit.training.families import Family
 from lpkit.training.runs import Run
@@ -50,7 +51,7 @@ class Plan:
         """Parameters of ours as a checkpoint has them, made of those that lie mapped in the files."""
         found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
-            parts = [_tensor(self.places[there], there) for there in self.ours[name]]
+            parts = [tensor(self.places[there], there) for there in self.ours[name]]
             whole = self.family.whole(name, parts, self.config.model)
             found[f"model/{name}"] = whole.to(torch.bfloat16 if in_bf16 else torch.float32)
         return found
@@ -94,9 +95,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
-                          f"of this kit has, {left[0]} first; without them it is another model")
+                          f"of this kit has, {named(left[0])} first; without them it is another model")
     for head in tied:
-        one, other = (_tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
+        one, other = (tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
         if one.dtype != other.dtype or not torch.equal(one, other):
             raise ConfigError(f"{CONFIG} of {str(folder)!r} has tie_word_embeddings=true, and its "
                               f"{head} is not its embedding; set tie_word_embeddings to false")
@@ -164,49 +165,50 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
                               f"the file of each tensor; get it again")
         names = {files.one_name(name) for name in of.values()}
     for name in sorted(names):
-        path = folder / name
-        if not path.is_file():
-            raise _no_shard(folder, path)
-        for tensor, place in header(path).items():
-            if found.setdefault(tensor, place) is not place:
-                raise ConfigError(f"{shown(tensor)} is in two files, {path.name} too; keep one of them")
-    for name, (path, _, kind) in found.items():
-        if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
-            raise ConfigError(f"{name} in {path.name} is in {kind}; this kit begins from weights "
-                              f"in {', '.join(DTYPES)}")
+        for one, place in header(folder / name).items():
+            if found.setdefault(one, place) is not place:
+                raise ConfigError(f"{shown(one)} is in two files, {name} too; keep one of them")
     return found
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Reads what a safetensors file says of its tensors. Raises ConfigError."""
+    """Reads what a file says of its tensors. Raises ConfigError, also for a dtype that none has here."""
+    if not os.path.lexists(path):
+        pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
+        if pickled and not path.with_name(INDEX).is_file():
+            raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a pickle, "
+                              f"which may run anything when it is read; convert it first, where you "
+                              f"trust it: save_pretrained(..., safe_serialization=True)")
+        raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
+    files.check_regular(path)
     try:
         with safe_open(path, framework="numpy") as file:    # torch would reserve all of its bytes
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
+            found = {name: (path, one.get_shape(), one.get_dtype()) for name, one in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{str(path)!r} is not a whole file of safetensors ({error}); get it "
                           f"again") from None
+    for name, (_, _, kind) in found.items():
+        if kind not in DTYPES and not name.endswith(NO_WEIGHTS):
+            raise ConfigError(f"{named(name)} in {path.name} is in {kind}; this kit begins from "
+                              f"weights in {', '.join(DTYPES)}")
+    return found
 
 
-def _tensor(path: Path, name: str) -> Tensor:
-    """Returns a tensor that lies mapped in its file."""
+def tensor(path: Path, name: str) -> Tensor:
+    """Returns a tensor that lies mapped in its file. Raises ConfigError for NaN and infinity."""
     with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name)
-
-
-def _no_shard(folder: Path, path: Path) -> ConfigError:
-    pickled = [one.name for kind in PICKLED for one in folder.glob(kind)]
-    if pickled and not (folder / INDEX).is_file():
-        return ConfigError(f"{str(folder)!r} has its weights in {pickled[0]}, a pickle, which may "
-                           f"run anything when it is read; convert it first, where you trust it: "
-                           f"save_pretrained(..., safe_serialization=True)")
-    return ConfigError(f"{str(folder)!r} lacks {path.name}; get the whole folder again")
+        t = file.get_tensor(name)
+    if t.numel() and not all(map(torch.isfinite, t.aminmax())):
+        raise ConfigError(f"{named(name)} in {named(path)} has NaN or infinity among its numbers; get "
+                          f"the file again, or repair the weights where they were trained")
+    return t
 
 
 def _tokenizer(folder: Path, asked: str) -> dict[str, Any]:
     if asked:
         return tokenizers.builder(asked).build(0, lambda: iter(()), folder).to_dict()
-    if not (folder / tokenizers.FILE).is_file():
+    if not os.path.lexists(folder / tokenizers.FILE):
         raise ConfigError(f"{str(folder)!r} has no {tokenizers.FILE} of the `tokenizers` library; "
                           f"save it from a fast tokenizer, or name one: --tokenizer bytes")
     return tokenizers.of_folder(folder).to_dict()

@@ -243,8 +243,7 @@ def _steps(training: Training, run: Run, begin: Checkpoint | None, control: Cont
             return
 
 
-def _evaluated(record: StepRecord, training: Training, control: Control
-               ) -> tuple[StepRecord, bool]:
+def _evaluated(record: StepRecord, training: Training, control: Control) -> tuple[StepRecord, bool]:
     """Returns the record with its evaluation, and whether that was given up."""
     try:
         with control.breaking(training.ranks.world == 1):   # ranks must give up the same thing

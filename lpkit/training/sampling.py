@@ -148,7 +148,9 @@ def _read(training: Training, ids: list[int], cache: Cache) -> None:
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, rng: torch.Generator) -> int:
-    """Draws one token from logits (V,)."""
+    """Draws one token from logits (V,). Raises ConfigError where they are no numbers."""
+    if not torch.isfinite(logits).all():
+        raise ConfigError("the logits are NaN or infinite; sample a run whose loss is a number")
     if temperature == 0:
         return int(logits.argmax())
     logits = logits.float() / temperature
