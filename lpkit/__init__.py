@@ -1,7 +1,6 @@
 """lpkit: predict, run and reconcile what makes training Transformers cheaper.
 
-Importing this package imports neither torch nor any other dependency: the names below load on first
-use.
+Importing this package imports no dependency, not even torch: the names below load on first use.
 """
 
 __version__ = "0.1.0"
@@ -18,7 +17,6 @@ __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
 
 def __getattr__(name: str):
     from importlib import import_module
-
     if name in _ROOMS:
         return import_module(f"lpkit.{name}")
     if name not in _WHERE:
