@@ -13,7 +13,6 @@ import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -75,6 +74,8 @@ def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
     for one, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
         transport, address = one.run(connection).split()
         assert transport == "ipc" and address.startswith(f"/run/lpkit/{uid}/") and os.stat(f"/run/lpkit/{uid}").st_mode & 0o777 == 0o700
+    log = (room["folder"] / "hub" / "hub.log").read_text()
+    assert "Will shut down after 3600 seconds with no kernels" in log and "Culling kernels with idle durations > 3600 seconds" in log
 
 
 @SERVED
@@ -237,16 +238,46 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
     assert "npm install -g configurable-http-proxy" in said("anna", *folder)
 
 
-def test_a_taken_port_is_said_and_its_owner_not_believed(tmp_path, monkeypatch):
+LEAVES = """
+import socket, sys
+from lpkit.course import hub
+if not hub.leave_network():
+    sys.exit("0")
+with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), timeout=10):
+    print(one.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_process_with_a_network_of_its_own_takes_no_port_of_the_machine():
+    pytest.importorskip("jupyterhub")
+    with subprocess.Popen([sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        if not (port := int(process.stdout.readline() or 0)):
+            pytest.skip("no network namespace can be made here")
+        with socket.socket() as one:        # within it answers, and here the port is free
+            one.bind(("127.0.0.1", port))
+        process.communicate("")
+
+
+def test_a_taken_port_is_said(tmp_path):
     with rooms.socket.create_server(("127.0.0.1", 0)) as taken:
         room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=taken.getsockname()[1])
         with pytest.raises(ConfigError, match="another --port"):
             rooms.refuse_taken(room)
-        asked = []
-        monkeypatch.setattr(rooms.http.client.HTTPConnection, "request", lambda *words: asked.append(words))
-        monkeypatch.setattr(psutil.Process, "uids", lambda self: SimpleNamespace(real=52_001))
-        assert not rooms.answers(room) and not asked       # a learner took it before the proxy did
     rooms.refuse_taken(room)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root may become another user")
+def test_a_learner_who_took_the_port_before_the_proxy_is_not_asked(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=free.getsockname()[1])
+    for uid, believed in ((52_001, False), (0, True)):
+        with subprocess.Popen([sys.executable, "-m", "tests.attack._guest", str(uid), "0", "0", "0", str(room.port)],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE, text=True) as taker:
+            assert taker.stdout.readline()
+            assert b"200 OK" in answer(room.port)
+            assert rooms.answers(room) == believed      # it says 200 to everybody
+            taker.communicate("")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no Unix users here")

@@ -26,8 +26,7 @@ def main() -> None:
         "LabApp": {key: value for key, value in QUIET_APP.items() if key != "default_url"},
         "ServerApp": {"root_dir": str(root), "shutdown_no_activity_timeout": idle},
         "MappingKernelManager": {"cull_idle_timeout": idle},
-        "TerminalManager": {"cull_inactive_timeout": idle},
-        "KernelManager": {"transport": "ipc"}}))
+        "TerminalManager": {"cull_inactive_timeout": idle}, "KernelManager": {"transport": "ipc"}}))
     write_atomically(mine / "labconfig" / "default_setting_overrides.json",
                      json.dumps(QUIET_SETTINGS))
     os.environ["JUPYTER_CONFIG_PATH"] = str(mine)

@@ -41,8 +41,7 @@ PR_SET_NO_NEW_PRIVS, CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 38, 0x40000000, 0x8914
 LOOK_SECONDS = 1.0      # until we look whether a server that starts has ended
 PROCESSES = 400         # threads count
 FILE_BYTES = 8 << 30    # the largest file
-OPEN_FILES = 4096       # of each process of a learner
-HUB_FILES = 1 << 20     # the hub's, so that one learner's connections do not use them up
+OPEN_FILES, HUB_FILES = 4096, 1 << 20   # of a learner's process; of the hub, for all connections
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
 AGREE = """
@@ -72,8 +71,7 @@ class Desk(LocalProcessSpawner):
     """One learner's server."""
 
     folder = Unicode().tag(config=True)
-    own_network = Bool(True, help="A lab has a loopback and ports of its own, and no other network; "
-                       "`c.Desk.own_network = False` lets labs reach the machine's.").tag(config=True)
+    own_network = Bool(True, help="Give each lab a loopback and nothing else.").tag(config=True)
 
     @property
     def room(self) -> rooms.Room:
@@ -214,12 +212,12 @@ def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int, own_ne
 
 
 def leave_network() -> bool:
-    """Move this process into a network namespace that has only a loopback: it cannot take or use up
-    the machine's ports. Sockets that it has stay open. Returns False where that cannot be."""
+    """Leave the machine's ports for a network namespace with a loopback; open sockets stay. Returns
+    False where that cannot be."""
     if ctypes.CDLL(None).unshare(CLONE_NEWNET):
         return False
-    with socket.socket() as one:
-        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+    with socket.socket() as one:        # struct ifreq: a name of 16 bytes, and flags
+        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
     return True
 
 
@@ -228,9 +226,9 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
     # whoever answers here gets tokens: sockets in a folder of root's, and no ports
-    c.JupyterHub.hub_bind_url = c.JupyterHub.hub_connect_url = on_socket(room, "hub")
-    c.JupyterHub.hub_socket_mode = 0o666
-    c.ConfigurableHTTPProxy.api_url = on_socket(room, "proxy")
+    c.JupyterHub.hub_bind_url, c.ConfigurableHTTPProxy.api_url = (
+        f"http+unix://{quote(str(room.socket_path(name)), safe='')}" for name in ("hub", "proxy"))
+    c.JupyterHub.hub_connect_url, c.JupyterHub.hub_socket_mode = c.JupyterHub.hub_bind_url, 0o666
     if room.tls:
         c.JupyterHub.ssl_cert, c.JupyterHub.ssl_key = room.tls
     c.JupyterHub.db_url = f"sqlite:///{hub}/hub.sqlite"
@@ -256,10 +254,6 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
          "oauth_no_confirm": True}]
 
 
-def on_socket(room: rooms.Room, name: str) -> str:
-    return f"http+unix://{quote(str(room.socket_path(name)), safe='')}"
-
-
 async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Sequence[socket.socket]
                         ) -> None:
     """Run the service of reports, again whenever it ends, on sockets that the hub holds: no other
@@ -283,7 +277,6 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
 def listeners(room: rooms.Room) -> list[socket.socket]:
     """Listen for the teacher's page, and for reports, on a Unix socket in a folder of root's."""
     rooms.SOCKETS.mkdir(mode=0o755, exist_ok=True)
-    os.chown(rooms.SOCKETS, 0, 0)
     rooms.SOCKETS.chmod(0o755)
     reports = bind_unix_socket(str(room.socket_path("reports")), mode=0o666)
     return [socket.create_server((LOCAL, 0), backlog=128), reports]

@@ -67,7 +67,6 @@ class Taker:
         keeping, turning = wanted[:held], wanted[held:]
         for port in keeping:
             self.keep(port)
-        self.ready = True
         while not self.over:
             for port in ports - {port for _, port in self.taken.values()}:
                 for place in PLACES:
@@ -75,6 +74,7 @@ class Taker:
             for port in random.sample(turning, min(len(turning), 200)):
                 if one := self.take(port):
                     one.close()
+            self.ready = True
             self.serve()
             time.sleep(0 if turning else 0.001)
 
@@ -219,19 +219,31 @@ def secrets_seen(words: list[str]) -> list[str]:
 
 
 def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):     # 55,000 ports are as many files: root raises its own limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (70_000, max(hard, 70_000)))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     os.setgroups([])
     os.setgid(int(uid))
     os.setuid(int(uid))
     churned = tuple(range(int(first), int(end)))
-    taker = Taker().begin([int(port) for port in ports], round(float(share) * len(churned)), churned)
-    while not taker.ready:
-        time.sleep(0.01)
-    print(json.dumps({"ready": len(taker.taken)}), flush=True)
-    sys.stdin.read()
-    print(json.dumps(taker.end()), flush=True)
+    parts, ends = 1 + len(churned) // (most - 200), []     # processes: a port is a file
+    for part in range(parts):
+        told, tell = os.pipe()
+        if not os.fork():
+            with open(tell, "w") as out:
+                mine = churned[part::parts]
+                taker = Taker().begin([int(port) for port in ports] if not part else [], round(float(share) * len(mine)), mine)
+                while not taker.ready:
+                    time.sleep(0.01)
+                print("ready", file=out, flush=True)
+                os.read(0, 1)
+                print(json.dumps(taker.end()), file=out)
+            os._exit(0)
+        os.close(tell)
+        ends.append(open(told))
+    if all(one.readline() for one in ends):
+        print("ready", flush=True)
+    said = [json.loads(one.read()) for one in ends]
+    print(json.dumps({key: [each for one in said for each in one[key]] for key in ("taken", "heard")}), flush=True)
 
 
 if __name__ == "__main__":
