@@ -74,6 +74,8 @@ def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
     for one, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
         transport, address = one.run(connection).split()
         assert transport == "ipc" and address.startswith(f"/run/lpkit/{uid}/") and os.stat(f"/run/lpkit/{uid}").st_mode & 0o777 == 0o700
+    log = (room["folder"] / "hub" / "hub.log").read_text()
+    assert "Will shut down after 3600 seconds with no kernels" in log and "Culling kernels with idle durations > 3600 seconds" in log
 
 
 @SERVED
@@ -117,25 +119,14 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
     assert b"03.1" not in served.ask(f"{room['url']}/services/progress/csv", token=ben.token)
 
 
-TAKES = """
-import os, socket, time
-def takes(port):
-    with socket.socket() as one:
-        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
-            one.setsockopt(socket.SOL_SOCKET, option, 1)
+def answer(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as one:
+        one.settimeout(2)
+        one.sendall(b"GET / HTTP/1.0\r\n\r\n")
         try:
-            one.bind(("127.0.0.1", port))
-            one.listen()
-        except OSError:
-            return 0
-        return 1
-def replaces(path):
-    try:
-        os.unlink(path)
-        return 1
-    except OSError:
-        return 0
-"""
+            return one.recv(1000)
+        except TimeoutError:
+            return b""
 
 
 @SERVED
@@ -149,16 +140,27 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     labs = listens(bench.pids(room["folder"], "ben")) & listens(hub)        # a kernel's debugger listens, too
     service = listens(one.pid for one in bench.service())
     assert len(labs) == 1 and len(service) == 1
-    paths = [f"/run/lpkit/{name}-{PORT}" for name in ("reports", "proxy")]
-    assert anna.run(f"{TAKES}\nprint(sum(map(takes, {sorted(labs | service)})), sum(map(replaces, {paths})))").split() == ["0", "0"]
-    assert anna.run(f"{TAKES}\nprint(takes({rooms.free_port(range(13_000, 14_000))}))").strip() == "1"      # so it takes what is free
-    for one in [*bench.service(), *map(psutil.Process, bench.pids(room["folder"], "ben"))]:
-        one.kill()      # the hub still sends people there: it looks each 30 s
-    assert anna.run(f"{TAKES}\nprint(sum(takes(port) for port in {sorted(labs | service)} for _ in range(20) if not time.sleep(0.1)))").strip() == "0"
+    paths = [f"/run/lpkit/{name}-{PORT}" for name in ("hub", "reports", "proxy")]
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        free = one.getsockname()[1]
+    assert anna.run(f"from tests.attack import _guest\nprint(*map(_guest.replaced, {paths}))").split() == ["[]"] * 3
+    assert anna.run(f"taker = _guest.Taker().begin({[PORT, free, *labs, *service]})\nimport time; time.sleep(1)\nprint(len(taker.taken) > 3)").strip() == "True"
+    with pytest.raises(ConnectionRefusedError):     # in a network of its own it takes ports, and nobody comes
+        answer(free)
+    with subprocess.Popen([sys.executable, "-m", "tests.attack._guest", "52001", "0", "0", "0", *map(str, [free, *labs, *service])],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE, text=True) as stranger:     # an account elsewhere on the machine
+        assert stranger.stdout.readline()
+        for one in [*bench.service(), *map(psutil.Process, bench.pids(room["folder"], "ben"))]:
+            one.kill()      # the hub still sends people there: it looks each 30 s
+        for port in labs | service:
+            assert b"EVE" not in answer(port)
+        assert b"EVE" in answer(free)       # so it takes what is free
+        assert {line.partition(":")[0] for line in json.loads(stranger.communicate("")[0])["heard"]} == {str(free)}
+    assert json.loads(anna.run("import json; print(json.dumps(taker.end()))"))["heard"] == []
     with pytest.raises(urllib.error.HTTPError, match="403"):     # through the proxy nobody reports
         served.ask(f"{room['url']}/services/progress/report", [], token=anna.token)
     stranger = "import os, sys; from lpkit.course import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
-    done = subprocess.run([sys.executable, "-c", stranger, paths[0]], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", stranger, paths[1]], capture_output=True, text=True)
     assert "the service answered 403" in done.stderr, done.stderr
     while ben.ask("/hub/api/users/ben")["servers"]:     # until the hub has seen that the server ended
         time.sleep(0.5)
@@ -236,11 +238,46 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
     assert "npm install -g configurable-http-proxy" in said("anna", *folder)
 
 
+LEAVES = """
+import socket, sys
+from lpkit.course import hub
+if not hub.leave_network():
+    sys.exit("0")
+with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), timeout=10):
+    print(one.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_process_with_a_network_of_its_own_takes_no_port_of_the_machine():
+    pytest.importorskip("jupyterhub")
+    with subprocess.Popen([sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        if not (port := int(process.stdout.readline() or 0)):
+            pytest.skip("no network namespace can be made here")
+        with socket.socket() as one:        # within it answers, and here the port is free
+            one.bind(("127.0.0.1", port))
+        process.communicate("")
+
+
 def test_a_taken_port_is_said(tmp_path):
-    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=rooms.free_port(range(13_000, 14_000)))
-    with rooms.socket.create_server((room.address, room.port)), pytest.raises(ConfigError, match="another --port"):
-        rooms.refuse_taken(room)
+    with rooms.socket.create_server(("127.0.0.1", 0)) as taken:
+        room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=taken.getsockname()[1])
+        with pytest.raises(ConfigError, match="another --port"):
+            rooms.refuse_taken(room)
     rooms.refuse_taken(room)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or os.geteuid() != 0, reason="only root may become another user")
+def test_a_learner_who_took_the_port_before_the_proxy_is_not_asked(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=free.getsockname()[1])
+    for uid, believed in ((52_001, False), (0, True)):
+        with subprocess.Popen([sys.executable, "-m", "tests.attack._guest", str(uid), "0", "0", "0", str(room.port)],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=served.HERE, text=True) as taker:
+            assert taker.stdout.readline()
+            assert b"200 OK" in answer(room.port)
+            assert rooms.answers(room) == believed      # it says 200 to everybody
+            taker.communicate("")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no Unix users here")
@@ -533,13 +570,6 @@ def test_what_begins_in_a_turn_has_it_and_a_cpu_waits_for_nobody(tmp_path, monke
     os.mkfifo(tmp_path / "pipe")        # a trap: who opens it to read would wait for ever
     with turns.turn("cuda"):
         pass
-
-
-def test_a_taken_port_is_passed_over():
-    with socket.create_server(("127.0.0.1", 13_001)):
-        assert {rooms.free_port((13_001, 13_002)) for _ in range(8)} == {13_002}
-        with pytest.raises(ConfigError, match="no port"):
-            rooms.free_port((13_001,))
 
 
 def test_the_page_has_what_was_measured():

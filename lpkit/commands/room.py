@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    needs("lpkit room", "jupyterhub", "jupyterhub-idle-culler", "jupyterlab")
+    needs("lpkit room", "jupyterhub", "jupyterlab")
     from lpkit import processes
     from lpkit.course import room as rooms
     from lpkit.files import whole_file

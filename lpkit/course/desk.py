@@ -20,12 +20,13 @@ def main() -> None:
     root = copies.work_folder(home / "course")
     for change in copies.update(root):
         print(change["notebook"], change["done"], *change["notes"], sep="; ", flush=True)
-    mine = own_folder(home / ".room")
+    mine, idle = own_folder(home / ".room"), int(os.environ["LPKIT_IDLE_SECONDS"])
     (mine / "labconfig").mkdir(exist_ok=True)
     write_atomically(mine / "jupyter_server_config.json", json.dumps({
         "LabApp": {key: value for key, value in QUIET_APP.items() if key != "default_url"},
-        "ServerApp": {"root_dir": str(root)},
-        "KernelManager": {"transport": "ipc"}}))
+        "ServerApp": {"root_dir": str(root), "shutdown_no_activity_timeout": idle},
+        "MappingKernelManager": {"cull_idle_timeout": idle},
+        "TerminalManager": {"cull_inactive_timeout": idle}, "KernelManager": {"transport": "ipc"}}))
     write_atomically(mine / "labconfig" / "default_setting_overrides.json",
                      json.dumps(QUIET_SETTINGS))
     os.environ["JUPYTER_CONFIG_PATH"] = str(mine)

@@ -9,12 +9,15 @@ Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 
 import asyncio
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import resource
 import secrets
 import shutil
 import socket
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -27,17 +30,18 @@ from jupyterhub.auth import Authenticator
 from jupyterhub.spawner import LocalProcessSpawner, SpawnException
 from jupyterhub.utils import wait_for_http_server
 from tornado.netutil import bind_unix_socket
-from traitlets import Unicode
+from traitlets import Bool, Unicode
 
 from lpkit import files
 from lpkit.course import room as rooms
 from lpkit.course.lab import FIRST, LOCAL
 from lpkit.processes import prctl
 
-PR_SET_NO_NEW_PRIVS = 38
+PR_SET_NO_NEW_PRIVS, CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 38, 0x40000000, 0x8914, 1
 LOOK_SECONDS = 1.0      # until we look whether a server that starts has ended
 PROCESSES = 400         # threads count
 FILE_BYTES = 8 << 30    # the largest file
+OPEN_FILES, HUB_FILES = 4096, 1 << 20   # of a learner's process; of the hub, for all connections
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
 AGREE = """
@@ -67,6 +71,7 @@ class Desk(LocalProcessSpawner):
     """One learner's server."""
 
     folder = Unicode().tag(config=True)
+    own_network = Bool(True, help="Give each lab a loopback and nothing else.").tag(config=True)
 
     @property
     def room(self) -> rooms.Room:
@@ -114,7 +119,7 @@ class Desk(LocalProcessSpawner):
         groups = own_groups(name, most)
         if not groups:
             self.log.warning("no control groups can be made here: memory is limited by process")
-        return partial(sit_down, self.member.uid, self.home, groups, most)
+        return partial(sit_down, self.member.uid, self.home, groups, most, self.own_network)
 
     def user_env(self, env: dict[str, str]) -> dict[str, str]:
         room, home = self.room, str(self.home)
@@ -122,6 +127,7 @@ class Desk(LocalProcessSpawner):
         mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name, "SHELL": "/bin/bash",
                 "TMPDIR": f"{home}/tmp", "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
                 "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
+                "LPKIT_IDLE_SECONDS": str(room.idle_seconds),
                 "JUPYTER_RUNTIME_DIR": f"{rooms.SOCKETS}/{self.member.uid}",
                 "LPKIT_LISTENER": str(self.listener.fileno())}
         if room.gpus:
@@ -182,8 +188,10 @@ def _limited(group: Path, file: str = "", most: int = 0) -> Path:
     return group / "cgroup.procs"
 
 
-def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> None:
+def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int, own_network: bool) -> None:
     """In the new process, before it becomes the learner's server."""
+    if own_network and not leave_network():
+        os.write(2, b"no network namespace can be made here: learners share the machine's ports\n")
     (kernels := rooms.SOCKETS / str(uid)).mkdir(exist_ok=True)
     kernels.chmod(0o700)
     os.chown(kernels, uid, uid)
@@ -191,6 +199,7 @@ def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> Non
         procs.write_text(str(os.getpid()))
     resource.setrlimit(resource.RLIMIT_NPROC, (PROCESSES, PROCESSES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not groups:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -202,13 +211,24 @@ def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int) -> Non
     os.chdir(home)
 
 
+def leave_network() -> bool:
+    """Leave the machine's ports for a network namespace with a loopback; open sockets stay. Returns
+    False where that cannot be."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWNET):
+        return False
+    with socket.socket() as one:        # struct ifreq: a name of 16 bytes, and flags
+        fcntl.ioctl(one, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
+    return True
+
+
 def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None:
     hub = Path(room.folder, "hub")
     scheme = "https" if room.tls else "http"
     c.JupyterHub.bind_url = f"{scheme}://{room.address}:{room.port}/"
-    c.JupyterHub.hub_bind_url = f"http://{LOCAL}:{rooms.free_port(range(10_000, 32_000))}/"
-    # whoever answers here gets the proxy's token: a socket in a folder of root's, and no port
-    c.ConfigurableHTTPProxy.api_url = f"http+unix://{quote(str(room.socket_path('proxy')), safe='')}"
+    # whoever answers here gets tokens: sockets in a folder of root's, and no ports
+    c.JupyterHub.hub_bind_url, c.ConfigurableHTTPProxy.api_url = (
+        f"http+unix://{quote(str(room.socket_path(name)), safe='')}" for name in ("hub", "proxy"))
+    c.JupyterHub.hub_connect_url, c.JupyterHub.hub_socket_mode = c.JupyterHub.hub_bind_url, 0o666
     if room.tls:
         c.JupyterHub.ssl_cert, c.JupyterHub.ssl_key = room.tls
     c.JupyterHub.db_url = f"sqlite:///{hub}/hub.sqlite"
@@ -226,14 +246,10 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     c.Spawner.start_timeout = c.Spawner.http_timeout = 300
     c.JupyterHub.concurrent_spawn_limit = 0        # all come at once, and nobody is sent away
     c.JupyterHub.load_roles = [{
-        "name": "culler", "services": ["culler"],
-        "scopes": ["list:users", "read:users:activity", "read:servers", "delete:servers"]}, {
         "name": "user", "scopes": ["self", "access:services!service=progress"]}, {
         "name": "server", "scopes": ["users:activity!user", "access:servers!server",
                                      "access:services!service=progress"]}]
     c.JupyterHub.services = [
-        {"name": "culler", "command": [sys.executable, "-m", "jupyterhub_idle_culler",
-                                       f"--timeout={room.idle_seconds}"]},
         {"name": "progress", "url": f"http://{LOCAL}:{page.getsockname()[1]}", "api_token": token,
          "oauth_no_confirm": True}]
 
@@ -244,7 +260,7 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
     user can take them while it is away, and requests wait."""
     scopes = json.dumps(["access:services", "access:services!service=progress"])
     env = os.environ | {
-        "JUPYTERHUB_API_TOKEN": token, "JUPYTERHUB_API_URL": f"{hub_url}hub/api",
+        "JUPYTERHUB_API_TOKEN": token, "JUPYTERHUB_API_URL": f"{hub_url}/hub/api",
         "JUPYTERHUB_BASE_URL": "/", "JUPYTERHUB_CLIENT_ID": "service-progress",
         "JUPYTERHUB_SERVICE_NAME": "progress", "JUPYTERHUB_OAUTH_ACCESS_SCOPES": scopes,
         "JUPYTERHUB_SERVICE_PREFIX": "/services/progress/", "LPKIT_ROOM": room.folder,
@@ -261,13 +277,14 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
 def listeners(room: rooms.Room) -> list[socket.socket]:
     """Listen for the teacher's page, and for reports, on a Unix socket in a folder of root's."""
     rooms.SOCKETS.mkdir(mode=0o755, exist_ok=True)
-    os.chown(rooms.SOCKETS, 0, 0)
     rooms.SOCKETS.chmod(0o755)
     reports = bind_unix_socket(str(room.socket_path("reports")), mode=0o666)
     return [socket.create_server((LOCAL, 0), backlog=128), reports]
 
 
 if "get_config" in globals():       # JupyterHub's, when it reads this file, in its event loop
+    with contextlib.suppress(OSError, ValueError):      # some containers forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (HUB_FILES, HUB_FILES))
     config, told = globals()["get_config"](), rooms.read(Path(os.environ["LPKIT_ROOM"]).parent)
     sockets, secret = listeners(told), secrets.token_hex(32)
     configure(config, told, sockets[0], secret)

@@ -17,7 +17,6 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import re
 import secrets
 import shutil
@@ -169,17 +168,6 @@ def _free_uid(members: Mapping[str, Member]) -> int:
     return min(set(UIDS) - {one.uid for one in members.values()})
 
 
-def free_port(candidates: Sequence[int]) -> int:
-    """Return a port that nobody listens on, drawn at random: another user cannot guess and take it.
-
-    Raises ConfigError.
-    """
-    for port in random.SystemRandom().sample(candidates, len(candidates)):
-        with contextlib.suppress(OSError), socket.create_server((LOCAL, port)):
-            return port
-    raise ConfigError("no port of this machine is free for the room's hub; close other servers")
-
-
 def new_code() -> str:
     """59 bits, to be read from a sheet of paper."""
     return "-".join("".join(secrets.choice(LETTERS) for _ in range(4)) for _ in range(3))
@@ -245,13 +233,14 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
             processes.end(keeper)
             for one in read(Path(room.folder)).members.values():    # sockets of kernels
                 shutil.rmtree(SOCKETS / str(one.uid), ignore_errors=True)
-            for name in ("proxy", "reports"):
+            for name in ("hub", "proxy", "reports"):
                 room.socket_path(name).unlink(missing_ok=True)
 
 
 def refuse_taken(room: Room) -> None:
     try:
-        socket.create_server((room.address, room.port)).close()
+        for port in (room.port, 0):     # 0: any, for the service of reports
+            socket.create_server((room.address, port)).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"the room cannot listen on {room.address}, port {room.port} "
                           f"({getattr(error, 'strerror', None) or error}); ask for another "
@@ -263,6 +252,11 @@ def url(room: Room) -> str:
 
 
 def answers(room: Room) -> bool:
+    """Returns True when the hub answers at the room's port, and root alone listens there."""
+    table = Path("/proc/net", "tcp6" if ":" in room.address else "tcp").read_text()
+    if {row[7] for row in map(str.split, table.splitlines()[1:])     # users who listen (0A) there
+            if row[3] == "0A" and row[1].endswith(f":{room.port:04X}")} != {"0"}:
+        return False
     kind = http.client.HTTPSConnection if room.tls else http.client.HTTPConnection
     how = {"context": ssl._create_unverified_context()} if room.tls else {}
     with contextlib.suppress(OSError, http.client.HTTPException), \
