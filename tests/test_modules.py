@@ -247,7 +247,7 @@ def test_one_question_through_either_door_has_one_answer(precision):
     def loss(model, batch):
         return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
 
-    ours = lpkit.predict(made(config, "sdpa"), ids, machine="b200", precision=precision, loss=loss)
+    ours = lpkit.predict(made(config, "sdpa"), ids, machine="b200", precision=precision, loss=loss, stack="compiled")
     theirs = lpkit.predict(config, "b200", precision=precision)
     assert isinstance(config, Config) and ours.parameters == theirs.parameters
     assert 3 * ours.forward_flops == theirs.flops_per_token * ids.numel()
@@ -300,7 +300,11 @@ def test_frozen_weights_have_no_gradients_and_no_states():
 
 def test_predictions_that_cannot_be_are_refused_in_a_sentence():
     model, batch = model_of("llama"), batch_of("llama")
+    changed = model_of("llama")
+    lpkit.convert(changed, "mxfp8")
     for message, call in {
+        "is converted already; predict takes it before": lambda: lpkit.predict(changed, batch),
+        "did you mean 'eager'": lambda: lpkit.predict(model, batch, stack="eagre"),
         "needs a scalar loss": lambda: lpkit.predict(model, {"input_ids": batch["input_ids"]}),
         "the model raised ValueError on this batch": lambda: lpkit.predict(model, {"labels": batch["labels"]}),
         "the model raised TypeError on this batch": lambda: lpkit.predict(model_of("nano"), {"pixels": 1}),
@@ -332,6 +336,8 @@ def test_advice_weighs_recipes_by_the_predictions_of_each():
     assert ours["fp8-tensorwise"].speedup == plain.step_seconds / cast.step_seconds
     with torch.device("meta"):
         wide = nn.Sequential(*[nn.Linear(8192, 8192) for _ in range(4)])
+    compiled = lpkit.predict(torch.compile(model_of("mlp")), batch_of("mlp"), loss=loss_for("mlp"))
+    assert compiled.step.stack == "compiled" and predicted("mlp").step.stack == "eager" and compiled.peak_bytes == predicted("mlp").peak_bytes
     big = lpkit.advise(wide, torch.empty(32768, 8192, device="meta"), machine="h100", loss=lambda m, x: m(x).mean(), recipes=["fp8-tensorwise"])
     assert big.choice == "fp8-tensorwise" and big["fp8-tensorwise"].speedup > 1.2
 

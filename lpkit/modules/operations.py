@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,9 +29,19 @@ class Seen:
 
     @property
     def flops(self) -> int:
-        products = sum(2 * M * N * K * calls for (_, M, N, K, _), calls in self.products.items())
-        return products + sum(2 * B * T * S * (E + V) * calls for (B, T, S, E, V, _), calls
-                              in self.attentions.items())
+        """Of the forward."""
+        return self._flops(lambda trained: 1)
+
+    @property
+    def training_flops(self) -> int:
+        """Of forward and backward: a product has two gradients, one if its weight is frozen."""
+        return self._flops(lambda trained: 2 + trained)
+
+    def _flops(self, times: Callable[[bool], int]) -> int:
+        products = sum(2 * M * N * K * calls * times(trained)
+                       for (_, M, N, K, trained), calls in self.products.items())
+        return products + sum(2 * B * T * S * (E + V) * calls * times(True)
+                              for (B, T, S, E, V, _), calls in self.attentions.items())
 
 
 class Recorder(Tracker):

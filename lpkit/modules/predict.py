@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, Tracker, short
-from lpkit.modules.convert import CONVERTED, Report, converted, output_heads, recipe_of
+from lpkit.modules.convert import CONVERTED, Converted, Report, converted, output_heads, recipe_of
 from lpkit.modules.operations import Recorder, Seen
 from lpkit.modules.shapes import OnShapes
 from lpkit.modules.step import Asked, MakeLoss, loss_of, make_optimizer, without_memory
@@ -118,7 +119,7 @@ class Prediction:
 @checked
 def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
             machine: str | Machine = "h200", devices: Count = 1, shard: Count | None = None,
-            precision: Text | None = None, loss: object = None, stack: Text = evidence.DEFAULT,
+            precision: Text | None = None, loss: object = None, stack: Text | None = None,
             keep: object = (), pad: bool = False) -> Prediction:
     """Predict the memory and the seconds of a training step of `model` on one `batch` a device.
 
@@ -131,7 +132,8 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     precision  a row of RECIPES or of the kit's precisions, which run under autocast; None: the
                model's own dtypes, without autocast
     loss       (model, batch) -> scalar; None: the loss that the model returns
-    stack      how the step is programmed, a row of `lpkit.predict.evidence.STACKS`
+    stack      how the step is programmed, a row of `lpkit.predict.evidence.STACKS`; None: compiled
+               if the model is, else eager
     keep, pad  as `lpkit.convert`
     The model stays as it is. Raises ConfigError.
     """
@@ -139,7 +141,15 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     if devices % shard:
         raise ConfigError(f"devices={devices} must be a multiple of shard={shard}")
     layout = Layout(shard=shard, data=devices // shard)
+    stack = stack or ("eager", "compiled")[hasattr(model, "_orig_mod")]
     pick(evidence.STACKS, stack, "stack")
+    model = getattr(model, "_orig_mod", model)      # of torch.compile
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ConfigError("this model is sharded already; predict takes it before fully_shard, and "
+                          "shard=N")
+    if any(isinstance(one, Converted) for one in model.modules()):
+        raise ConfigError("this model is converted already; predict takes it before lpkit.convert, "
+                          "and precision=RECIPE")
     if precision is not None:
         pick(RECIPES, precision, "precision")
     with fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"):
@@ -226,19 +236,21 @@ class _Step:
         count = sum(p.numel() for p in self.copies)
         trained = sum(p.numel() for p in self.copies if p.requires_grad)
         in_blocks = sum(p.numel() for name, p in self.model.named_parameters() if in_block(name))
-        linear = sum(one.N * one.K * one.calls for one in products if one.name != "head")
+        linear, trained_linear = (
+            sum(one.N * one.K * one.calls for one in products if one.name != "head" and one.trained
+                >= least) for least in (False, True))
         tokens = max((one.M for one in products), default=1)
         work = RankWork(
             blocks=blocks, tokens=tokens, stream_numbers=0, products=products,
             attentions=attentions, attention="as traced", moved_bytes=seen.moved[True] / blocks,
             outside_bytes=seen.moved[False], linear_weights=linear / blocks,
-            trained_weights=linear / blocks * trained / max(1, count),
+            trained_weights=trained_linear / blocks,
             parameters=in_blocks / blocks, outside_parameters=count - in_blocks,
             trained=trained / max(1, count))
         name = self.optimizer if isinstance(self.optimizer, str) else (
             type(self.optimizer).__name__.lower())
         state = find(name).state_bytes("float32") if name in OPTIMIZERS else 8.0
-        step = work_time(work, on, layout, self.p, Work(state), model_flops=3 * seen.flops,
+        step = work_time(work, on, layout, self.p, Work(state), model_flops=seen.training_flops,
                          precision=self.precision or "fp32", recipe=recipe, emulated=emulated,
                          stack=stack)
         return Prediction(
