@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -199,15 +200,19 @@ def predicted(name, **how):
 
 def real_step(name, *, recipe=None):
     """The footprint of a second update as a loop makes it."""
-    model, batch, loss = model_of(name), batch_of(name), loss_for(name) or loss_of
+    model = model_of(name)
     if recipe:
         lpkit.convert(model, recipe)
+    return real_update(model, batch_of(name), loss_for(name) or loss_of, mixed=recipe is not None)
+
+
+def real_update(model, batch, loss, mixed=False):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     heads = [key for key, module in model.named_modules() if module in output_heads(model)]
 
     def update():
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=recipe is not None):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
             found = loss(model, batch)
         found.backward()
         optimizer.step()
@@ -308,6 +313,7 @@ def test_predictions_that_cannot_be_are_refused_in_a_sentence():
         "needs a scalar loss": lambda: lpkit.predict(model, {"input_ids": batch["input_ids"]}),
         "the model raised ValueError on this batch": lambda: lpkit.predict(model, {"labels": batch["labels"]}),
         "the model raised TypeError on this batch": lambda: lpkit.predict(model_of("nano"), {"pixels": 1}),
+        "no values that sizes could follow": lambda: lpkit.predict(model_of("mlp"), batch_of("mlp"), loss=lambda m, x: m(x[torch.nonzero(x[:, 0] > 0)]).sum()),
         "must be a multiple": lambda: lpkit.predict(model, batch, devices=6, shard=4),
         "there is no machine 'h2000'": lambda: lpkit.predict(model, batch, machine="h2000"),
         "precision must be one of|did you mean 'mxfp8'": lambda: lpkit.predict(model, batch, precision="mxpf8"),
@@ -317,6 +323,29 @@ def test_predictions_that_cannot_be_are_refused_in_a_sentence():
     }.items():
         with pytest.raises(ConfigError, match=message):
             call()
+
+
+def test_convolutions_norms_and_blocks_that_run_again_are_counted_to_the_byte():
+    class Convolutions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8))
+
+        def forward(self, x, y):
+            return {"loss": F.cross_entropy(self.body(x), y)}
+
+    def checkpointed():
+        model = model_of("llama")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    image = (torch.randn(8, 3, 32, 32), torch.arange(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)      # transformers' own new name
+        for make, batch in ((Convolutions, image), (checkpointed, batch_of("llama")), (lambda: model_of("llama").bfloat16(), batch_of("llama"))):
+            ours, model = lpkit.predict(make(), batch), make()
+            assert ours.footprint.rows == real_update(model.train(), batch, loss_of).rows
+    assert ours.precision == "as the model is" and ours.step.dtype == "bf16"
 
 
 def test_an_init_that_draws_until_values_fit_ends_in_a_trace():

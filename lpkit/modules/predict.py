@@ -214,8 +214,18 @@ class _Step:
         return tracker.footprint(where="traced on shapes alone")
 
     def _backward(self) -> Tensor:
-        with self.around:
-            loss = self.loss(self.model, self.batch)
+        try:
+            with self.around:
+                loss = self.loss(self.model, self.batch)
+        except ConfigError:
+            raise
+        except Exception as error:      # anything that a model may raise
+            shapes = type(error).__module__.startswith("torch._subclasses")
+            hint = "; a prediction knows shapes, and no values that sizes could follow" * shapes
+            raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
+                              f"{str(error).strip().partition(chr(10))[0]}{hint}") from error
+        if not loss.requires_grad:
+            raise ConfigError("the loss has no gradient: every parameter of the model is frozen")
         loss.backward()
         return loss
 
