@@ -10,6 +10,7 @@ _WHERE = {name: f"lpkit.{module}" for module, names in {
     "training.background": "train start start_each", "training.sampling": "sample",
     "measure.trace": "predict_trace reconcile", "modules.advise": "advise",
     "modules.convert": "convert unconvert", "modules.watch": "watch",
+    "modules.parts": "keep_activations optimizer",
 }.items() for name in names.split()}
 _ROOMS = {"functions", "measure", "parallel", "predict", "presets"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])
