@@ -31,24 +31,26 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
         heads |= {one for one in {*model.modules()} - {*base.modules()}
                   if getattr(one, "out_features", None) == model.num_labels}
     own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
-    row = replace(chosen(OPTIMIZERS, name), **own)
+    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
     for module in model.modules():
         turned = "Conv1D" in type(module).__name__      # transformers' Linear, of weights (in, out)
-        linear, fused = turned or isinstance(module, nn.Linear), isinstance(module, nn.MultiheadAttention)
+        linear = turned or isinstance(module, nn.Linear)
         for key, p in module.named_parameters(recurse=False):
             kind = VECTOR if p.ndim < 2 else OTHER
-            if p.ndim == 2 and (fused or (key == "weight" and linear)):
+            weight = linear and key == "weight"
+            if p.ndim == 2 and (weight or isinstance(module, nn.MultiheadAttention)):
                 kind = HEAD if module in heads else MATRIX
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 kind = EMBEDDING
             layout = "transposed" if turned else "thirds" if key == "in_proj_weight" else ""
-            facts[p] = (min(kind, facts.get(p, (MATRIX,))[0]), layout, getattr(module, "decays", None))
-    for label, p in model.named_parameters():
+            kind = min(kind, facts.get(p, (MATRIX,))[0])
+            facts[p] = kind, layout, getattr(module, "decays", None)
+    for label, p in [pair for pair in model.named_parameters() if pair[1].requires_grad]:
         kind, layout, decays = facts[p]
         told = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
         [of] = [one for one in parameter_groups([told], row) if one.names]
         key = of.settings.name, of.lr, of.weight_decay, layout * find(of.settings.name).matrices
-        groups.setdefault(key, []).extend([(label, p)] * p.requires_grad)
+        groups.setdefault(key, []).append((label, p))
     made = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
             for key, params in groups.items()]
     return classes.optimizer(name)(sorted(made, key=lambda one: one["rule"] != name), **settings)
