@@ -31,8 +31,8 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
                 if key not in ("name", "clip", "groups")}
     if "beta1" in defaults:
         defaults["betas"] = tuple(map(defaults.pop, BETAS))
-    own = {"name": name, "of_row": defaults, "row": row, "__doc__": row.why, "__module__": "lpkit.optim",
-           "rule": staticmethod(resolve_name(row.kernel or row.implementation))}
+    own = {"name": name, "row": row, "of_row": defaults, "__doc__": row.why,
+           "__module__": "lpkit.optim", "rule": staticmethod(resolve_name(row.kernel or row.implementation))}
     return type(name.title().replace("-", ""), (_OfRow,), own)
 
 
