@@ -55,6 +55,9 @@ class _OfRow(torch.optim.Optimizer):
                 raise ConfigError(f"{of.name} updates {takes} of float32 or float64, got {p.dtype} "
                                  f"of shape {tuple(p.shape)}; leave {label} out, or give it a "
                                  f"group with rule='adamw'")
+            if of.row.told and hasattr(p, "placements"):
+                raise ConfigError(f"{of.name} reads whole parameters, and fully_shard cuts them; "
+                                  f"use adamw or lion, or lpkit.train, whose ranks gather them")
         self.param_groups.append(group)
 
     @classmethod
