@@ -8,8 +8,8 @@ __version__ = "0.1.0"
 _WHERE = {name: f"lpkit.{module}" for module, names in {
     "config": "Config", "presets": "preset", "training.runs": "Run", "training.launch": "launch",
     "training.background": "train start start_each", "training.sampling": "sample",
-    "measure.trace": "predict_trace reconcile", "modules.advise": "advise",
-    "modules.convert": "convert unconvert", "modules.watch": "watch",
+    "measure.trace": "predict_trace reconcile", "modules.parts": "keep_activations optimizer",
+    "modules.advise": "advise", "modules.convert": "convert unconvert", "modules.watch": "watch",
 }.items() for name in names.split()}
 _ROOMS = {"functions", "measure", "parallel", "predict", "presets"}
 __all__ = sorted([*_WHERE, *_ROOMS, "__version__"])

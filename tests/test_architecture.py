@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "presets": BASE,
     "training": BASE | {"datasets", "hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
     "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "modules": BASE | {"hardware", "kernels", "measure", "optim", "parallel", "precision", "predict", "techniques", "training"},
+    "modules": BASE | {"hardware", "kernels", "measure", "memory", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
     "course": BASE,

@@ -221,7 +221,7 @@ V = torch.nn.Parameter(torch.ones(4))
     (lambda: Lion([P], momentum=0.9), TypeError, "lion has no setting 'momentum'; choose one of betas, lr, weight_decay"),
     (lambda: Momentum([P], momentum=1.0), ValueError, "momentum must be 0 or more and below 1, got 1.0"),
     (lambda: AdamW([{"params": [P], "weight_decay": -0.1}]), ValueError, "weight_decay must be 0 or more, got -0.1"),
-    (lambda: Muon([("embed", P), ("bias", V)]), ValueError, r"muon updates matrices of float32 or float64, got torch.float32 of shape \(4,\); leave it out"),
+    (lambda: Muon([("embed", P), ("bias", V)]), ValueError, r"muon updates matrices of float32 or float64, got torch.float32 of shape \(4,\); leave bias out, or give it a group"),
     (lambda: optimizer("soap")([torch.nn.Parameter(torch.ones(2, 2, 3))]), ValueError, r"soap updates 1- and 2-D tensors of float32 or float64, got torch.float32 of shape \(2, 2, 3\)"),
     (lambda: AdamW([torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]), ValueError, "adamw updates tensors of float32 or float64, got torch.bfloat16 of shape"),
     (lambda: optimizer("sophia"), ConfigError, "sophia needs more than gradients"), (lambda: optimizer("lyon"), ConfigError, "there is no optimizer 'lyon'"),

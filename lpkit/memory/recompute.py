@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from lpkit.contracts import Stage, Transform
+from lpkit.errors import ConfigError
 from lpkit.kernels import operator
 from lpkit.precision.deferred import QUEUE, deferring
 from lpkit.techniques.memory import Budget, EveryBlock
@@ -73,10 +74,17 @@ def draws(model: nn.Module) -> dict[str, Any]:
     return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
 
 
-def _block_twice(forward: Callable[..., Tensor], contexts: dict[str, Any], x: Tensor,
-                 *rest) -> Tensor:
+def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], *given, **named) -> Any:
+    if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length")      # as transformers' caches
+                                       for one in (*given, *named.values())):
+        raise ConfigError("a block that runs again in backward would fill its cache of keys and "
+                          "values twice; call the model with use_cache=False")
+    if not given:       # checkpoint finds the device by a tensor that it is given
+        key = next(key for key, one in named.items() if isinstance(one, Tensor))
+        return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
+    x, *rest = given
     # a layer's number that checkpoint is given makes two graphs in torch 2.11: for 0, for others
-    return _twice(lambda x: forward(x, *rest), contexts, x)
+    return _twice(lambda x: forward(x, *rest, **named), contexts, x)
 
 
 def _twice(forward: Callable[..., Tensor], contexts: dict[str, Any], *given) -> Tensor:

@@ -101,14 +101,15 @@ class OnDisk(Away):
 class Quantized(Away):
     """`bits` of 8, 4 or 2 a number, and 8 bytes for each group."""
 
-    def __init__(self, t: Tensor, bits: int):
+    def __init__(self, t: Tensor, bits: int, draws: torch.Generator | None = None):
         self.bits, self.dtype, self.shape = bits, t.dtype, t.shape
         flat, top = t.detach().reshape(-1).float(), 2**bits - 1
         groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
         self.least, most = groups.aminmax(dim=1, keepdim=True)
         self.scale = (most - self.least) / top      # of one step, float32 (groups, 1)
         steps = (groups - self.least).div_(self.scale.clamp(min=torch.finfo(torch.float32).tiny))
-        codes = steps.add_(torch.rand_like(steps)).floor_().clamp_(max=top).to(torch.uint8)
+        steps += torch.rand(steps.shape, device=t.device, generator=draws)
+        codes = steps.floor_().clamp_(max=top).to(torch.uint8)
         parts = codes.view(len(codes), 8 // bits, -1)
         self.codes = parts[:, 0].clone()            # 8 / bits to a byte
         for i in range(1, parts.shape[1]):
@@ -141,6 +142,7 @@ class SavedTensorOffloader(Transform):
     """Sends what each block of one model saves away, as `kind(t, **settings)`."""
 
     stage = Stage.RECOMPUTE         # around what is recomputed: then a block's input goes
+    masked = False      # blocks may have additive masks, of infinities: they are not rounded
 
     def __init__(self, kind: type[Away], **settings: Any):
         self.kind, self.settings = kind, settings
@@ -153,16 +155,21 @@ class SavedTensorOffloader(Transform):
             block.forward = partial(self._forward, block.forward)
         return model
 
-    def _forward(self, forward: Callable[..., Tensor], x: Tensor, *rest) -> Tensor:
+    def _forward(self, forward: Callable[..., Any], *given, **named) -> Any:
         if not torch.is_grad_enabled():
-            return forward(x, *rest)
+            return forward(*given, **named)
+        x = next(one for one in (*given, *named.values()) if isinstance(one, Tensor))
+        if "bits" in self.settings:     # its draws are none of a block's, which runs again alike
+            seed = int(torch.randint(2**62, ()))
+            self.settings["draws"] = torch.Generator(x.device).manual_seed(seed)
         with saved_tensors_hooks(partial(self.pack, x.numel()), self.unpack):
-            return forward(x, *rest)
+            return forward(*given, **named)
 
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
         small = t.numel() * MIN_SHARE_OF_INPUT < least
         expanded = t.nbytes > t.untyped_storage().nbytes()
-        if small or expanded or not self.kind.takes(t) or _of_weight(t):
+        mask = self.masked and "bits" in self.settings and not t.requires_grad
+        if small or expanded or mask or not self.kind.takes(t) or _of_weight(t):
             return t
         order = tuple(sorted(range(t.ndim), key=t.stride, reverse=True))
         dense = t.detach().permute(order)

@@ -205,7 +205,7 @@ class _Step:
                 param_dtype=compute, reduce_dtype=torch.float32))
         now = dict(self.model.named_parameters())
         copies = {p: now[names[one]] for p, one in self.copies.items()}
-        optimizer = make_optimizer(self.optimizer, copies, foreach)
+        optimizer = make_optimizer(self.optimizer, self.model, copies, foreach)
         self._update(optimizer)
         with Tracker(self.model, optimizer, heads=self.heads) as tracker:
             tracker.hold(tree_leaves(self.batch), "batch")

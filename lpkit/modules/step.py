@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lpkit.errors import ConfigError
-from lpkit.optim.classes import optimizer as class_of
-from lpkit.techniques.optimizers import find
+from lpkit.modules.parts import optimizer
 
 # PyTorch's own class of a row, which a loop without this kit has
-PYTORCHS = {"adamw": torch.optim.AdamW, "sgd-m": torch.optim.SGD}
+PYTORCHS = {"adamw": torch.optim.AdamW}
 MakeLoss = Callable[[nn.Module, Any], Tensor]
 # a row of OPTIMIZERS, a function of the parameters, or an optimizer of the model
 Asked = str | torch.optim.Optimizer | Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -39,17 +38,15 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss.view(())
 
 
-def make_optimizer(asked: Asked, copies: Mapping[nn.Parameter, nn.Parameter],
+def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter, nn.Parameter],
                    foreach: bool = False) -> torch.optim.Optimizer:
     """Make the optimizer of a copied model: that of `asked`, with its groups and settings. copies:
     by the original parameters; foreach: PyTorch's own optimizers work on all parameters at once,
     as they do by default on a GPU. Raises ConfigError."""
     trained = [p for p in copies.values() if p.requires_grad]
     if isinstance(asked, str):
-        find(asked)
-        if (kind := PYTORCHS.get(asked)) is None:
-            return class_of(asked)(trained)
-        return kind(trained, lr=1e-3, foreach=foreach)
+        kind = PYTORCHS.get(asked)
+        return kind(trained, lr=1e-3, foreach=foreach) if kind else optimizer(model, asked)
     if not isinstance(asked, torch.optim.Optimizer):
         return asked(trained)
     groups = []

@@ -1,8 +1,12 @@
 """Rows as classes of PyTorch's kind: parameters, groups, closures, schedulers and state_dict are as
-in torch.optim, and settings the row's, with beta1 and beta2 as `betas`. All of a group decays."""
+in torch.optim, and settings the row's, with beta1 and beta2 as `betas`. All of a group decays.
+
+A group may name another row as its `rule`, whose defaults it then has, and the `layout` of weights
+to a rule of matrices: transposed, (in, out), or thirds, three matrices each."""
 
 from dataclasses import replace
 from functools import cache
+from itertools import repeat
 from pkgutil import resolve_name
 from types import SimpleNamespace
 
@@ -23,42 +27,48 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
     if row.estimate or row.evaluated:
         raise ConfigError(f"optimizer {name} needs more than gradients (labels that the model "
                           f"draws, or other weights in evaluation); use lpkit.train")
-    own = {"name": name, "row": row, "__doc__": row.why, "__module__": "lpkit.optim",
-           "rule": staticmethod(resolve_name(row.kernel or row.implementation))}
+    defaults = {key: value for key, value in vars(row.settings).items()
+                if key not in ("name", "clip", "groups")}
+    if "beta1" in defaults:
+        defaults["betas"] = tuple(map(defaults.pop, BETAS))
+    own = {"name": name, "row": row, "of_row": defaults, "__doc__": row.why,
+           "__module__": "lpkit.optim", "rule": staticmethod(resolve_name(row.kernel or row.implementation))}
     return type(name.title().replace("-", ""), (_OfRow,), own)
 
 
 class _OfRow(torch.optim.Optimizer):
     def __init__(self, params, lr=None, **settings):
-        defaults = {key: value for key, value in vars(self.row.settings).items()
-                    if key not in ("name", "clip", "groups")}
-        if "beta1" in defaults:
-            defaults["betas"] = tuple(map(defaults.pop, BETAS))
-        for key in settings.keys() - defaults:
-            raise TypeError(f"{self.name} has no setting {shown(key)}; {nearest(key, defaults)}")
-        super().__init__(params, defaults | settings | ({} if lr is None else {"lr": lr}))
+        for key in settings.keys() - self.of_row:
+            raise TypeError(f"{self.name} has no setting {shown(key)}; {nearest(key, self.of_row)}")
+        super().__init__(params, self.of_row | settings | ({} if lr is None else {"lr": lr}))
 
     def add_param_group(self, param_group: dict) -> None:
-        super().add_param_group(param_group)
+        of = optimizer(param_group.get("rule", self.name))
+        super().add_param_group({**(of.of_row if of.name != self.name else {}), **param_group})
         group = self.param_groups.pop()     # back if nothing is wrong
-        self._settings(group)
+        of._settings(group)
         takes, sides = "tensors", range(99)
-        if self.row.gathers:
-            takes, sides = ("matrices", [2]) if self.row.matrices else ("1- and 2-D tensors", [1, 2])
-        for p in group["params"]:
+        if of.row.gathers:
+            takes, sides = ("matrices", [2]) if of.row.matrices else ("1- and 2-D tensors", [1, 2])
+        for p, label in zip(group["params"], group.get("param_names", repeat("it"))):
             if p.ndim not in sides or p.dtype not in (torch.float32, torch.float64):
-                raise ValueError(f"{self.name} updates {takes} of float32 or float64, got "
-                                 f"{p.dtype} of shape {tuple(p.shape)}; leave it out")
+                raise ConfigError(f"{of.name} updates {takes} of float32 or float64, got {p.dtype} "
+                                 f"of shape {tuple(p.shape)}; leave {label} out, or give it a "
+                                 f"group with rule='adamw'")
+            if of.row.told and hasattr(p, "placements"):
+                raise ConfigError(f"{of.name} reads whole parameters, and fully_shard cuts them; "
+                                  f"use adamw or lion, or lpkit.train, whose ranks gather them")
         self.param_groups.append(group)
 
-    def _settings(self, group: dict) -> SimpleNamespace:
+    @classmethod
+    def _settings(cls, group: dict) -> SimpleNamespace:
         """The group's settings as they are now: schedulers change them."""
         if len(group.get("betas", BETAS)) != 2:
             raise ValueError(f"betas must be two numbers, got {shown(group['betas'])}")
         own = {**group, **dict(zip(BETAS, group["betas"]) if "betas" in group else ())}
-        own = {key: own[key] for key in own.keys() & vars(self.row.settings)}
-        rate = {"name": self.name, "lr": group["lr"] or 1.0}    # of a run it is never 0
-        checked = replace(self.row.settings, **own | rate)
+        own = {key: own[key] for key in own.keys() & vars(cls.row.settings)}
+        rate = {"name": cls.name, "lr": group["lr"] or 1.0}     # of a run it is never 0
+        checked = replace(cls.row.settings, **own | rate)
         return SimpleNamespace(**vars(checked) | {"lr": group["lr"]})
 
     @torch.no_grad()
@@ -66,14 +76,17 @@ class _OfRow(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure() if closure else None
         for group in self.param_groups:
-            settings = self._settings(group)
+            of, layout = optimizer(group.get("rule", self.name)), group.get("layout")
+            settings = of._settings(group)
             for p in [p for p in group["params"] if p.grad is not None]:
-                state, told = self.state[p], Parameter("a parameter", tuple(p.shape))
-                for slot in () if state else self.row.slots:
+                w, g, state = p, p.grad.to_dense(), self.state[p]
+                w, g = (w.mT, g.mT) if layout == "transposed" else (w, g)
+                thirds = (p.shape[0] // 3,) * 3 if layout == "thirds" else ()
+                told = Parameter("a parameter", tuple(w.shape), fused=thirds)
+                for slot in () if state else of.row.slots:
                     shape = slot.shape(told.shape, settings)
-                    state[slot.name] = p.new_zeros(p.shape if shape is None else shape)
+                    state[slot.name] = w.new_zeros(w.shape if shape is None else shape)
                 state["step"] = int(state.get("step", 0)) + 1
-                slots = [state[slot.name] for slot in self.row.slots]
-                self.rule(p, p.grad.to_dense(), slots, settings, state["step"],
-                          *[told] * self.row.told)
+                slots = [state[slot.name] for slot in of.row.slots]
+                of.rule(w, g, slots, settings, state["step"], *[told] * of.row.told)
         return loss

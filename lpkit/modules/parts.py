@@ -1,0 +1,76 @@
+"""The kit's optimizers and its ways to keep activations, for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lpkit.contracts import Parameter
+from lpkit.errors import ConfigError, pick
+from lpkit.modules.convert import output_heads
+from lpkit.optim import classes
+from lpkit.techniques.memory import ACTIVATION_OFFLOAD, RECOMPUTE
+from lpkit.techniques.optimizers import OPTIMIZERS, find, parameter_groups
+from lpkit.techniques.row import chosen
+
+# Kinds, by names that the groups of a row match; of a shared parameter the alphabet's first holds.
+# OTHER: kernels of convolutions, stacks of experts, and whatever is not known.
+EMBEDDING, HEAD, VECTOR, OTHER, MATRIX = "embed", "head", "norm", "positions", "weight"
+
+
+def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.optim.Optimizer:
+    """Return the class of a row of OPTIMIZERS (`lpkit.optim.classes`), with these settings, on the
+    trained parameters of `model`. A rule of matrices updates the weights of Linears; other kinds
+    have the rules, learning rates and weight decays (a vector: none) that a run of the kit has."""
+    heads, facts, groups, base = output_heads(model), {}, {}, getattr(model, "base_model", None)
+    if isinstance(base, nn.Module) and hasattr(model, "num_labels"):    # transformers' classifiers
+        heads |= {one for one in {*model.modules()} - {*base.modules()}
+                  if getattr(one, "out_features", None) == model.num_labels}
+    own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
+    row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
+    for module in model.modules():
+        turned = "Conv1D" in type(module).__name__      # transformers' Linear, of weights (in, out)
+        linear = turned or isinstance(module, nn.Linear)
+        for key, p in module.named_parameters(recurse=False):
+            kind = VECTOR if p.ndim < 2 else OTHER
+            weight = linear and key == "weight"
+            if p.ndim == 2 and (weight or isinstance(module, nn.MultiheadAttention)):
+                kind = HEAD if module in heads else MATRIX
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                kind = EMBEDDING
+            layout = "transposed" if turned else "thirds" if key == "in_proj_weight" else ""
+            kind = min(kind, facts.get(p, (MATRIX,))[0])
+            facts[p] = kind, layout, getattr(module, "decays", None)
+    for label, p in [pair for pair in model.named_parameters() if pair[1].requires_grad]:
+        kind, layout, decays = facts[p]
+        told = Parameter(kind, tuple(n for n in p.shape if n > 1), decays=decays)
+        [of] = [one for one in parameter_groups([told], row) if one.names]
+        key = of.settings.name, of.lr, of.weight_decay, layout * find(of.settings.name).matrices
+        groups.setdefault(key, []).append((label, p))
+    made = [{"params": params, **dict(zip(("rule", "lr", "weight_decay", "layout"), key))}
+            for key, params in groups.items()]
+    return classes.optimizer(name)(sorted(made, key=lambda one: one["rule"] != name), **settings)
+
+
+def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
+                     offload: str = "device") -> None:
+    """Set how `blocks` of any model (`model.model.layers`) keep activations for backward, until
+    `del block.forward`: `recompute` is none, block or selective, `offload` a row of
+    ACTIVATION_OFFLOAD. Gradients keep their bits, unless activations do not. Raises ConfigError."""
+    blocks = [*dict.fromkeys(blocks)]
+    if not blocks or any("forward" in vars(block) for block in blocks):
+        raise ConfigError("keep_activations needs blocks whose forward is that of their class; "
+                          "`del block.forward` undoes an earlier call")
+    again = pick({name: row for name, row in RECOMPUTE.items()
+                  if not (row.attention_alone or row.needs_compile)}, recompute, "recompute")
+    away = pick(ACTIVATION_OFFLOAD, offload, "offload").load()
+    # a Dropout stands for functions of a block that draw
+    model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "draws": nn.Dropout()})
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    for transform in (*again.load()(again.settings).transforms, *away(device).transforms):
+        vars(transform)["masked"] = True
+        transform(model)
