@@ -5,7 +5,7 @@ from functools import partial
 from textwrap import wrap
 from typing import Any
 
-from lpkit.commands import asked, machine, settings_and_machine
+from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -15,7 +15,7 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
+    parser.add_argument("target", metavar=TARGET)
     settings_and_machine(parser)
     parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
                         "parallel group")
@@ -36,9 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict import predict
-    from lpkit.presets import resolve
 
-    config = resolve(args.target, asked(
+    config = config_of(args.target, asked(
         args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
         "parallel.context", optimizer="optimizer", precision="precision.recipe",
         recompute="memory.recompute", zero="parallel.zero"))
