@@ -35,17 +35,7 @@ from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
 from lpkit.techniques.row import Settings, many_of, one_of
 from lpkit.techniques.schedules import SCHEDULES
-from lpkit.values import (
-    Checked,
-    Count,
-    CountOrZero,
-    InnerShare,
-    Positive,
-    Seed,
-    Text,
-    at_most,
-    between,
-)
+from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
 
@@ -69,7 +59,7 @@ class ModelConfig(Group):
 
     where = "model."
 
-    layers: Annotated[Count, at_most(100_000)] = 4      # predictions walk them one by one
+    layers: Annotated[int, between(1, 100_000)] = 4      # predictions walk them one by one
     width: Count = 256                  # the residual stream
     heads: Count = 4                    # query heads
     kv_heads: Count | None = None       # key/value heads; None: as many as heads

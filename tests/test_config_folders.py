@@ -108,7 +108,7 @@ def test_nothing_is_executed_or_imported(changes, file, tmp_path):
 @pytest.mark.parametrize("changes, word", [
     ({"model_type": "bert"}, "model_type 'bert'"), ({"model_type": None}, "model_type"), ({"model_type": ["llama"]}, "model_type"),
     ({"model_type": "\x1b]0;owned\x07\nlpkit: forged"}, "model_type"), ({"num_hidden_layers": -1}, "num_hidden_layers"),
-    ({"num_hidden_layers": 2_000_000_000}, "num_hidden_layers must be at most 100,000"), ({"num_hidden_layers": 1e999}, "num_hidden_layers"),
+    ({"num_hidden_layers": 2_000_000_000}, "num_hidden_layers must be"), ({"num_hidden_layers": 1e999}, "num_hidden_layers"),
     ({"hidden_size": "1" * 5000}, "hidden_size"), ({"hidden_size": {"a": 1}}, "hidden_size"), ({"vocab_size": 0}, "vocab_size"),
     ({"vocab_size": float("nan")}, "vocab_size"), ({"num_attention_heads": 33}, "num_attention_heads"), ({"rope_scaling": [1]}, "rope_scaling"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type='yarn'"), ({"sliding_window": 4096}, "sliding_window=4096"),
