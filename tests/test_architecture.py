@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
     "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"errors", "signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
-    "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
+    "predict": {"config", "errors", "files", "presets", "records", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
