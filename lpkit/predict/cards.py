@@ -56,7 +56,7 @@ def line(card: Mapping[str, Any]) -> list[str]:
     machines = [*dict.fromkeys(in_one_line(one["machine"][:40]) for one in both if one)]
     words = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
     for key, unit in (("peak_bytes", "bytes"), ("step_seconds", "seconds")):
-        formula, truth = (float(one.get(key) or 0) for one in both)
+        formula, truth = (one.get(key) or 0 for one in both)
         if not 0 <= min(formula, truth) <= max(formula, truth) < 1e30:
             raise ValueError(f"{key} is out of range")
         one_thing = formula and truth and (unit == "bytes" or len(machines) == 1)
@@ -69,7 +69,7 @@ def drawn(card: Mapping[str, Any]) -> str:
     """Returns a card as SVG, with a ground of its own and the first digits of its SHA-256."""
     (name, machine, *words), model, span = line(card), card["model"], ""
     if said := card.get("predicted"):
-        span = f"in nine of ten runs {between(said['step_seconds_range'], duration)}"
+        span = f"range of a step: {between(said['step_seconds_range'], duration)}"
     table = text_table([("", "predicted", "measured", "error"), ("peak memory", *words[:3]),
                         ("a step", *words[3:])], align="<>")
     about = [model[key] for key in ("precision", "optimizer") if key in model]
