@@ -2,6 +2,7 @@
 
 import json
 import platform
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
@@ -139,7 +140,7 @@ def test_text_of_strangers_stays_text(tmp_path, capsys):
     for path in tmp_path.glob("*.svg"):
         text = path.read_text()
         assert text.replace("\n", "").isprintable() and "<script" not in text and "lpkit: forged" not in written(path)[1]
-    code, out, err = tabulated(tmp_path, capsys)
+    code, out, _ = tabulated(tmp_path, capsys)
     assert code == 0 and len(out.splitlines()) == 5 and "\\x1b" in out
     found = json.loads(tabulated(tmp_path, capsys, "--json")[1])["cards"]
     assert [one["card"] for one in found] == ["config.json", "device.json", "module.json", "sealed.json"] and len(found[3]["words"]) == 8
@@ -163,7 +164,7 @@ def test_it_can_be_read_in_a_browser(tmp_path, context):
         page.set_content(f"<body style='background:#000;margin:0'>{path.read_text()}")
         boxes = page.eval_on_selector_all("text", "all => all.filter(one => one.textContent).map(one => { const b = one.getBBox(); return [b.x, b.y, b.width, b.height] })")
         assert len(boxes) >= 8 and all(x >= 16 and x + width <= 470 and 10 <= y and y + height <= 200 for x, y, width, height in boxes)
-        assert all(below[1] >= above[1] + above[3] for above, below in zip(boxes, boxes[1:]))
+        assert all(below[1] >= above[1] + above[3] for above, below in pairwise(boxes))
         assert page.eval_on_selector("rect", "one => getComputedStyle(one).fill") == "rgb(255, 255, 255)"
     page.close()
 

@@ -18,7 +18,7 @@ from lpkit.predict.units import between, duration, quantity
 from lpkit.tables import GRID, INK, text_table
 from lpkit.values import Place, checked
 
-MOST_LETTERS = 60       # of a line of the picture
+MOST_LETTERS = 60       # of a line of the picture, which has room for 61
 
 
 @checked
@@ -30,7 +30,7 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
     path = path.with_suffix("") if path.suffix in (".json", ".svg") else path
     if not path.name:
         raise ConfigError(f"a card needs the name of a file, as card.svg; got {named(path)!r}")
-    torch = next((one.version for one in metadata.distributions(name="torch")), None)
+    torch = next((one.version for one in metadata.distributions(name="torch")), "none")
     card = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "model": model, "versions": {
         "lpkit": __version__, "torch": torch, "python": platform.python_version()}}
     if predicted is not None:

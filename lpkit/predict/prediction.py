@@ -51,13 +51,13 @@ class Prediction:
 
     def card(self, path: Place, name: str = "a Config", **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
-        usual, own = flat(Config()), flat(self.config)
-        changed = {key: own[key] for key in own
-                   if own[key] != usual.get(key) and not key.startswith(PRIVATE)}
+        usual, about = flat(Config()).items(), self.assumptions
+        changed = dict(one for one in flat(self.config).items()
+                       if one not in usual and not one[0].startswith(PRIVATE))
         return cards.write(path, {
             "name": name, "parameters": self.parameters, "layers": self.config.model.L,
-            **{key: self.assumptions[key] for key in ("precision", "optimizer")},
-            "config": changed}, self, **measured)
+            "precision": about["precision"], "optimizer": about["optimizer"], "config": changed},
+            self, **measured)
 
     @property
     def step_seconds(self) -> float:
@@ -137,11 +137,11 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         names = [row.name for row in step.rows if row.phases.get("communication")]
         communication = ", ".join(names) or "hidden, or none"
     return Prediction(
-        config=config, parameters=parameter_count(config.model), nonzero_parameters=nonzero_count(config.model),
+        parameters=parameter_count(config.model), nonzero_parameters=nonzero_count(config.model),
         parameters_by_part=parameters(config.model),
         flops_per_token=training_flops_per_token(seen := governed(config).model),
         flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
-        memory=held, step=step, layout=layout, machine=on,
+        memory=held, step=step, layout=layout, machine=on, config=config,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,
             "precision": precision, "factor": step.factor,
