@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lpkit.config import Config, MemoryConfig, flat
-from lpkit.predict import cards
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
@@ -51,6 +50,8 @@ class Prediction:
 
     def card(self, path: Place, name: str = "a Config", **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
+        from lpkit.predict import cards  # the page of the planner does without
+
         usual, about = flat(Config()).items(), self.assumptions
         changed = dict(one for one in flat(self.config).items()
                        if one not in usual and not one[0].startswith(PRIVATE))
