@@ -32,6 +32,7 @@ COMMANDS = {
     "claim": "is X better than Y here? runs both, tuned alike, and says what was seen and what not",
     "sweep": "which settings are best here? searches any of them by optuna, a run a trial",
     "claims": "what others say of cheaper training, beside what this kit says, with a verdict",
+    "cards": "tabulate cards of predictions and measurements, predicted beside measured",
     "advise": "whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",

@@ -59,7 +59,7 @@ class ModelConfig(Group):
 
     where = "model."
 
-    layers: Count = 4
+    layers: Annotated[int, between(1, 100_000)] = 4      # predictions walk them one by one
     width: Count = 256                  # the residual stream
     heads: Count = 4                    # query heads
     kv_heads: Count | None = None       # key/value heads; None: as many as heads

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
     "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"errors", "signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
-    "predict": {"config", "errors", "files", "presets", "tables", "techniques", "values"},
+    "predict": {"config", "errors", "files", "presets", "records", "tables", "techniques", "values"},
     "kernels": BASE | {"techniques"},
     "precision": BASE | {"techniques", "kernels"},
     "nn": BASE | {"techniques", "kernels"},     # a model does not know that it is quantised or sharded
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "course.notebooks", "course.copies", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "course.copies", "cli",
                  "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",

@@ -161,7 +161,7 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
                         (["notebook", "00", "--tier", "smok"], "there is no tier 'smok'; did you mean 'smoke'?"),
                         (["data", "sho"], "there is no action 'sho'; did you mean 'show'?"),
                         (["plan"], "the following arguments are required: --model, --tokens; see"),
-                        (["predict"], "the following arguments are required: PRESET|config.yaml|RUN; see")):
+                        (["predict"], "the following arguments are required: PRESET|config.yaml|RUN|config.json|FOLDER; see")):
         with pytest.raises(SystemExit):
             sys.exit(cli.main(words))
         assert said in capsys.readouterr().err

@@ -225,6 +225,8 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         Path(installed.folder, f"{name}.yaml").write_text(json.dumps(told))     # which is YAML
     says = {
         "predict gpt2-124m": lambda found: found["fits"],
+        "predict gpt2-124m --card card": lambda found: found["card"] == ["card.json", "card.svg"],
+        "cards .": lambda found: found["cards"][0]["card"] == "card.json",
         "plan --model llama-8b --tokens 1e9 --devices 8": lambda found: found["plans"],
         "advise gpt2-124m": lambda found: found["plans"],
         "claims": lambda found: len(found["claims"]) > 10,

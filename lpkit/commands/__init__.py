@@ -11,17 +11,18 @@ A command imports what needs torch inside `run`, after all that can be refused w
 import argparse
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from lpkit.config import parse_settings
-from lpkit.errors import ConfigError
+from lpkit.config import Config, parse_settings
+from lpkit.errors import ConfigError, named
 from lpkit.files import resource
 from lpkit.predict.time import with_step
+from lpkit.presets import PRESETS, resolve
 from lpkit.techniques import machines
 from lpkit.values import Folder
 
@@ -96,6 +97,26 @@ def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     if target is None or "=" not in target or Path(target).suffix in FILES:
         return target, asked(args)
     return None, [target, *asked(args)]
+
+
+TARGET = "PRESET|config.yaml|RUN|config.json|FOLDER"    # which `config_of` reads
+
+
+def config_of(target: str, settings: Iterable[str]) -> Config:
+    """Returns what `presets.resolve` does, and also the Config of a model of transformers: target
+    is its `config.json`, or a folder with one that is no run. Raises ConfigError."""
+    path = Path(target)
+    theirs = path / "config.json" if path.is_dir() else path
+    if target in PRESETS or (path / "config.yaml").is_file() or not (
+            theirs.suffix == ".json" and (theirs == path or theirs.is_file())):
+        return resolve(target, settings)
+    from lpkit.training.families import described
+
+    config, changes = described(theirs), parse_settings(settings)
+    print(f"{named(theirs)}: by default an update has {config.global_batch} sequences of "
+          f"{config.model.T:,} tokens; set global_batch, grad_accum_steps and model.context",
+          file=sys.stderr)
+    return config.replace(changes)
 
 
 def settings_and_machine(parser: argparse.ArgumentParser) -> None:

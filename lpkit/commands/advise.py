@@ -8,23 +8,22 @@ reasons.
 import argparse
 from typing import Any
 
-from lpkit.commands import asked, machine, settings_and_machine
+from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.errors import pick
 from lpkit.predict.units import duration, quantity
-from lpkit.presets import resolve
 from lpkit.tables import text_table
 from lpkit.techniques.recipes import RECIPES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
+    parser.add_argument("target", metavar=TARGET)
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
                         help="consider only this one; repeatable")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    config = resolve(args.target, asked(args))
+    config = config_of(args.target, asked(args))
     on = None if args.machine == "this" else machine(args.machine)
     casting = {name: row for name, row in RECIPES.items() if row.products}
     for name in args.recipe or ():

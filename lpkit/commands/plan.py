@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from lpkit import values
-from lpkit.commands import asked, machine, settings_and_machine
+from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
@@ -31,7 +31,7 @@ UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "mode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar="PRESET|config.yaml|RUN")
+    parser.add_argument("--model", required=True, metavar=TARGET)
     parser.add_argument("--tokens", required=True, help="to train on: 1e12, 300B, 1.5T")
     settings_and_machine(parser)
     parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
@@ -56,7 +56,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict.plan import plan
-    from lpkit.presets import resolve
     from lpkit.training.runs import RunFailedError
 
     limits: dict[str, Any] = {"devices": args.devices}
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     settings = asked(args, context="model.context", batch_tokens="global_batch",
                      optimizer="optimizer", precision="precision.recipe")
     _refuse_unused(parse_settings(settings))
-    config = resolve(args.model, ["grad_accum_steps=1", *settings, *context])
+    config = config_of(args.model, ["grad_accum_steps=1", *settings, *context])
     if args.batch_tokens is not None:
         config = _with_batch(config, amount("--batch-tokens", args.batch_tokens, MOST_TOKENS))
     found = plan(config, amount("--tokens", args.tokens, MOST_TOKENS), machine(args.machine),

@@ -2,10 +2,11 @@
 
 import argparse
 from functools import partial
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from lpkit.commands import asked, machine, settings_and_machine
+from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -15,7 +16,7 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN")
+    parser.add_argument("target", metavar=TARGET)
     settings_and_machine(parser)
     parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
                         "parallel group")
@@ -32,26 +33,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", action="store_true", help="also run an update here, and put "
                         "both side by side")
     parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
+    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, the "
+                        "update here too) as FILE.json and as a picture, FILE.svg")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     from lpkit.predict import predict
-    from lpkit.presets import resolve
 
-    config = resolve(args.target, asked(
+    config = config_of(args.target, asked(
         args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
         "parallel.context", optimizer="optimizer", precision="precision.recipe",
         recompute="memory.recompute", zero="parallel.zero"))
     prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
                          precision=args.precision, optimizer=args.optimizer, zero=args.zero,
                          recompute=args.recompute, price_per_hour=args.price_per_hour)
-    return {"target": args.target, **prediction.to_dict(),
-            "measured": _measured(config) if args.measure else None}
+    measured = _measured(config) if args.measure else {}
+    card = [] if args.card is None else prediction.card(
+        args.card, Path(args.target).name, **measured.get("totals", {}))
+    return {"target": args.target, **prediction.to_dict(), "card": card,
+            "measured": measured or None}
 
 
 def _measured(config: Config) -> dict[str, Any]:
     """Returns what the formulas say of this machine, beside an update here."""
-    from lpkit import measure, reconcile
+    from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import said
 
     with said(config, "the update that was to be measured"):
@@ -60,8 +65,10 @@ def _measured(config: Config) -> dict[str, Any]:
             seconds, why = measure.reconcile_seconds(config).to_dict(), ""
         except ConfigError as error:
             seconds, why = [], str(error)
-    return {"bytes": bytes_.comparison("formula").to_dict(), "sentences": list(bytes_.sentences),
-            "seconds": seconds, "no_seconds": why}
+    totals = {"device": hardware.machine().title, "peak_bytes": bytes_.truth.peak_bytes,
+              "step_seconds": sum(row["measured"] for row in seconds) or None}
+    return {"totals": totals, "bytes": bytes_.comparison("formula").to_dict(),
+            "sentences": list(bytes_.sentences), "seconds": seconds, "no_seconds": why}
 
 
 def text(result: dict[str, Any]) -> str:
@@ -115,7 +122,7 @@ def text(result: dict[str, Any]) -> str:
              f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:
         lines += _beside(result["measured"])
-    lines.append("")
+    lines += ["", *map("card: {}".format, result["card"])]
     for source in result["sources"]:
         lines += wrap(source, 150, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.ranks import Ranks, shard_mesh
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast, compute_dtype
-from lpkit.predict import evidence
+from lpkit.predict import cards, evidence
 from lpkit.predict.casts import Recipe, casts_of, where_run, why_emulated
 from lpkit.predict.flops import Product
 from lpkit.predict.recipes import PRECISIONS
@@ -46,7 +46,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import Op, Pairs
 from lpkit.techniques.optimizers import OPTIMIZERS, find
 from lpkit.techniques.recipes import RECIPES, resolve
-from lpkit.values import Count, Text, checked
+from lpkit.values import Count, Place, Text, checked
 
 FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these formats itself"
 OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
@@ -68,6 +68,7 @@ class Prediction:
     converted: Report | None
     work: RankWork              # what the seconds are of
     casts: Recipe | None        # as this machine runs them
+    model: str                  # its class
 
     @property
     def peak_bytes(self) -> int:
@@ -76,6 +77,13 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         return self.step.step_seconds
+
+    def card(self, path: Place, **measured: Any) -> list[str]:
+        """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
+        return cards.write(path, {
+            "name": self.model, "parameters": self.parameters, "layers": self.work.blocks,
+            "trained": self.trained_parameters, "precision": self.precision,
+            "optimizer": self.optimizer, "tokens": self.work.tokens}, self, **measured)
 
     @property
     def fits(self) -> bool:
@@ -266,14 +274,14 @@ class _Step:
         return Prediction(
             footprint=footprint, step=step, machine=on, layout=layout, parameters=count,
             trained_parameters=trained, forward_flops=seen.flops, optimizer=name,
-            precision=self.precision or FROM_MODEL, converted=report, work=work, casts=recipe)
+            precision=self.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
+            model=type(self.model).__name__)
 
     def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
                   ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:
         """Products, attention and the number of blocks, which is that of the longest list of
         modules. Fills `stay` with the calls of Linears among `left`."""
-        blocks = max((len(one) for one in self.model.modules() if isinstance(one, nn.ModuleList)),
-                     default=1)
+        blocks = blocks_of(self.model)
         calls: Counter[tuple] = Counter()
         for (name, *sizes), count in seen.products.items():
             label = "head" if name in self.heads else short(name) or "Linears"
@@ -295,6 +303,10 @@ class _Step:
                     backward_pairs=2.5 if V else 2.0)
             attentions.append((op, calls / blocks))
         return products, tuple(attentions), blocks
+
+
+def blocks_of(model: nn.Module) -> int:
+    return max((len(one) for one in model.modules() if isinstance(one, nn.ModuleList)), default=1)
 
 
 def in_block(name: str) -> bool:

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.modules.convert import Converted, output_heads
-from lpkit.modules.predict import Prediction
+from lpkit.modules.predict import Prediction, blocks_of
 from lpkit.parallel.fully_sharded import gathered
+from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
 from lpkit.predict.units import duration, quantity
 
@@ -123,7 +125,7 @@ class Watch:
     @property
     def where(self) -> str:
         return (torch.cuda.get_device_name(self.device) if self.device.type == "cuda"
-                else "this CPU")
+                else hardware.cpu_name())
 
     @property
     def peak_bytes(self) -> int | None:
@@ -145,14 +147,29 @@ class Watch:
         return [name for name, module in self.model.named_modules()
                 if isinstance(module, Converted) and not self.calls[name]]
 
-    def reconcile(self, predicted: Prediction) -> Comparison:
-        """Predicted beside measured bytes, by row at the peak. Raises ConfigError before the second
-        update has ended."""
+    def _seen(self) -> Footprint:
         if self.footprint is None:
             raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have ended; "
                               f"train on")
-        rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self.footprint)]
+        return self.footprint
+
+    def reconcile(self, predicted: Prediction) -> Comparison:
+        """Predicted beside measured bytes, by row at the peak. Raises ConfigError before the second
+        update has ended."""
+        rows = [{**one.rows, "peak": one.peak_bytes} for one in (predicted.footprint, self._seen())]
         return Comparison.of_rows(*rows, unit="bytes", where=self.where)
+
+    def card(self, path: str, predicted: Prediction | None = None) -> list[str]:
+        """Write what was measured, and predicted, as `lpkit.predict.cards.write` does; return both
+        paths. Raises ConfigError before the second update has ended."""
+        count = sum(p.numel() for p in self.model.parameters())
+        if predicted is not None and predicted.parameters != count:
+            raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} parameters, "
+                              f"and the watched model has {count:,}; predict the watched model")
+        write = predicted.card if predicted is not None else partial(cards.write, model={
+            "name": type(self.model).__name__, "parameters": count, "layers": blocks_of(self.model)})
+        return write(path, device=self.where, peak_bytes=self._seen().peak_bytes,
+                     step_seconds=self.step_seconds, updates=self.updates, timed=len(self.seconds))
 
     def __str__(self) -> str:
         if self.footprint is None:

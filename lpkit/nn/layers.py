@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lpkit.config import ModelConfig
 from lpkit.kernels import pytorch
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.operation import MicroBatch
+from lpkit.techniques.operation import FAST, SLOW, TRAINED, MicroBatch
 
 
 def linear(config: ModelConfig, name: str) -> nn.Linear:
@@ -78,11 +78,6 @@ class LearnedPositions(nn.Module):
 
     def rotation(self, T: int, start: int | Tensor, like: Tensor) -> None:
         return None
-
-
-# Llama 3.1: a pair that turns less than once in so many tokens is slowed down by rope_factor, one
-# that turns more than four times is not, and between them it is mixed
-TRAINED, SLOW, FAST = 8192, 1.0, 4.0
 
 
 class RotaryPositions(nn.Module):

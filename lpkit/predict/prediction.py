@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, MemoryConfig
+from lpkit.config import Config, MemoryConfig, flat
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
@@ -17,8 +17,9 @@ from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.values import Count, PositiveOrZero, Text, checked
+from lpkit.values import Count, Place, PositiveOrZero, Text, checked
 
+PRIVATE = ("data.", "start.", "imports")     # settings with paths, which no card holds
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -41,6 +42,23 @@ class Prediction:
     run: Bill                           # all steps
     machine: Machine
     assumptions: dict[str, Any]
+    config: Config
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.peak_bytes
+
+    def card(self, path: Place, name: str = "a Config", **measured: Any) -> list[str]:
+        """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
+        from lpkit.predict import cards  # the page of the planner does without
+
+        usual, about = flat(Config()).items(), self.assumptions
+        changed = dict(one for one in flat(self.config).items()
+                       if one not in usual and not one[0].startswith(PRIVATE))
+        return cards.write(path, {
+            "name": name, "parameters": self.parameters, "layers": self.config.model.L,
+            "precision": about["precision"], "optimizer": about["optimizer"], "config": changed},
+            self, **measured)
 
     @property
     def step_seconds(self) -> float:
@@ -124,7 +142,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         parameters_by_part=parameters(config.model),
         flops_per_token=training_flops_per_token(seen := governed(config).model),
         flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
-        memory=held, step=step, layout=layout, machine=on,
+        memory=held, step=step, layout=layout, machine=on, config=config,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
             "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,
             "precision": precision, "factor": step.factor,

@@ -219,6 +219,9 @@ def rope(s: MicroBatch) -> Op:
               saved_bytes=2 * s.model.T * s.model.E * s.residual_bytes)
 
 
+# Llama 3.1: a pair that turns less than once in so many tokens is slowed down by rope_factor, one
+# that turns more than four times is not, and between them it is mixed
+TRAINED, SLOW, FAST = 8192, 1.0, 4.0
 POSITIONS: dict[str, Kind] = {
     "learned": Kind(operations=learned, implementation="lpkit.nn.layers:LearnedPositions"),
     "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,

@@ -2,20 +2,26 @@
 
 A family says which models it has, the names of its settings and weights there, and how a tensor of
 ours is made of those of theirs: heads by group here, one after the other there; `gate_up` is two;
-GPT-2's Conv1D lies transposed.
+GPT-2's Conv1D lies transposed. Nothing imports torch before a tensor is converted, so that
+`lpkit predict` of a `config.json` is answered at once.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from lpkit.config import ModelConfig
+from lpkit import records
+from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, pick, shown
-from lpkit.nn.adapters import side_by_side
-from lpkit.nn.layers import FAST, SLOW, TRAINED
+from lpkit.techniques.operation import FAST, POSITIONS, SLOW, TRAINED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_TOKENS = 4096      # of a sequence, where only a config.json says how many a model can read
 
 IN_GPT2 = {"embed.": "transformer.wte.", "positions.transformer.wte.": "transformer.wpe.",
            "blocks.": "transformer.h.", "norm1.": "ln_1.", "norm2.": "ln_2.",
@@ -114,6 +120,8 @@ class Family:
 
 
 def _gpt2_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
+    import torch
+
     if ".qkv." in name:
         t = torch.cat(_queries_keys_values(t, m))
     return {name: t.mT if t.ndim == 2 and name.startswith("blocks.") else t}    # (in, out) there
@@ -137,6 +145,8 @@ def _llama_parts(name: str, t: Tensor, m: ModelConfig) -> dict[str, Tensor]:
 
 
 def _llama_whole(name: str, parts: Sequence[Tensor], m: ModelConfig) -> Tensor:
+    from lpkit.nn.adapters import side_by_side
+
     return side_by_side(parts, m.G if ".qkv." in name else 1, 0)
 
 
@@ -211,3 +221,21 @@ def of_model(m: ModelConfig) -> Family:
 def of_type(model_type: object) -> Family:
     """Raises ConfigError for an architecture that none of FAMILIES is."""
     return pick({one.model_type: one for one in FAMILIES}, str(model_type), "model_type")
+
+
+def described(path: Path) -> Config:
+    """Returns the Config of the model that a `config.json` describes, as `lpkit import` would make
+    it of the folder, but with sequences of at most MOST_TOKENS. Reads this file and nothing else.
+    Raises ConfigError."""
+    said = records.of_others(path)
+    try:
+        m = of_type(said.get("model_type")).model(said)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; in Python, lpkit.predict(model, batch) predicts any "
+                          f"torch.nn.Module, and weights are not needed: make the model under "
+                          f"torch.device('meta')") from None
+    in_bf16 = said.get("dtype", said.get("torch_dtype")) == "bfloat16"
+    # learned positions are parameters: fewer of them are another model
+    context = min(m.T, MOST_TOKENS) if POSITIONS[m.position].turns else m.T
+    return Config(model=m).replace({"model.context": context, "steps": 1,
+                                    "memory.param_dtype": "bf16" if in_bf16 else "fp32"})

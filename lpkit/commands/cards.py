@@ -1,0 +1,38 @@
+"""All cards of a folder: model, machine, predicted, measured, error in percent. A card is the JSON
+that `lpkit predict --card FILE`, or `.card(FILE)` of a prediction or a watch, wrote."""
+
+import argparse
+from typing import Any
+
+from lpkit import files, records
+from lpkit.commands import a_folder
+from lpkit.errors import ConfigError, named
+from lpkit.predict.cards import line
+from lpkit.tables import text_table
+
+HEADS = ("card", "model", "machine", "peak", "measured", "error", "step", "measured", "error")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    found, problems = [], []
+    for path in sorted(args.folder.glob("*.json")):
+        try:
+            card = records.unsealed(files.read_text(path, 1 << 16), path)
+            found.append({**card, "card": path.name, "words": line(card)})
+        except ConfigError as error:
+            problems.append(str(error))
+        except records.UNREADABLE as error:
+            problems.append(f"{named(path)} is no card ({type(error).__name__}: {error})")
+    if not found:
+        raise ConfigError("; ".join([*problems[:3], f"{named(args.folder)} holds no card; write one "
+                                     f"by lpkit predict ... --card {named(args.folder)}/NAME"]))
+    return {"cards": found, "problems": problems, "exit_code": int(bool(problems))}
+
+
+def text(result: dict[str, Any]) -> str:
+    rows = [HEADS, *([one["card"], *one["words"]] for one in result["cards"])]
+    return "\n".join([text_table(rows, align="<<<>"), *result["problems"]])

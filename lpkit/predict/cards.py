@@ -1,0 +1,84 @@
+"""Cards: a prediction, a measurement or both, as 1 kB of JSON and as a picture to paste.
+
+The JSON carries its SHA-256, which shows damage and is no signature: anybody may have written it.
+"""
+
+import platform
+import time
+from collections.abc import Mapping
+from html import escape
+from importlib import metadata
+from typing import Any
+
+from lpkit import __version__, files, records
+from lpkit.errors import ConfigError, in_one_line, named
+from lpkit.predict.compare import percent
+from lpkit.predict.evidence import catalogued
+from lpkit.predict.units import between, duration, quantity
+from lpkit.tables import GRID, INK, text_table
+from lpkit.values import Place, checked
+
+MOST_LETTERS = 60       # of a line of the picture, which has room for 61
+
+
+@checked
+def write(path: Place, model: Mapping, predicted: object = None, device: str = "",
+          **measured) -> list[str]:
+    """Write PATH.json and PATH.svg; return both paths. model: its name, parameters and layers, and
+    more for the JSON; predicted: a Prediction of a Config or a module; measured: `peak_bytes`,
+    `step_seconds` and counts on this `device`. Raises ConfigError, OSError."""
+    path = path.with_suffix("") if path.suffix in (".json", ".svg") else path
+    if not path.name:
+        raise ConfigError(f"a card needs the name of a file, as card.svg; got {named(path)!r}")
+    torch = next((one.version for one in metadata.distributions(name="torch")), "none")
+    card = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "model": model, "versions": {
+        "lpkit": __version__, "torch": torch, "python": platform.python_version()}}
+    if predicted is not None:
+        step = predicted.step
+        card["predicted"] = {
+            "machine": step.machine.title, "layout": str(step.layout), "stack": step.stack,
+            "peak_bytes": round(predicted.peak_bytes), "step_seconds": step.step_seconds,
+            "step_seconds_range": step.seconds_range, "range_is": step.spread.words}
+    if device:
+        known = catalogued(device)
+        card["measured"] = {"machine": known.title if known else device, **measured}
+    made = {".json": records.sealed(card), ".svg": drawn(records.plain(card))}
+    for suffix, text in made.items():
+        files.write_atomically(path.with_name(path.name + suffix), text)
+    return [f"{path}{suffix}" for suffix in made]
+
+
+def line(card: Mapping[str, Any]) -> list[str]:
+    """Returns the words of a card: model, machine, and of bytes and of seconds predicted, measured
+    and the relative error, of seconds only where both are of one machine. Raises one of
+    records.UNREADABLE."""
+    both = [card.get(side) or {} for side in ("predicted", "measured")]
+    machines = [*dict.fromkeys(in_one_line(one["machine"][:40]) for one in both if one)]
+    words = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
+    for key, unit in (("peak_bytes", "bytes"), ("step_seconds", "seconds")):
+        formula, truth = (one.get(key) or 0 for one in both)
+        if not 0 <= min(formula, truth) <= max(formula, truth) < 1e30:
+            raise ValueError(f"{key} is out of range")
+        one_thing = formula and truth and (unit == "bytes" or len(machines) == 1)
+        words += [*(quantity(one or None, unit) for one in (formula, truth)),
+                  percent(formula / truth - 1 if one_thing else None)]
+    return words
+
+
+def drawn(card: Mapping[str, Any]) -> str:
+    """Returns a card as SVG, with a ground of its own and the first digits of its SHA-256."""
+    (name, machine, *words), model, span = line(card), card["model"], ""
+    if said := card.get("predicted"):
+        span = f"range of a step: {between(said['step_seconds_range'], duration)}"
+    table = text_table([("", "predicted", "measured", "error"), ("peak memory", *words[:3]),
+                        ("a step", *words[3:])], align="<>")
+    about = [model[key] for key in ("precision", "optimizer") if key in model]
+    lines = [name, ", ".join([f"{quantity(model['parameters'])} parameters, layers: {model['layers']}",
+                              *about]), machine, "", *table.split("\n"), span,
+             ", ".join(map(" ".join, card["versions"].items())),
+             f"{card['date']}, SHA-256 {records.digest(card)[:16]}"]
+    texts = (f'<text x="16" y="{28 + 18 * i}" xml:space="preserve">'
+             f'{escape(in_one_line(one)[:MOST_LETTERS])}</text>' for i, one in enumerate(lines))
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="480" height="200" font-size="12" '
+            f'font-family="ui-monospace, \'DejaVu Sans Mono\', Menlo, monospace" fill="{INK}"'
+            f'><rect width="480" height="200" fill="#fff" stroke="{GRID}"/>{"".join(texts)}</svg>\n')
