@@ -225,8 +225,8 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         Path(installed.folder, f"{name}.yaml").write_text(json.dumps(told))     # which is YAML
     says = {
         "predict gpt2-124m": lambda found: found["fits"],
-        "predict gpt2-124m --card card": lambda found: found["card"] == ["card.json", "card.svg"],
-        "cards .": lambda found: found["cards"][0]["card"] == "card.json",
+        "predict gpt2-124m --card cards/card": lambda found: found["card"] == ["cards/card.json", "cards/card.svg"],
+        "cards cards": lambda found: found["cards"][0]["card"] == "card.json",
         "plan --model llama-8b --tokens 1e9 --devices 8": lambda found: found["plans"],
         "advise gpt2-124m": lambda found: found["plans"],
         "claims": lambda found: len(found["claims"]) > 10,
@@ -248,6 +248,7 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "notebook 01 --tier smoke": lambda found: found["status"] == "done",
         "notebook --list": lambda found: [book["name"] for book in found["notebooks"]] == sorted(
             path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))}
+    Path(installed.folder, "cards").mkdir()
     Path(installed.folder, "learner.json").write_text(json.dumps({"format": "lpkit-learner", "version": 1, "guesses": [], "exercises": {
         "03.cast": {"right": True, "attempts": 1, "first_right": "2026-11-24"}}}))
     assert {line.split()[0] for line in says} | {"lab", "bench", "pack", "room", "slides"} == set(COMMANDS), "a command that no wheel is tried with; below: lab, bench, pack"
