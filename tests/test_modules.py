@@ -293,6 +293,22 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "Adafactor"])
+def test_an_optimizer_of_the_model_is_made_again_with_its_groups(kind):
+    model, batch = model_of("nano"), batch_of("nano")
+    optimizer = getattr(torch.optim, kind)([{"params": list(model.h.parameters()), "lr": 1e-4}, {"params": [model.wte.weight], "weight_decay": 0.0}])
+    ours = lpkit.predict(model, batch, optimizer=optimizer, machine="a100-80").footprint
+    real = model_of("nano")
+    other = getattr(torch.optim, kind)([{"params": list(real.h.parameters()), "lr": 1e-4}, {"params": [real.wte.weight], "weight_decay": 0.0}],
+                                       **{"foreach": True} if kind != "Adafactor" else {})
+    for _ in range(2):
+        other.zero_grad()
+        loss_of(real, batch).backward()
+        other.step()
+    states = sum(t.nbytes for state in other.state.values() for t in state.values() if isinstance(t, torch.Tensor))
+    assert ours.most["optimizer state"] == states if states else "optimizer state" not in ours.most
+
+
 def test_frozen_weights_have_no_gradients_and_no_states():
     model, whole = model_of("llama"), predicted("llama")
     for p in model.model.parameters():

@@ -33,7 +33,7 @@ CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
 PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
           "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~caf\u00e9~"
           "\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~" + "a b\n" * 999).split("~")
-PROBES += [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patterns try much, and fail
+STRAINS = [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patterns try much, and fail
 MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
 # what hears no signal, with 10 s of a CPU and 4 GiB of addresses
 TRY = """import json, resource as r, sys, tokenizers
@@ -245,9 +245,9 @@ def of_folder(folder: Path) -> Tokenizer:
 
 
 def _try(library: str) -> None:
-    """Raises Exception where a process that can be ended does not read PROBES by it."""
-    done = subprocess.run([sys.executable, "-P", "-c", TRY], input=json.dumps([library, *PROBES]),
-                          capture_output=True, text=True)
+    """Raises Exception where a process that can be ended does not read texts by it."""
+    done = subprocess.run([sys.executable, "-P", "-c", TRY], capture_output=True, text=True,
+                          input=json.dumps([library, *PROBES, *STRAINS]))
     if done.returncode:
         raise Exception(done.stderr.strip().rpartition("\n")[2] or "some texts take over 10 s")
 

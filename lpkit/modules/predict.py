@@ -33,6 +33,7 @@ from lpkit.parallel.ranks import Ranks, shard_mesh
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast, compute_dtype
 from lpkit.predict import cards, evidence
+from lpkit.predict.attention import of_sizes
 from lpkit.predict.casts import Recipe, casts_of, where_run, why_emulated
 from lpkit.predict.flops import Product
 from lpkit.predict.recipes import PRECISIONS
@@ -43,7 +44,7 @@ from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.operation import Op, Pairs
+from lpkit.techniques.operation import Op
 from lpkit.techniques.optimizers import OPTIMIZERS, find
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.values import Count, Place, Text, checked
@@ -295,13 +296,8 @@ class _Step:
         products = tuple(Product(name=names[key], M=key[1], N=key[2], K=key[3], calls=count,
                                  trained=key[4]) for key, count in calls.items())
         attentions = []
-        for (B, T, S, E, V, causal), calls in seen.attentions.items():
-            pairs = (Pairs(name="scores", M=T, N=S, K=E, group=B),
-                     Pairs(name="values", M=T, N=V, K=S, group=B))[:2 if V else 1]
-            op = Op(name="attention", part="attention", pairs=pairs,
-                    pairs_share=0.5 if causal else 1.0, score_passes=(0, 0) if V else (1, 2),
-                    backward_pairs=2.5 if V else 2.0)
-            attentions.append((op, calls / blocks))
+        for sizes, calls in seen.attentions.items():
+            attentions.append((of_sizes(*sizes), calls / blocks))
         return products, tuple(attentions), blocks
 
 

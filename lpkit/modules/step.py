@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,7 +59,8 @@ def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter,
         if foreach and own.get("foreach", 0) is None and not own.get("fused"):
             own["foreach"] = True
         groups.append(own)
-    return type(asked)(groups, **asked.defaults)
+    takes = inspect.signature(type(asked)).parameters      # AdamW's defaults have one key more
+    return type(asked)(groups, **{key: asked.defaults[key] for key in takes & asked.defaults.keys()})
 
 
 def without_memory(model: nn.Module, batch: Any, device: str

@@ -283,3 +283,12 @@ def attention(s: MicroBatch) -> Iterator[Op]:
     yield attend
     yield linear("attention.out", s, m.H * m.E, m.D, cut="row", bias=m.bias,
                  input_is_saved=attend.saves_result)
+
+
+def of_sizes(B: int, T: int, S: int, E: int, V: int, causal: bool) -> Op:
+    """The attention of (B, T, E) queries, (B, S, E) keys and (B, S, V) values by a fused kernel; V
+    of 0: a product (B, T, E) x (B, E, S) alone, of which a softmax is moved by itself."""
+    pairs = (Pairs(name="scores", M=T, N=S, K=E, group=B),
+             *[Pairs(name="values", M=T, N=V, K=S, group=B)] * bool(V))
+    return Op(name="attention", part="attention", pairs=pairs, pairs_share=0.5 if causal else 1.0,
+              score_passes=(0, 0) if V else (1, 2), backward_pairs=2.5 if V else 2.0)
