@@ -18,8 +18,7 @@ aten = torch.ops.aten
 # where the two operands of a product are among an operation's arguments
 PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
 # operations that read as many numbers of their first argument as they return
-LOOK_UP = (aten.embedding, aten.gather, aten.index, aten.index_select, aten.nll_loss_forward,
-           aten.nll_loss2d_forward)
+LOOK_UP = "embedding gather index index_select nll_loss_forward nll_loss2d_forward".split()
 
 
 @dataclass
@@ -78,15 +77,13 @@ class Recorder(Tracker):
                            if spec.name == "is_causal"), kwargs.get("is_causal", False))
             B, T, E = q.shape[0] * q.shape[1], *q.shape[2:]
             self.seen.attentions[B, T, k.shape[2], E, v.shape[3], causal] += 1
-        elif func.namespace != "prim" and not (
-                packet is aten._to_copy and self._is_weight(args[0])):
-            args = (out, *args[1:]) if packet in LOOK_UP else args
+        elif func.namespace != "prim" and not (packet is aten._to_copy and self._is_weight(args[0])):
+            args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
             made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
                            if isinstance(t, Tensor)} for one in (out, (args, kwargs)))
-            if not func._schema.is_mutable and packet not in LOOK_UP and made.keys() <= read.keys():
-                return      # a view
             in_block = any(part.isdigit() for part in name.split("."))
-            self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
+            if func._schema.is_mutable or packet.__name__ in LOOK_UP or made.keys() - read.keys():
+                self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
 
     def _is_weight(self, t: Any) -> bool:
         found = self._find(t) if isinstance(t, Tensor) else None

@@ -16,7 +16,6 @@ from html import escape
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -178,8 +177,8 @@ class _OneKernel(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         weight = (kwargs or {}).get("weight")
-        if func is F.rms_norm and (weight is None or weight.dtype == args[0].dtype):
-            return F.layer_norm(*args[:2], weight)
+        if func is nn.functional.rms_norm and (weight is None or weight.dtype == args[0].dtype):
+            return nn.functional.layer_norm(*args[:2], weight)
         return func(*args, **(kwargs or {}))
 
 
