@@ -198,7 +198,7 @@ def closed_form(model: nn.Module, precision: str | None, machine: Any) -> int | 
     except (AttributeError, ConfigError):
         return None
     config = Config(model=family.model(model.config.to_dict())).replace({
-        "global_batch": SEQUENCES, "grad_accum_steps": 1, "optimizer.clip": 0, "system.attention": "sdpa", "system.stack": "eager-unfused"})
+        "global_batch": SEQUENCES, "grad_accum_steps": 1, "optimizer.clip": 0, "system.attention": "sdpa", "system.stack": "hf"})
     return round(memory(config, machine, precision=precision or "fp32").peak_bytes)
 
 
