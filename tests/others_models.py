@@ -1,37 +1,49 @@
 """Models that are not the kit's: small ones of transformers' classes and of PyTorch's modules, and a batch for each."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-VOCAB, WIDTH, LAYERS, HEADS = 512, 64, 2, 4
+
+class Size(NamedTuple):
+    vocab: int = 512
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    context: int = 64
+    image: int = 32
+
+
+SMALL = Size()
+VOCAB, WIDTH = SMALL[:2]
 
 
 class NanoBlock(nn.Module):
-    def __init__(self):
+    def __init__(self, size: Size):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        width, self.heads = size.width, size.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, _ = x.shape
-        q, k, v = (t.view(B, T, HEADS, -1).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(WIDTH, 2))
+        B, T, D = x.shape
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(D, 2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(y.transpose(1, 2).reshape(B, T, WIDTH))
+        x = x + self.proj(y.transpose(1, 2).reshape(B, T, D))
         return x + self.down(F.gelu(self.up(self.ln_2(x))))
 
 
 class Nano(nn.Module):
     """A GPT as loops of one file have it: a tied head, and the loss where targets are given."""
 
-    def __init__(self):
+    def __init__(self, size: Size = SMALL):
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCAB, WIDTH), nn.Embedding(64, WIDTH)
-        self.h = nn.ModuleList(NanoBlock() for _ in range(LAYERS))
-        self.ln_f, self.lm_head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.wte, self.wpe = nn.Embedding(size.vocab, size.width), nn.Embedding(size.context, size.width)
+        self.h = nn.ModuleList(NanoBlock(size) for _ in range(size.layers))
+        self.ln_f, self.lm_head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocab, bias=False)
         self.wte.weight = self.lm_head.weight
 
     def forward(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,42 +61,49 @@ def _transformers(kind: str, **settings: Any) -> nn.Module:
     return getattr(transformers, kind)(config(**settings))
 
 
-LLAMA = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-         "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-BERT = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+def _llama(kind: str, s: Size, **more: Any) -> nn.Module:
+    return _transformers(f"{kind}ForCausalLM", vocab_size=s.vocab, hidden_size=s.width, intermediate_size=2 * s.width, num_hidden_layers=s.layers,
+                         num_attention_heads=s.heads, num_key_value_heads=s.heads // 2, max_position_embeddings=s.context, bos_token_id=1,
+                         eos_token_id=2, pad_token_id=0, **more)
+
+
+def _bert(s: Size) -> dict[str, int]:
+    return {"hidden_size": s.width, "intermediate_size": 2 * s.width, "num_hidden_layers": s.layers, "num_attention_heads": s.heads}
+
+
 MODELS = {
-    "gpt2": lambda: _transformers("GPT2LMHeadModel", vocab_size=VOCAB, n_layer=LAYERS, n_embd=WIDTH, n_head=HEADS, n_positions=64, bos_token_id=1,
-                                  eos_token_id=2),
-    "llama": lambda: _transformers("LlamaForCausalLM", **LLAMA),
-    "qwen3": lambda: _transformers("Qwen3ForCausalLM", head_dim=16, **LLAMA),
-    "gemma": lambda: _transformers("GemmaForCausalLM", head_dim=16, **LLAMA),
-    "mistral": lambda: _transformers("MistralForCausalLM", **LLAMA),
-    "phi": lambda: _transformers("PhiForCausalLM", **LLAMA),
-    "olmo": lambda: _transformers("OlmoForCausalLM", **LLAMA),
-    "bert": lambda: _transformers("BertForMaskedLM", vocab_size=VOCAB, **BERT),
-    "t5": lambda: _transformers("T5ForConditionalGeneration", vocab_size=VOCAB, d_model=WIDTH, d_ff=2 * WIDTH, num_layers=LAYERS, num_heads=HEADS, d_kv=16,
-                                decoder_start_token_id=0),
-    "vit": lambda: _transformers("ViTForImageClassification", image_size=32, patch_size=8, num_labels=10, **BERT),
-    "mamba": lambda: _transformers("MambaForCausalLM", vocab_size=VOCAB, hidden_size=WIDTH, state_size=16, num_hidden_layers=LAYERS, bos_token_id=1,
-                                   eos_token_id=2, pad_token_id=0),
+    "gpt2": lambda s=SMALL: _transformers("GPT2LMHeadModel", vocab_size=s.vocab, n_layer=s.layers, n_embd=s.width, n_head=s.heads,
+                                          n_positions=s.context, bos_token_id=1, eos_token_id=2),
+    "llama": lambda s=SMALL: _llama("Llama", s),
+    "qwen3": lambda s=SMALL: _llama("Qwen3", s, head_dim=s.width // s.heads),
+    "gemma": lambda s=SMALL: _llama("Gemma", s, head_dim=s.width // s.heads),
+    "mistral": lambda s=SMALL: _llama("Mistral", s),
+    "phi": lambda s=SMALL: _llama("Phi", s),
+    "olmo": lambda s=SMALL: _llama("Olmo", s),
+    "bert": lambda s=SMALL: _transformers("BertForMaskedLM", vocab_size=s.vocab, **_bert(s)),
+    "t5": lambda s=SMALL: _transformers("T5ForConditionalGeneration", vocab_size=s.vocab, d_model=s.width, d_ff=2 * s.width, num_layers=s.layers,
+                                        num_heads=s.heads, d_kv=s.width // s.heads, decoder_start_token_id=0),
+    "vit": lambda s=SMALL: _transformers("ViTForImageClassification", image_size=s.image, patch_size=8, num_labels=10, **_bert(s)),
+    "mamba": lambda s=SMALL: _transformers("MambaForCausalLM", vocab_size=s.vocab, hidden_size=s.width, state_size=16, num_hidden_layers=s.layers,
+                                           bos_token_id=1, eos_token_id=2, pad_token_id=0),
     "nano": Nano,
-    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True), LAYERS),
-    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 128), nn.GELU(), nn.Linear(128, WIDTH)),
+    "encoder": lambda s=SMALL: nn.TransformerEncoder(nn.TransformerEncoderLayer(s.width, s.heads, 2 * s.width, batch_first=True), s.layers),
+    "mlp": lambda s=SMALL: nn.Sequential(nn.Linear(s.width, 2 * s.width), nn.GELU(), nn.Linear(2 * s.width, s.width)),
 }
 HEAD_OF = {"bert": "cls.predictions.decoder", "vit": None, "encoder": None, "mlp": None}      # else lm_head
 
 
-def model_of(name: str, seed: int = 0) -> nn.Module:
+def model_of(name: str, seed: int = 0, size: Size = SMALL) -> nn.Module:
     torch.manual_seed(seed)
-    return MODELS[name]().train()
+    return MODELS[name](size).train()
 
 
-def batch_of(name: str, sequences: int = 4, tokens: int = 32, seed: int = 0) -> Any:
+def batch_of(name: str, sequences: int = 4, tokens: int = 32, seed: int = 0, size: Size = SMALL) -> Any:
     g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (sequences, tokens), generator=g)
-    others = {"vit": lambda: {"pixel_values": torch.randn(sequences, 3, 32, 32, generator=g), "labels": ids[:, 0] % 10},
-              "nano": lambda: (ids, ids), "encoder": lambda: torch.randn(sequences, tokens, WIDTH, generator=g),
-              "mlp": lambda: torch.randn(sequences * tokens, WIDTH, generator=g)}
+    ids = torch.randint(3, size.vocab, (sequences, tokens), generator=g)
+    others = {"vit": lambda: {"pixel_values": torch.randn(sequences, 3, size.image, size.image, generator=g), "labels": ids[:, 0] % 10},
+              "nano": lambda: (ids, ids), "encoder": lambda: torch.randn(sequences, tokens, size.width, generator=g),
+              "mlp": lambda: torch.randn(sequences * tokens, size.width, generator=g)}
     return others.get(name, lambda: {"input_ids": ids, "labels": ids})()
 
 

@@ -29,6 +29,7 @@ from tests.bench import (
     loader,
     losses,
     nanogpt,
+    your_model,
 )
 from tests.bench.command import keep
 from tests.bench.harness import paired, race, summary
@@ -210,6 +211,21 @@ def test_nanogpt_has_our_weights_and_takes_our_updates():
     mine, theirs = ([run.update(step).loss.item() for step in range(4)] for run in (ours, peer))
     assert mine[3] < mine[0] - 0.5      # the rate is high enough to tell
     assert theirs == pytest.approx(mine, rel=0.01)      # its products are in bf16
+
+
+def test_peaks_of_other_models_are_counted_without_the_kit(monkeypatch):
+    """An MLP's peak by hand: weights, two moments, step counts, the batch; and at the end of backward, gradients and what the loss made."""
+    size = your_model.Size(width=64)
+    monkeypatch.setattr(your_model, "SIZE", size)
+    monkeypatch.setattr(your_model, "SEQUENCES", 2)
+    row = your_model.peak_of("mlp", None)
+    parameters, tokens = 64 * 128 + 128 + 128 * 64 + 64, 2 * size.context
+    held = 4 * (3 * parameters + 4 + tokens * 64)
+    activations = 4 * tokens * (128 + 128 + 64)     # what GELU and the loss keep, and the result
+    assert row["parameters"] == parameters and row["error"] < 0.005 and held + activations < row["measured_bytes"] < held + 2 * activations
+    assert row["closed_bytes"] is None and row["accelerate"] in (16 * parameters, "not installed") and isinstance(row["MemTracker"], int)
+    assert your_model._guarded(lambda: 1 // 0) == "ZeroDivisionError: integer division or modulo by zero"
+    assert your_model._peak_row(row)[4] == "+0.00%"
 
 
 def test_linear_cross_entropy_bench(monkeypatch):

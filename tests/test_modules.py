@@ -244,6 +244,37 @@ def test_flops_are_those_of_pytorchs_counter(name):
     assert predicted(name).forward_flops == counter.get_total_flops()
 
 
+def moved(model, x, loss, **how):
+    """What a forward reads and writes in all but products."""
+    work = lpkit.predict(model, x, loss=loss, **how).work
+    return work.outside_bytes + work.blocks * work.moved_bytes
+
+
+def test_bytes_that_move_are_those_that_kernels_read_and_write():
+    """Views move nothing, and a look-up reads the numbers that it returns. 64 rows of 1,000 logits in float32 are 256 kB."""
+    x, y = torch.randn(2, 32, 8), torch.randint(1000, (64,))
+    few = 4_000     # targets, their losses, and the gradient of a scalar
+    logits, of_three_axes = 4 * 64 * 1000, nn.Linear(8, 1000, bias=False)       # its product is of two axes, and is viewed as three
+    assert moved(of_three_axes, x, lambda m, b: m(b).sum()) == pytest.approx(logits, abs=few)
+    assert moved(of_three_axes, x, lambda m, b: F.cross_entropy(m(b).flatten(0, 1), y)) == pytest.approx(2 * logits, abs=few)
+    assert moved(of_three_axes, x, lambda m, b: m(b).flatten(0, 1).gather(1, y[:, None]).mean()) < few
+    assert moved(of_three_axes, x, lambda m, b: m(b).add_(1).sum()) == pytest.approx(3 * logits, abs=few)      # in place: read and written
+
+
+def test_rmsnorm_of_pytorch_is_one_kernel_on_a_gpu():
+    """As LayerNorm without a bias, but for its mean a row; on a CPU it is written out."""
+    def footprint(norm, machine):
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), norm)
+        how = {"loss": lambda m, b: m(b).square().mean(), "machine": machine}
+        return lpkit.predict(model, torch.randn(512, 256), **how).peak_bytes, moved(model, torch.randn(512, 256), how.pop("loss"), **how)
+
+    from lpkit import hardware
+    layer = nn.LayerNorm(256, bias=False)
+    assert footprint(nn.RMSNorm(256), "h100") == footprint(layer, "h100") == footprint(layer, hardware.machine())
+    peak, bytes_moved = footprint(nn.RMSNorm(256), hardware.machine())
+    assert peak >= footprint(layer, "h100")[0] and bytes_moved > 2 * footprint(layer, "h100")[1]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8-tensorwise", "mxfp8"])
 def test_one_question_through_either_door_has_one_answer(precision):
     config = preset("cpu-3m").replace({"system.device": "cpu", "system.attention": "sdpa", "global_batch": 4, "grad_accum_steps": 1})

@@ -17,6 +17,8 @@ from lpkit.measure.tracking import Tracker
 aten = torch.ops.aten
 # where the two operands of a product are among an operation's arguments
 PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
+# operations that read as many numbers of their first argument as they return
+LOOK_UP = "embedding gather index index_select nll_loss_forward nll_loss2d_forward".split()
 
 
 @dataclass
@@ -75,13 +77,13 @@ class Recorder(Tracker):
                            if spec.name == "is_causal"), kwargs.get("is_causal", False))
             B, T, E = q.shape[0] * q.shape[1], *q.shape[2:]
             self.seen.attentions[B, T, k.shape[2], E, v.shape[3], causal] += 1
-        elif func.namespace != "prim" and not func.is_view and not (
-                packet is aten._to_copy and self._is_weight(args[0])):
-            args = (out, *args[1:]) if packet is aten.embedding else args   # of a table, few rows
-            tensors = {t.untyped_storage()._cdata: t for t in tree_leaves((args, kwargs, out))
-                       if isinstance(t, Tensor)}
+        elif func.namespace != "prim" and not (packet is aten._to_copy and self._is_weight(args[0])):
+            args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
+            made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
+                           if isinstance(t, Tensor)} for one in (out, (args, kwargs)))
             in_block = any(part.isdigit() for part in name.split("."))
-            self.seen.moved[in_block] += sum(t.nbytes for t in tensors.values())
+            if func._schema.is_mutable or packet.__name__ in LOOK_UP or made.keys() - read.keys():
+                self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
 
     def _is_weight(self, t: Any) -> bool:
         found = self._find(t) if isinstance(t, Tensor) else None

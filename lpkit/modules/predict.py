@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lpkit.errors import ConfigError, pick
@@ -161,13 +162,25 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
                           "and precision=RECIPE")
     if precision is not None:
         pick(RECIPES, precision, "precision")
-    with fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"):
+    norms = _OneKernel() if on.kind == "gpu" else nullcontext()
+    with fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms:
         step = _Step(model, batch, optimizer, precision, loss)
         seen = step.recorded()
         if step.p.low is not None:
             step.convert(on, keep, pad)
         footprint = step.watched(ranks, foreach=on.kind == "gpu")
     return step.priced(seen, footprint, on, layout, stack)
+
+
+class _OneKernel(TorchFunctionMode):
+    """Run PyTorch's RMSNorm as its LayerNorm. A GPU has a kernel for each; a CPU writes RMSNorm
+    out, and keeps and moves more. LayerNorm keeps one number more for each row."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        weight = (kwargs or {}).get("weight")
+        if func is nn.functional.rms_norm and (weight is None or weight.dtype == args[0].dtype):
+            return nn.functional.layer_norm(*args[:2], weight)
+        return func(*args, **(kwargs or {}))
 
 
 class _Step:

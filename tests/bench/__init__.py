@@ -48,4 +48,5 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "tpe-random": ("batch_steps:searches", "a search by TPE beside one at random, on real runs"),
     "train-nanogpt": ("nanogpt:run", "a training step beside nanoGPT's, eager and compiled"),
     "width-rates": ("batch_steps:widths", "the best learning rate over widths, beside muP's"),
+    "your-model": ("your_model:run", "predictions and recipes on other people's models, beside peers"),
 }

@@ -14,6 +14,7 @@ PAGES = {
     "room": "tests.pages.room:files",
     "reliability": "tests.attack._page:page",
     "teach": "tests.pages.teach:files",
+    "your_model_numbers": "tests.bench.your_model:page",
 }
 
 
