@@ -175,7 +175,7 @@ class _Chunks:
 
 class _Healthy(TorchDispatchMode):
     """Numbers that a fake tensor has not: what is asked of all is true, what is asked of any is not
-    (so that a search for values to draw again ends), 1.0, and no count of anything."""
+    (so that a search for values to draw again ends), 0.5, and no count of anything."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if wrapped(types):
@@ -183,7 +183,7 @@ class _Healthy(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].dtype == torch.bool:
                 return not getattr(args[0], "of_any", False)
-            return 1.0 if args[0].dtype.is_floating_point else 0
+            return 0.5 if args[0].dtype.is_floating_point else 0      # 1 - 1.0 divides
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.any:
             out.of_any = True
