@@ -448,6 +448,41 @@ def test_bad_watches_are_refused():
         seen.reconcile(predicted("mlp"))
 
 
+def test_the_examples_of_the_page_run(tmp_path, capsys):
+    """docs/your_model.md, from its first line to its last; a test brings the trainer's arguments and texts."""
+    import transformers
+
+    page = (ROOT / "docs" / "your_model.md").read_text()
+    lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
+    ids = torch.randint(256, (12, 32))
+    found = {"rows": [{"input_ids": row, "labels": row} for row in ids], "arguments": transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        dataloader_pin_memory=False)}
+    exec("\n".join(lines), found)
+    report, said = found["report"], capsys.readouterr().out
+    assert len(lines) > 30 and report["lm_head"].status == KEPT and len(report.named(CONVERTED)) == 14
+    assert found["seen"].updates == 12 and not found["seen"].uncalled and found["watching"].seen.updates == 3
+    assert found["own"].fits and found["shared"].peak_bytes < found["predicted"].peak_bytes and "fp8-rowwise" in said
+    assert found["advice"].choice == "bf16" and found["worst"].layer.endswith("mlp.down_proj")
+
+
+def test_a_fast_path_that_the_page_names_is_turned_off_as_it_says():
+    """PyTorch's encoder reads the weights of its Linears in evaluation."""
+    model, x = model_of("encoder").eval(), batch_of("encoder")
+    with torch.no_grad():
+        plain = model(x)
+    lpkit.convert(model, "int8")
+    slow, before = model(x), torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        fast = model(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            off = model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert torch.equal(fast, plain) and torch.equal(off, slow) and not torch.equal(off, plain)
+
+
 # ---- beside what others bring
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
