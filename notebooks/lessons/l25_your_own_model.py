@@ -257,20 +257,26 @@ def noise_table(runs: Runs, recipe: str = "int8") -> str:
                       caption=f"SQNR of the input under {recipe}, of the noisiest block")
 
 
+SHAPES = {"x": "circle", "w": "square", "dy": "diamond"}
+
+
 def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Iterable[str] = ()
                  ) -> dict:
-    """A line a layer, a dot an operand, in dB; hollow dots belong to Linears that are kept."""
-    kept, dots, layers = set(heads), [], {}
+    """A line for each layer, a mark for each operand; hollow marks are of Linears that are kept."""
+    kept, dots = set(heads), []
+    of = {role: noise(samples, recipe, role, step) for role in ROLE_COLOURS}
+    layers = list(of["x"])              # in the order of the forward
     for role, colour in ROLE_COLOURS.items():
-        found = noise(samples, recipe, role, step)
-        layers |= dict.fromkeys(found)
+        db, shape = of[role], SHAPES[role]
         dots.append(scatter(
-            found.values(), map(_label, found), role, colour, mode="markers",
-            marker={"size": 11, "line": {"width": 2, "color": colour}, "symbol": [
-                "circle-open" if layer in kept else "circle" for layer in found]},
+            [db.get(layer) for layer in layers], map(_label, layers), role, colour, mode="markers",
+            marker={"size": 11, "opacity": 0.85,
+                    "symbol": [shape + "-open" * (layer in kept) for layer in layers],
+                    "line": {"width": [2 if layer in kept else 0 for layer in layers],
+                             "color": colour}},
             hover="%{y}: %{x:.1f} dB"))
     return figure(dots, f"Signal over noise under {recipe}, step {step}",
-                  height=130 + 24 * len(layers), xaxis=axis("SQNR, dB", range=[0, 62]),
+                  height=130 + 24 * len(layers), xaxis=axis("SQNR, dB", range=[5, 50]),
                   yaxis={**NAMES, "showgrid": True, "type": "category", "categoryorder": "array",
                          "categoryarray": list(map(_label, layers))},
                   shapes=[rule(x=db, colour=FAINT) for db in (20, 40)])
@@ -284,16 +290,18 @@ def _label(layer: str) -> str:
 
 
 def losses_figure(runs: Runs, name: str) -> dict:
-    """Losses by step under each recipe, and in bf16 from other weights, pale."""
-    of = {how: one for (model, how), one in runs.items() if model == name}
+    """The loss minus that of bf16 from the same weights by step, and that of bf16's other seeds."""
+    base = runs[name, "bf16, seed 0"].losses
+    of = {how: one.losses for (model, how), one in runs.items() if model == name}
     lines, traces = lines_of([how for how in of if "seed" not in how]), []
-    for how, one in sorted(of.items(), key=lambda item: "seed" not in item[0]):
-        line = lines.get(how, {"color": COLOURS[6], "width": 1.5})
-        traces.append(scatter(range(1, len(one.losses) + 1), one.losses, how, line=line,
-                              opacity=1.0 if how in lines else 0.45,
-                              hover="step %{x}: %{y:.3f} nats"))
-    return figure(traces, f"{name}: recipes, and seeds of bf16", height=380,
-                  xaxis=axis("step"), yaxis=axis("loss, nats per byte"))
+    for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
+        if losses is not base:
+            traces.append(scatter(
+                range(1, len(base) + 1), [a - b for a, b in zip(losses, base)], how,
+                line=lines.get(how, {"color": COLOURS[6], "width": 1.5}),
+                opacity=1.0 if how in lines else 0.5, hover="step %{x}: %{y:+.4f} nats"))
+    return figure(traces, f"{name}: loss minus that of bf16, seed 0", height=380,
+                  xaxis=axis("step"), yaxis=axis("nats per byte"))
 
 
 def losses_table(runs: Runs) -> str:
