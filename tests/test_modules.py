@@ -448,10 +448,11 @@ def test_bad_watches_are_refused():
         seen.reconcile(predicted("mlp"))
 
 
-def test_the_examples_of_the_page_run(tmp_path, capsys):
+def test_the_examples_of_the_page_run(tmp_path, capsys, monkeypatch):
     """docs/your_model.md, from its first line to its last; a test brings the trainer's arguments and texts."""
     import transformers
 
+    monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "your_model.md").read_text()
     lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
     ids = torch.randint(256, (12, 32))
@@ -463,6 +464,7 @@ def test_the_examples_of_the_page_run(tmp_path, capsys):
     assert len(lines) > 30 and report["lm_head"].status == KEPT and len(report.named(CONVERTED)) == 14
     assert found["seen"].updates == 12 and not found["seen"].uncalled and found["watching"].seen.updates == 3
     assert found["own"].fits and found["shared"].peak_bytes < found["predicted"].peak_bytes and "fp8-rowwise" in said
+    assert (tmp_path / "card.svg").is_file() and (tmp_path / "card.json").stat().st_size < 2000
     assert found["advice"].choice == "bf16" and found["worst"].layer.endswith("mlp.down_proj")
 
 
