@@ -443,8 +443,8 @@ def test_what_is_watched_is_what_was_predicted_and_changes_nothing():
     assert len(seen.seconds) == 3 and seen.step_seconds > 0      # all but the first, the tracked, and those of telemetry
     assert {sample.step for sample in seen.samples} == {1, 4} and not seen.uncalled
     assert {sample.layer for sample in seen.samples} > {"model.layers.0.mlp.up_proj", "lm_head"}
-    rows = {row.name: row for row in seen.reconcile(predicted("llama", machine="a100-80", precision="fp8-delayed"))}
-    assert abs(rows["peak"].error) < 1e-3 and "6 updates" in str(seen)
+    rows = list(seen.reconcile(predicted("llama", machine="a100-80", precision="fp8-delayed")))
+    assert {"peak", "batch"} < {row.name for row in rows} and all(row.measured == row.formula for row in rows) and "6 updates" in str(seen)
     model_alone, batch = model_of("llama"), batch_of("llama")
     lpkit.convert(model_alone, "fp8-delayed")
     other, alone = torch.optim.AdamW(model_alone.parameters(), foreach=True), []
@@ -493,6 +493,43 @@ def test_bad_watches_are_refused():
         lpkit.watch(model, torch.optim.SGD(model.parameters(), lr=1), telemetry_every=1, layers=("nothing",))
     with lpkit.watch(model, torch.optim.SGD(model.parameters(), lr=1)) as seen, pytest.raises(ConfigError, match="0 have ended"):
         seen.reconcile(predicted("mlp"))
+
+
+def test_the_examples_of_the_page_run(tmp_path, capsys, monkeypatch):
+    """docs/your_model.md, from its first line to its last; a test brings the trainer's arguments and texts."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "your_model.md").read_text()
+    lines = [line[4:] for line in page.splitlines() if line.startswith("    ")]
+    ids = torch.randint(256, (12, 32))
+    found = {"rows": [{"input_ids": row, "labels": row} for row in ids], "arguments": transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no", save_strategy="no",
+        dataloader_pin_memory=False)}
+    exec("\n".join(lines), found)
+    report, said = found["report"], capsys.readouterr().out
+    assert len(lines) > 30 and report["lm_head"].status == KEPT and len(report.named(CONVERTED)) == 14
+    assert found["seen"].updates == 12 and not found["seen"].uncalled and found["watching"].seen.updates == 3
+    assert found["own"].fits and found["shared"].peak_bytes < found["predicted"].peak_bytes and "fp8-rowwise" in said
+    assert (tmp_path / "card.svg").is_file() and (tmp_path / "card.json").stat().st_size < 2000
+    assert found["advice"].choice == "bf16" and found["worst"].layer.endswith("mlp.down_proj")
+
+
+def test_a_fast_path_that_the_page_names_is_turned_off_as_it_says():
+    """PyTorch's encoder reads the weights of its Linears in evaluation."""
+    model, x = model_of("encoder").eval(), batch_of("encoder")
+    with torch.no_grad():
+        plain = model(x)
+    lpkit.convert(model, "int8")
+    slow, before = model(x), torch.backends.mha.get_fastpath_enabled()
+    with torch.no_grad():
+        fast = model(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            off = model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert torch.equal(fast, plain) and torch.equal(off, slow) and not torch.equal(off, plain)
 
 
 # ---- beside what others bring

@@ -446,7 +446,8 @@ RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
          "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67, "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
-         "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "22.depth": 4, "22.speed": 1.18, "23.area": 18, "23.updates": 138, "24.peak": 67, "24.time": 75}
+         "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "22.depth": 4, "22.speed": 1.18, "23.area": 18, "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
+         "25.step": 0.036}
 
 
 def test_no_guess_is_right_where_it_starts():

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lpkit import hardware
 from lpkit.errors import ConfigError, shown
@@ -53,9 +54,8 @@ class Watch:
         self.device = parameter.device
         self.updates, self.seconds = 0, []
         self.footprint: Footprint | None = None
-        self.telemetry = None
-        if telemetry_every is not None:
-            self.telemetry = Telemetry(model=model, every=telemetry_every, **telemetry)
+        self.telemetry = None if telemetry_every is None else Telemetry(
+            model=model, every=telemetry_every, **telemetry)
         self.calls: Counter[str] = Counter()
         self.exits, self.around = ExitStack(), ExitStack()
 
@@ -77,8 +77,8 @@ class Watch:
 
     def _begin(self) -> None:
         """Begin an update."""
-        self.timed = self.updates > 0
-        self.tracker = None
+        looks = self.telemetry and self.updates % self.telemetry.every == 0
+        self.timed, self.tracker = self.updates >= TRACKED and not looks, None
         if self.updates == TRACKED - 1:
             heads = output_heads(self.model)
             names = [name for name, one in self.model.named_modules() if one in heads]
@@ -87,10 +87,11 @@ class Watch:
             self.tracker = self.around.enter_context(
                 Tracker(self.model, self.optimizer, self.device, heads=names, hooked=False))
             self.tracker.hold(gathered(self.model), "gathered weights")
-            self.timed = False
-        elif self.telemetry and self.updates % self.telemetry.every == 0:
+            self.around.callback(self.model.register_forward_pre_hook(
+                lambda _, *given: self.tracker.hold(tree_leaves(given), "batch"),
+                with_kwargs=True).remove)
+        elif looks:
             self.around.enter_context(self.telemetry.watch(self.updates))
-            self.timed = False
         self.begun = self._now()
 
     def _before(self, *_: Any) -> None:
@@ -107,10 +108,9 @@ class Watch:
             self.tracker.at_update(-1)
         self.around.close()
         if self.tracker is not None:
-            counts = {}
-            if self.device.type == "cuda":
-                counts = {"counted_bytes": hardware.peak_bytes(self.device),
-                          "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
+            counts = {} if self.device.type != "cuda" else {
+                "counted_bytes": hardware.peak_bytes(self.device),
+                "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
             self.footprint = self.tracker.footprint(where=self.where, **counts)
         self.updates += 1
         self._begin()

@@ -1,0 +1,394 @@
+"""Lesson 25, Your own model: two models that are not the kit's, their study, figures and exercises.
+
+A Llama of transformers, with random weights from a config, and a language model around PyTorch's
+`nn.TransformerEncoder` go through the kit's doors: predict, convert, watch and advise. Bytes,
+seconds, losses in nats per token, SQNR in dB.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from random import Random
+from statistics import fmean, stdev
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lpkit
+from lessons.colours import ROLE_COLOURS, lines_of
+from lessons.drawing import NAMES, axis, figure, rule, scatter
+from lessons.draws import normal
+from lessons.judge import adding_to
+from lessons.style import COLOURS
+from lpkit import hardware
+from lpkit.config import DataConfig
+from lpkit.datasets import RandomWindows, prepare
+from lpkit.measure.telemetry import Sample
+from lpkit.modules.watch import Watch
+from lpkit.tables import FAINT, html_table
+from lpkit.timing import Watch as Progress
+
+VOCAB, HEADS = 256, 4       # tokens are bytes
+RECIPES = ("int8", "fp8-rowwise", "mxfp8", "nvfp4")       # that telemetry tries on each operand
+LLAMA, ENCODER = "Llama", "TransformerEncoder"
+_ABSENT = ("transformers is not installed, so PyTorch's own modules stand in for its Llama: the same "
+           "Linears, no rotary embedding.")
+
+# ---- Models
+
+def absent() -> str:
+    """Says that transformers is missing, or nothing."""
+    return "" if find_spec("transformers") else _ABSENT
+
+
+def llama(width: int, layers: int, context: int, vocab: int = VOCAB, heads: int = HEADS
+          ) -> nn.Module:
+    """Make transformers' Llama with random weights. Nothing is downloaded."""
+    if absent():
+        return GatedLM(width, layers, context)
+    with warnings.catch_warnings():     # of libraries beside it that do not fit this PyTorch
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            theirs = import_module("transformers")
+            return theirs.LlamaForCausalLM(theirs.LlamaConfig(
+                vocab_size=vocab, hidden_size=width, intermediate_size=3 * width,
+                num_hidden_layers=layers, num_attention_heads=heads,
+                num_key_value_heads=heads // 2, max_position_embeddings=context,
+                bos_token_id=1, eos_token_id=2, pad_token_id=0))
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> SimpleNamespace:
+    """Return what a model of transformers returns: an object with a `loss`."""
+    return SimpleNamespace(loss=F.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()))
+
+
+class EncoderLM(nn.Module):
+    """A language model around `nn.TransformerEncoder`, as PyTorch's tutorial has it."""
+
+    def __init__(self, width: int, layers: int, context: int):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(context, width)
+        block = nn.TransformerEncoderLayer(width, HEADS, 4 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(block, layers)
+        self.head = nn.Linear(width, VOCAB)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        T = input_ids.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(T, device=input_ids.device)
+        x = self.tokens(input_ids) + self.places.weight[:T]
+        return next_token_loss(self.head(self.encoder(x, mask=mask, is_causal=True)), labels)
+
+
+class GatedBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        linear = lambda into, out: nn.Linear(into, out, bias=False)
+        self.self_attn = nn.ModuleDict({
+            "q_proj": linear(width, width), "k_proj": linear(width, width // 2),
+            "v_proj": linear(width, width // 2), "o_proj": linear(width, width)})
+        self.mlp = nn.ModuleDict({"gate_proj": linear(width, 3 * width),
+                                  "up_proj": linear(width, 3 * width),
+                                  "down_proj": linear(3 * width, width)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, attention, mlp = self.norms[0](x), self.self_attn, self.mlp
+        q, k, v = (attention[f"{one}_proj"](h).unflatten(-1, (heads, -1)).transpose(1, 2)
+                   for one, heads in (("q", HEADS), ("k", HEADS // 2), ("v", HEADS // 2)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + attention["o_proj"](y.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](h)) * mlp["up_proj"](h))
+
+
+class GatedLM(nn.Module):
+    """The stand-in for a Llama: its Linears, with learned places."""
+
+    def __init__(self, width: int, layers: int, context: int):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(context, width)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(
+            GatedBlock(width) for _ in range(layers))})
+        self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, VOCAB, bias=False)
+        self.apply(lambda one: isinstance(one, nn.Linear | nn.Embedding) and
+                   nn.init.normal_(one.weight, std=0.02))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        x = self.tokens(input_ids) + self.places.weight[:input_ids.shape[1]]
+        for block in self.model["layers"]:
+            x = block(x)
+        return next_token_loss(self.lm_head(self.norm(x)), labels)
+
+
+def models(width: int, layers: int, context: int) -> dict[str, Callable[[int], nn.Module]]:
+    """Functions that make each model from a seed, on the device that training uses."""
+    def seeded(make: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+        def model(seed: int = 0) -> nn.Module:
+            torch.manual_seed(seed)
+            return make().to(hardware.usable())
+
+        return model
+
+    return {LLAMA: seeded(lambda: llama(width, layers, context)),
+            ENCODER: seeded(lambda: EncoderLM(width, layers, context))}
+
+
+def wide_llama() -> nn.Module:
+    """Two blocks as wide as those of Llama 2 7B, without memory for their weights."""
+    if absent():
+        with torch.device("meta"):
+            return GatedLM(4096, 2, 4096)
+    with torch.device("meta"):
+        return llama(4096, 2, 4096, heads=32)
+
+
+def text(sequences: int, context: int, steps: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Batches of the kit's corpus, as keywords of a model of transformers."""
+    policy = RandomWindows(tokens=prepare(DataConfig(), vocab=VOCAB).train, batch=sequences,
+                           context=context, seed=seed)
+    ids = [policy.batch(step).tokens.to(hardware.usable()) for step in range(steps)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+# ---- Runs
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    losses: list[float]         # of each step
+    seen: Watch
+    others: float = 0.0         # share of the cores that other processes took
+
+    @property
+    def end(self) -> float:
+        """The mean loss of the last fifth of the steps."""
+        return fmean(self.losses[-max(1, len(self.losses) // 5):])
+
+
+def trained(model: nn.Module, batches: Sequence[Mapping[str, Tensor]], recipe: str | None,
+            lr: float) -> Trained:
+    """Train the model under a recipe, None: bf16 by autocast, and watch it. The first and the last
+    step are looked at if there is a recipe."""
+    if recipe:
+        lpkit.convert(model, recipe)
+    optimizer, losses, share = torch.optim.AdamW(model.parameters(), lr=lr), [], hardware.others()
+    every = len(batches) - 1 if recipe else None
+    with lpkit.watch(model, optimizer, telemetry_every=every, counterfactuals=RECIPES) as seen:
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast(hardware.usable(), torch.bfloat16):
+                loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return Trained(losses=losses, seen=seen, others=share())
+
+
+Runs = dict[tuple[str, str], Trained]
+
+
+def study(made: Mapping[str, Callable[[int], nn.Module]], batches: Sequence[Any], lr: float,
+          done: Runs, watch: Progress = iter, seeds: int = 3) -> Runs:
+    """Each model under each of two recipes, and in bf16 from several seeds of its weights. `done`:
+    runs that are there already."""
+    asked = [(name, recipe, 0) for name in made for recipe in ("int8", "nvfp4")]
+    asked += [(name, None, seed) for name in made for seed in range(seeds)]
+    asked = [one for one in asked if one[:2] not in done]
+    return done | {(name, recipe or f"bf16, seed {seed}"):
+                   trained(made[name](seed), batches, recipe, lr)
+                   for name, recipe, seed in watch(asked)}
+
+
+def spread(runs: Runs, name: str) -> float:
+    """The standard deviation of the bf16 losses at the end over seeds."""
+    return stdev(one.end for (of, how), one in runs.items() if of == name and "seed" in how)
+
+
+def behind(runs: Runs, name: str, recipe: str) -> float:
+    """The loss of a recipe at the end minus that of bf16 from the same weights."""
+    return runs[name, recipe].end - runs[name, "bf16, seed 0"].end
+
+
+# ---- Noise
+
+def short(layer: str) -> str:
+    """A Linear's kind: its name without the blocks'."""
+    return layer.rpartition(".")[2]
+
+
+def noise(samples: Iterable[Sample], recipe: str, role: str, step: int | None = None
+          ) -> dict[str, float]:
+    """The SQNR of an operand under a recipe by layer, of one step; None: of the last."""
+    samples = list(samples)
+    step = step or max(one.step for one in samples)
+    found = {one.layer: one.others[recipe].sqnr_db for one in samples
+             if (one.role, one.step) == (role, step) and one.others}
+    return {layer: db for layer, db in found.items() if db is not None}
+
+
+def by_kind(noise_of: Mapping[str, float]) -> dict[str, float]:
+    """The least SQNR of each kind of Linear, the noisiest kind first."""
+    kinds = {short(layer): min(db for other, db in noise_of.items()
+                               if short(other) == short(layer)) for layer in noise_of}
+    return dict(sorted(kinds.items(), key=lambda one: one[1]))
+
+
+def noise_table(runs: Runs, recipe: str = "int8") -> str:
+    """HTML: of each model the kinds of Linear by the noise of their input, at both looks."""
+    lines = []
+    for name in dict.fromkeys(of for of, _ in runs):
+        samples = runs[name, recipe].seen.samples
+        first = by_kind(noise(samples, recipe, "x", min(one.step for one in samples)))
+        last = by_kind(noise(samples, recipe, "x"))
+        lines += [(name, kind, f"{db:.1f} dB", f"{last[kind]:.1f} dB")
+                  for kind, db in first.items()]
+    return html_table(("model", "Linear", "its input at the first step", "and at the last"), lines,
+                      caption=f"SQNR of the input under {recipe}, of the noisiest block")
+
+
+SHAPES = {"x": "circle", "w": "square", "dy": "diamond"}
+
+
+def noise_figure(samples: Sequence[Sample], recipe: str, step: int, heads: Iterable[str] = ()
+                 ) -> dict:
+    """A line for each layer, a mark for each operand; hollow marks are of Linears that are kept."""
+    kept, dots = set(heads), []
+    of = {role: noise(samples, recipe, role, step) for role in ROLE_COLOURS}
+    layers = list(of["x"])              # in the order of the forward
+    for role, colour in ROLE_COLOURS.items():
+        db, shape = of[role], SHAPES[role]
+        dots.append(scatter(
+            [db.get(layer) for layer in layers], map(_label, layers), role, colour, mode="markers",
+            marker={"size": 11, "opacity": 0.85,
+                    "symbol": [shape + "-open" * (layer in kept) for layer in layers],
+                    "line": {"width": [2 if layer in kept else 0 for layer in layers],
+                             "color": colour}},
+            hover="%{y}: %{x:.1f} dB"))
+    return figure(dots, f"Signal over noise under {recipe}, step {step}",
+                  height=130 + 24 * len(layers), xaxis=axis("SQNR, dB", range=[5, 50]),
+                  yaxis={**NAMES, "showgrid": True, "type": "category", "categoryorder": "array",
+                         "categoryarray": list(map(_label, layers))},
+                  shapes=[rule(x=db, colour=FAINT) for db in (20, 40)])
+
+
+def _label(layer: str) -> str:
+    """A layer's name from its block's number on."""
+    parts = layer.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[at:])
+
+
+def losses_figure(runs: Runs, name: str) -> dict:
+    """The loss minus that of bf16 from the same weights by step, and that of bf16's other seeds."""
+    base = runs[name, "bf16, seed 0"].losses
+    of = {how: one.losses for (model, how), one in runs.items() if model == name}
+    lines, traces = lines_of([how for how in of if "seed" not in how]), []
+    for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
+        if losses is not base:
+            traces.append(scatter(
+                range(1, len(base) + 1), [a - b for a, b in zip(losses, base)], how,
+                line=lines.get(how, {"color": COLOURS[6], "width": 1.5}),
+                opacity=1.0 if how in lines else 0.5, hover="step %{x}: %{y:+.4f} nats"))
+    return figure(traces, f"{name}: loss minus that of bf16, seed 0", height=380,
+                  xaxis=axis("step"), yaxis=axis("nats per byte"))
+
+
+def losses_table(runs: Runs) -> str:
+    """HTML: how far each recipe is behind bf16, beside what seeds differ by and the noise."""
+    lines = []
+    for name, recipe in (key for key in runs if "seed" not in key[1]):
+        worst = by_kind(noise(runs[name, recipe].seen.samples, recipe, "x"))
+        kind, db = next(iter(worst.items()))
+        lines.append((name, recipe, f"{db:.1f} dB ({kind})",
+                      f"{behind(runs, name, recipe):+.4f}", f"{spread(runs, name):.4f}"))
+    return html_table(("model", "recipe", "noisiest input", "loss minus bf16's, same weights",
+                       "standard deviation over seeds"), lines)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _weights(r: Random) -> list[Tensor]:
+    own = [torch.zeros(r.randint(1, 6), r.randint(1, 6)) for _ in range(r.randint(1, 4))]
+    return own + [r.choice(own) for _ in range(r.randint(0, 2))]
+
+
+TIED = torch.zeros(5, 3)
+
+
+@exercise("25.distinct", ([torch.zeros(2, 3)],), ([TIED, torch.zeros(3, 3), TIED],), minutes=4,
+          draw=lambda r: (_weights(r),), drawn=60, tolerance=0.0,
+          mistakes={"a tensor that two modules share is stored once": lambda weights: sum(
+                        w.numel() for w in weights),
+                    "two tensors of one shape are two tensors": lambda weights: sum(
+                        a * b for a, b in {tuple(w.shape) for w in weights})})
+def distinct(weights: list[Tensor]) -> int:
+    return sum(w.numel() for w in {id(w): w for w in weights}.values())
+
+
+@exercise("25.untiled", (64, 64, 64, 32), (64, 48, 64, 32), (17, 64, 40, 16), minutes=5,
+          draw=lambda r: (*(r.choice((16, 32, 40, 48, 64, 96, 100)) for _ in range(3)),
+                          r.choice((16, 32))),
+          mistakes={"y sums over K, dx over N, dw over M": lambda M, N, K, block: [
+                        name for name, side in (("y", N), ("dx", K), ("dw", M)) if side % block],
+                    "dw is a product, too: it sums over the tokens": lambda M, N, K, block: [
+                        name for name, side in (("y", K), ("dx", N)) if side % block]})
+def untiled(M: int, N: int, K: int, block: int) -> list[str]:
+    return [name for name, side in (("y", K), ("dx", N), ("dw", M)) if side % block]
+
+
+def _db(x: Tensor, amax: Tensor) -> float:
+    scale = amax / 127
+    noisy = (x / scale).round().clamp(-127, 127) * scale
+    return float(10 * torch.log10(x.square().sum() / (x - noisy).square().sum()))
+
+
+def _operand(r: Random) -> Tensor:
+    """Rows of different sizes, some with a far outlier."""
+    x = normal(r, r.randint(1, 4), r.randint(3, 9)).clone() + 0.25
+    x *= torch.tensor([[10.0 ** r.uniform(-2, 2)] for _ in range(len(x))])
+    if r.random() < 0.5:
+        x[0, 0] *= 50
+    return x
+
+
+@exercise("25.input_db", (torch.tensor([[1.0, 0.3, -0.55]]),),
+          (torch.tensor([[1.0, 0.3, -0.55], [100.0, 30.3, -55.1]]),), minutes=6, stars=2, drawn=60,
+          draw=lambda r: (_operand(r),), tolerance=1e-3,
+          mistakes={"each row has a scale of its own": lambda x: _db(x, x.abs().amax()),
+                    "sums over the whole tensor, then one ratio: no mean of the rows' dB":
+                        lambda x: sum(_db(row[None], row.abs().amax()) for row in x) / len(x),
+                    "energies take 10 log10, magnitudes 20": lambda x: 2 * input_db(x)})
+def input_db(x: Tensor) -> float:
+    return _db(x, x.abs().amax(1, keepdim=True))
+
+
+@exercise("25.speedup", (10.0, 5.0, 1.0, 2.0), (1.0, 9.0, 1.0, 1.6), minutes=5,
+          draw=lambda r: (r.uniform(0.1, 20), r.uniform(0.1, 20), r.uniform(0, 3),
+                          r.uniform(1.1, 4)),
+          mistakes={"products alone are faster; the rest of the step stays":
+                        lambda products, rest, casts, times: (products + rest) / (
+                            (products + rest) / times + casts),
+                    "casts are seconds that bf16 does not have":
+                        lambda products, rest, casts, times: (products + rest) / (
+                            products / times + rest),
+                    "bf16's seconds over FP8's": lambda products, rest, casts, times: (
+                        products / times + rest + casts) / (products + rest)})
+def speedup(products: float, rest: float, casts: float, times: float) -> float:
+    return (products + rest) / (products / times + rest + casts)
+
+
