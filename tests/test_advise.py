@@ -311,4 +311,4 @@ def test_the_command(capsys):
 def test_from_the_package():
     import lpkit
 
-    assert lpkit.advise is advise
+    assert lpkit.advise(Config(), "h100").to_dict() == advise(Config(), "h100").to_dict()        # of a model of others: tests/test_modules.py

@@ -30,7 +30,7 @@ from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import StepTime, rank_products, step_time
 from lpkit.predict.units import duration, quantity
-from lpkit.tables import html_table
+from lpkit.tables import html_table, text_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
@@ -172,6 +172,10 @@ class Advice:
                 "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
                 "sources": [f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}"]}
+
+    def __str__(self) -> str:
+        heads, rows = self.table()
+        return f"{self.sentence}\n{text_table([heads, *rows], align='<')}"
 
     def _repr_html_(self) -> str:
         return html_table(*self.table(), caption=f"{self.sentence}. {self.efficiency.source}")

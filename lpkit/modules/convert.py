@@ -254,6 +254,9 @@ def converted(model: nn.Module, name: str, recipe: Recipe, by: Arithmetic, keep:
                           f"Linear is needed whose sizes tile, or pad=True")
     for one in due:
         _equip(found[one.name][0], recipe, copy(by), one.name, seed)
+    for layer in model.modules():       # in evaluation its fast path would call no converted module
+        if isinstance(layer, nn.TransformerEncoderLayer):
+            layer.fast_path, layer.activation_relu_or_gelu = layer.activation_relu_or_gelu, 0
     return tuple(rows)
 
 
@@ -333,6 +336,8 @@ def choose_kernels(model: nn.Module) -> dict[str, str]:
 def unconvert(model: nn.Module) -> nn.Module:
     """Undo `convert`, in place: the weights are those of now. Returns the model."""
     for module in model.modules():
+        if hasattr(module, "fast_path"):
+            module.activation_relu_or_gelu = vars(module).pop("fast_path")
         if isinstance(module, Converted):
             module.before_saving.remove()
             for name in (*module.added, "recipe", "arithmetic", "name", "before_saving", "added"):

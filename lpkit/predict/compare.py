@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lpkit.predict.units import quantity
-from lpkit.tables import html_table
+from lpkit.tables import html_table, text_table
 
 # Units that are a logarithm or a share already: errors are differences, and called so.
 DIFFERENCES = {"dB": "dB", "nats": "nats", "%": "points"}
@@ -100,7 +100,7 @@ class Comparison:
         return [asdict(row) | {"error": row.error if finite(row.error) else None}
                 for row in self.rows]
 
-    def _repr_html_(self) -> str:
+    def _table(self) -> tuple[list[str], list[list[str]]]:
         heads = ["", "formula", "measured", "formula is off by", "where"]
         guessed = any(row.guess is not None for row in self.rows)
         if guessed:
@@ -115,7 +115,14 @@ class Comparison:
             where = "; ".join(filter(None, (row.where, disturbance(row.others))))
             lines.append([row.name, *sizes, *[off] * guessed,
                           off_by(row.formula, row.measured, row.unit), where])
-        return html_table(heads, lines, below=[row.far for row in self.rows if row.far])
+        return heads, lines
+
+    def __str__(self) -> str:
+        heads, lines = self._table()
+        return text_table([heads, *lines], align="<")
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), below=[row.far for row in self.rows if row.far])
 
 
 def disturbance(share: float) -> str:
