@@ -195,7 +195,7 @@ def cut(folder):
     (lambda f: changed(f, hidden_size="gone"), r"embed_tokens.weight is \(300, 48\) in model.safetensors, and config.json says \(300, 4096\)"),
     (lambda f: changed(f, num_hidden_layers=3), "lacks 9 tensors of a LlamaForCausalLM of 3 layers, model.layers.2.input_layernorm.weight first"),
     (lambda f: changed(f, num_hidden_layers=1), "has 9 tensors that no LlamaForCausalLM of this kit has, model.layers.1"),
-    (lambda f: changed(f, num_hidden_layers=10**9), "has 21 tensors, and config.json says 1,000,000,000 layers; they are not of one model"),
+    (lambda f: changed(f, num_hidden_layers=10**9), "num_hidden_layers must be from 1 to 100,000, got 1000000000"),
     (lambda f: changed(f, hidden_size="wide"), "config.json of a llama model: hidden_size must be a whole number, got 'wide'"),
     (lambda f: changed(f, rope_parameters=[1]), r"config.json has rope_parameters=\[1\], which must be an object"),
     (lambda f: changed(f, intermediate_size=65), r"model.layers.0.mlp.gate_proj.weight is \(64, 48\) in model.safetensors, and config.json says"),
@@ -253,7 +253,7 @@ def test_the_command_that_it_prints_runs(tmp_path, tokenizer, monkeypatch, capsy
     assert cli.main(["train", *whole, "--out", str(tmp_path / "other")]) == 2 and "at its peak" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["predict", "train", "advise", "measure", "sample", "export", "plan --tokens 1e9 --devices 8 --model"])
+@pytest.mark.parametrize("command", ["train", "measure", "sample", "export"])
 def test_a_command_that_needs_a_run_says_to_import_it_first(command, tmp_path, tokenizer, capsys):
     saved("llama", tmp_path / "theirs", tokenizer)
     more = ["--out", str(tmp_path / "out")] if command == "export" else []

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import plotly.graph_objects as go
@@ -61,7 +62,8 @@ def test_a_search_runs_in_a_thread_and_may_be_watched(tmp_path):
     told = replace(lesson.SEARCHED, trials=7, settings={**lesson.SEARCHED.settings, "steps": 10})
     search = lesson.Search(told, tmp_path / "few").begin()
     live = lesson.LiveSweep(told, search.out)
-    found = asyncio.run(live.until(search))
+    with ThreadPoolExecutor(1) as pool:     # a test with a browser has left a loop of its own here
+        found = pool.submit(lambda: asyncio.run(live.until(search))).result()
     assert len(found["trials"]) == 7 == live.drawn and live.spec["layout"]["title"]["text"].startswith("7 of 7 trials")
     assert not [path for path in tmp_path.iterdir() if path.is_dir() or path.suffix == ".stop"]
 

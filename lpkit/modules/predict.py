@@ -47,7 +47,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import Op
 from lpkit.techniques.optimizers import OPTIMIZERS, find
-from lpkit.techniques.recipes import RECIPES, resolve
+from lpkit.techniques.recipes import RECIPES
 from lpkit.values import Count, Place, Text, checked
 
 FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these formats itself"
@@ -139,8 +139,8 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     machine    a row of the catalogue
     devices    that have a batch each; `shard` of them share the model's states (FSDP2, a block at a
                time); None: all
-    precision  a row of RECIPES or of the kit's precisions, which run under autocast; None: the
-               model's own dtypes, without autocast
+    precision  a row of RECIPES, which runs under autocast; None: the model's own dtypes, without
+               autocast
     loss       (model, batch) -> scalar; None: the loss that the model returns
     stack      how the step is programmed, a row of `lpkit.predict.evidence.STACKS`; None: compiled
                if the model is, else eager
@@ -263,7 +263,7 @@ class _Step:
         left = {row.name for row in report.rows if row.status != CONVERTED} if report else ()
         products, attentions, blocks = self._products(seen, left, stay)
         if report is not None:
-            row = resolve(self.precision)
+            row = RECIPES[self.precision]
             recipe, emulated = where_run(casts_of(self.precision, row, stay), row, on, "auto")
         count = sum(p.numel() for p in self.copies)
         trained = sum(p.numel() for p in self.copies if p.requires_grad)

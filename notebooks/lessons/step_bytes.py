@@ -23,7 +23,7 @@ ROW_COLOURS = {   # one family of rows, one hue
     "logits' gradients": "#8fd0c6", "low-precision weights": "#cc9966", "scales": "#996633",
     "amax histories": "#663300", "communication buffers": "#808000", "temporaries": "#bbbbbb",
     "optimizer temporaries": "#888888", "batch": "#000000", "transposed copies": "#e6c79c",
-    "attention workspace": "#7b5ea7", "allocator": "#e5e5e5",
+    "attention workspace": "#7b5ea7", "allocator": "#e5e5e5", "buffers": "#4b3f72",
 }
 SENT_COLOURS = {"all-reduce": ROLE_COLOURS["w"], "reduce-scatter": ROLE_COLOURS["x"],
                 "all-gather": "#b8860b"}
