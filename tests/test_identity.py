@@ -20,6 +20,7 @@ from lpkit.signals import heard_by
 from lpkit.techniques import blocks, operation
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
+from lpkit.training.export import export
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import RandomTokens, Training
 
@@ -259,7 +260,7 @@ def test_a_start_from_an_older_checkpoint_of_a_killed_run_says_so(how, run, tiny
     begun = dict(Training.build(tiny.replace({"start.run": str(run.path)})).model.named_parameters())
     assert all(torch.equal(t, older.tensors[f"model/{name}"]) for name, t in begun.items())
     capsys.readouterr()
-    lpkit.export(run.path, tmp_path / "export")
+    export(run.path, tmp_path / "export")
     assert "step-00000004" in capsys.readouterr().err, "and an export"
 
 
