@@ -7,6 +7,7 @@ is opened in a mount namespace of its own in which they may pass; the machine's 
 import asyncio
 import contextlib
 import csv
+import fcntl
 import json
 import os
 import shutil
@@ -90,7 +91,9 @@ def opened(folder: Path, *words: str, port: int) -> Iterator[dict[str, Any]]:
     """What `lpkit room` prints, and the room until the block ends."""
     env = os.environ | {"PYTHONPATH": str(HERE)}
     command = [*passing(), sys.executable, "-m", "lpkit", "room", "--folder", str(folder), "--port", str(port), "--proxy", proxy(), "--json", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as process:
+    with open("/var/tmp/lpkit-tests-room", "w") as alone, contextlib.ExitStack() as stack:
+        fcntl.flock(alone, fcntl.LOCK_EX)       # rooms of one machine share users and sockets
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True))
         try:
             line = process.stdout.readline()
             assert line, f"no room: exit code {process.wait()}"
