@@ -82,8 +82,7 @@ class Watch:
         if self.updates == TRACKED - 1:
             heads = output_heads(self.model)
             names = [name for name, one in self.model.named_modules() if one in heads]
-            if self.device.type == "cuda":
-                hardware.reset_peak(self.device)
+            hardware.reset_peak(self.device)
             self.tracker = self.around.enter_context(
                 Tracker(self.model, self.optimizer, self.device, heads=names, hooked=False))
             self.tracker.hold(gathered(self.model), "gathered weights")
