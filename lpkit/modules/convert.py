@@ -176,6 +176,12 @@ def output_heads(model: nn.Module) -> set[nn.Module]:
     return heads or {*[one for one in linears if one.out_features in rows][-1:]}
 
 
+def head_names(model: nn.Module) -> list[str]:
+    """Name the modules that `output_heads` finds."""
+    heads = output_heads(model)
+    return [name for name, module in model.named_modules() if module in heads]
+
+
 def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> str:
     """The reason why the product of a module's weight cannot be converted; empty: it can."""
     kind, parent = type(module), parents.get(name.rpartition(".")[0])

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, Tracker, short
-from lpkit.modules.convert import CONVERTED, Converted, Report, converted, output_heads, recipe_of
+from lpkit.modules.convert import CONVERTED, Converted, Report, converted, head_names, recipe_of
 from lpkit.modules.operations import Recorder, Seen
 from lpkit.modules.shapes import OnShapes
 from lpkit.modules.step import Asked, MakeLoss, loss_of, make_optimizer, without_memory
@@ -191,8 +191,7 @@ class _Step:
         self.model, self.batch, self.copies = without_memory(model, batch, "cpu")
         self.loss, self.optimizer, self.precision = loss or loss_of, optimizer, precision
         self.report: Report | None = None
-        heads = output_heads(self.model)
-        self.heads = [name for name, one in self.model.named_modules() if one in heads]
+        self.heads = head_names(self.model)
         dtypes = Counter(p.dtype for p in self.model.parameters())
         self.p = OWN_PRECISION.get(dtypes.most_common(1)[0][0], "fp32") if dtypes else "fp32"
         self.p = PRECISIONS[precision or self.p]

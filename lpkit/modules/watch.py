@@ -27,7 +27,7 @@ from lpkit import hardware
 from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.measure.tracking import Footprint, Tracker
-from lpkit.modules.convert import Converted, output_heads
+from lpkit.modules.convert import Converted, head_names
 from lpkit.modules.predict import Prediction, blocks_of
 from lpkit.parallel.fully_sharded import gathered
 from lpkit.predict import cards
@@ -80,11 +80,10 @@ class Watch:
         looks = self.telemetry and self.updates % self.telemetry.every == 0
         self.timed, self.tracker = self.updates >= TRACKED and not looks, None
         if self.updates == TRACKED - 1:
-            heads = output_heads(self.model)
-            names = [name for name, one in self.model.named_modules() if one in heads]
             hardware.reset_peak(self.device)
             self.tracker = self.around.enter_context(
-                Tracker(self.model, self.optimizer, self.device, heads=names, hooked=False))
+                Tracker(self.model, self.optimizer, self.device, heads=head_names(self.model),
+                        hooked=False))
             self.tracker.hold(gathered(self.model), "gathered weights")
             self.around.callback(self.model.register_forward_pre_hook(
                 lambda _, *given: self.tracker.hold(tree_leaves(given), "batch"),
