@@ -187,7 +187,7 @@ def test_a_launch_on_gpus_is_among_all(ran, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, said", [
     (["evidence", "--pieces", "smok,linear"], "there is no piece of the evidence 'smok'; did you mean 'smoke'?"),
     (["evidence", "--pieces", ""], "there is no piece of the evidence ''; choose one of"),
-    (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability alone"),
+    (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability or your-model alone"),
 ])
 def test_an_unknown_piece_is_one_sentence(words, said, ran, tmp_path, capsys):
     assert cli.main(["bench", *words, "--out", str(tmp_path)]) == 2

@@ -167,6 +167,11 @@ def by_storages(B, H, T, E, itemsize, flash):
 
 
 # independent of the definitions, or right in another way
+def by_the_kits_int8(x):
+    rounded = quantise(x, Cast(format="int8", block=(1, x.shape[1]))).dequantise()
+    return 20 * (x.double().norm() / (x - rounded).double().norm()).log10().item()
+
+
 RIGHT = {
     "00.cross_entropy": torch.nn.functional.cross_entropy,
     "02.flops": by_counter,
@@ -564,6 +569,11 @@ OTHERS = {
     "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank, alpha=alpha).scale, alpha * math.sqrt(rank))],
     "24.pissa": [by_eigenvectors],
     "24.c_attn": [by_gpt2s_names],
+    "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights) if not any(w is one for one in weights[:i])),
+                    lambda weights: sum(p.numel() for p in torch.nn.ParameterList(map(torch.nn.Parameter, set(weights))).parameters())],
+    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items() if side // block * block < side]],
+    "25.input_db": [by_the_kits_int8],
+    "25.speedup": [lambda products, rest, casts, times: 1 / (products / (products + rest) / times + (rest + casts) / (products + rest))],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],

@@ -9,7 +9,7 @@ from lpkit import predict_trace
 from lpkit.config import Config
 from lpkit.hardware import room
 from lpkit.measure.messages import MessageCount
-from lpkit.measure.trace import _world
+from lpkit.measure.trace import fake_world
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.predict import memory
@@ -106,7 +106,7 @@ def test_shapes_are_the_models_in_its_order(changes):
 
 
 def test_a_count_knows_each_kind_and_leaves_control_apart():
-    with _world(Layout(shard=4), "cpu") as ranks, MessageCount() as count:
+    with fake_world(Layout(shard=4), "cpu") as ranks, MessageCount() as count:
         dist.all_reduce(torch.ones(5))
         all_gather(torch.ones(8), torch.ones(2), group=ranks.groups["shard"])
         reduce_scatter(torch.ones(2), torch.ones(8))

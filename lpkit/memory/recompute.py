@@ -74,15 +74,16 @@ def draws(model: nn.Module) -> dict[str, Any]:
     return {"preserve_rng_state": any(isinstance(one, nn.Dropout) for one in model.modules())}
 
 
-def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], *given, **named) -> Any:
-    if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length")      # as transformers' caches
-                                       for one in (*given, *named.values())):
+def _block_twice(forward: Callable[..., Any], contexts: dict[str, Any], x: Tensor | None = None,
+                 *rest, **named) -> Any:
+    # transformers' caches; Dynamo would make a graph for each number of a layer that it looks at
+    looked = named.values() if torch.compiler.is_compiling() else (*rest, *named.values())
+    if torch.is_grad_enabled() and any(hasattr(one, "get_seq_length") for one in looked):
         raise ConfigError("a block that runs again in backward would fill its cache of keys and "
                           "values twice; call the model with use_cache=False")
-    if not given:       # checkpoint finds the device by a tensor that it is given
+    if x is None:       # checkpoint finds the device by a tensor that it is given
         key = next(key for key, one in named.items() if isinstance(one, Tensor))
         return _twice(lambda x: forward(**named, **{key: x}), contexts, named.pop(key))
-    x, *rest = given
     # a layer's number that checkpoint is given makes two graphs in torch 2.11: for 0, for others
     return _twice(lambda x: forward(x, *rest, **named), contexts, x)
 
