@@ -20,6 +20,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import Tracker
 from lpkit.modules.convert import CONVERTED, KEPT, LEFT, Converted, output_heads
+from lpkit.modules.predict import CLOSE
 from lpkit.modules.step import loss_of
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear
@@ -619,6 +620,7 @@ sys.path.insert(0, sys.argv[1])
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lpkit
+from lpkit.modules.predict import CLOSE
 from lpkit.modules.step import loss_of
 from tests.others_models import batch_of, model_of
 name, recipe, way = sys.argv[2:5]
@@ -692,3 +694,21 @@ def test_a_module_that_is_called_twice_counts_one_micro_batch():
         model(model(x)).square().sum().backward()
     history = model.state_dict()["0.amax_history"]
     assert ((history > 0).sum(1) == 3).all() and history[0, 3] >= x.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "nano"])
+def test_a_closed_form_stands_beside_the_trace_or_a_doubt_does(name):
+    """GPT-2 of transformers writes its GELU out and drops attention, which the formula does not count."""
+    predicted = lpkit.predict(model_of(name), batch_of(name), machine="h100")
+    assert (predicted.formula_bytes is not None) == (name in {"llama", "gpt2"})
+    assert bool(predicted.doubt) == (name == "gpt2") == ("trust the trace" in predicted.summary)
+    if name == "llama":
+        assert predicted.formula_bytes == pytest.approx(predicted.peak_bytes, rel=CLOSE)
+
+
+def test_no_closed_form_for_a_part_that_trains_or_another_head():
+    frozen = model_of("llama")
+    frozen.model.embed_tokens.requires_grad_(False)
+    assert lpkit.predict(frozen, batch_of("llama"), machine="h100").formula_bytes is None
+    for rank in (1, 8):
+        assert lpkit.predict(model_of("llama"), batch_of("llama"), machine="h100", devices=rank).formula_bytes

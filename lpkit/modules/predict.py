@@ -9,7 +9,7 @@ efficiencies, machines, stacks and ranges of a Config.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, Tracker, short
@@ -37,6 +38,8 @@ from lpkit.predict import cards, evidence
 from lpkit.predict.attention import of_sizes
 from lpkit.predict.casts import Recipe, casts_of, where_run, why_emulated
 from lpkit.predict.flops import Product
+from lpkit.predict.ledger import memory
+from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.time import RankWork, StepTime, work_time
 from lpkit.predict.units import duration, quantity
@@ -48,8 +51,10 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import Op
 from lpkit.techniques.optimizers import OPTIMIZERS, find
 from lpkit.techniques.recipes import RECIPES
+from lpkit.training import families
 from lpkit.values import Count, Place, Text, checked
 
+CLOSE = 0.05        # what the closed form may differ from the trace without a doubt
 FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these formats itself"
 OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
 
@@ -70,6 +75,7 @@ class Prediction:
     converted: Report | None
     work: RankWork              # what the seconds are of
     casts: Recipe | None        # as this machine runs them
+    formula_bytes: int | None   # the closed form's peak, if `lpkit import` knows the architecture
     model: str                  # its class
 
     @property
@@ -79,6 +85,15 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         return self.step.step_seconds
+
+    @property
+    def doubt(self) -> str:
+        """The reason to trust the trace alone; empty: the closed form agrees, or there is none."""
+        off = (self.formula_bytes or self.peak_bytes) / self.peak_bytes - 1
+        return "" if abs(off) <= CLOSE else (
+            f"the formula of this architecture gives {quantity(self.formula_bytes, 'bytes')} "
+            f"({off:+.0%}), for fused GELUs and norms, without dropout or checkpointing; trust the "
+            f"trace")
 
     def card(self, path: Place, **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
@@ -100,11 +115,12 @@ class Prediction:
                 f"peak {quantity(self.peak_bytes, 'bytes')} of "
                 f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment}); a step takes "
                 f"{duration(self.step_seconds)} ({self.step.spread.words}: {duration(low)} to "
-                f"{duration(high)})")
+                f"{duration(high)}){'; ' * bool(self.doubt)}{self.doubt}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return {"peak_bytes": self.peak_bytes, "bytes": self.footprint.rows,
+                "formula_bytes": self.formula_bytes, "doubt": self.doubt,
                 "peak_moment": [self.footprint.phase, self.footprint.module],
                 "activations": self.footprint.operations, "fits": self.fits,
                 "parameters": self.parameters, "trained_parameters": self.trained_parameters,
@@ -169,7 +185,29 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
         if step.p.low is not None:
             step.convert(on, keep, pad)
         footprint = step.watched(ranks, foreach=on.kind == "gpu")
-    return step.priced(seen, footprint, on, layout, stack)
+    return step.priced(seen, footprint, on, layout, stack,
+                       _closed_form(model, batch, on, layout, optimizer, step.priced_as))
+
+
+def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, optimizer: Asked,
+                 precision: str) -> int | None:
+    """The peak that `lpkit predict` gives for the Config of a model of transformers."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(optimizer, str) or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return None
+    try:
+        known = model.config.to_dict()
+        config = Config(model=families.of_type(known["model_type"]).model(known))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        if parameter_count(config.model) != trained:    # an adapter, or another head
+            return None
+        config = config.replace({
+            "model.context": ids.shape[1], "global_batch": len(ids) * layout.devices,
+            "grad_accum_steps": 1, "optimizer.name": optimizer, "optimizer.clip": 0,
+            "system.attention": "sdpa"})
+        return round(memory(config, on, layout=layout, precision=precision).peak_bytes)
+    except (AttributeError, KeyError, ConfigError):     # another architecture
+        return None
 
 
 class _OneKernel(TorchFunctionMode):
@@ -193,8 +231,9 @@ class _Step:
         self.report: Report | None = None
         self.heads = head_names(self.model)
         dtypes = Counter(p.dtype for p in self.model.parameters())
-        self.p = OWN_PRECISION.get(dtypes.most_common(1)[0][0], "fp32") if dtypes else "fp32"
-        self.p = PRECISIONS[precision or self.p]
+        own = OWN_PRECISION.get(dtypes.most_common(1)[0][0], "fp32") if dtypes else "fp32"
+        self.priced_as = precision or own
+        self.p = PRECISIONS[self.priced_as]
         self.around = nullcontext()
         if precision is not None:
             self.around = autocast(RECIPES[precision], torch.device("cpu"))
@@ -255,8 +294,8 @@ class _Step:
         _loss = self._backward()        # which a loop keeps until it has another
         optimizer.step()
 
-    def priced(self, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str
-               ) -> Prediction:
+    def priced(self, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
+               formula_bytes: int | None) -> Prediction:
         report = self.report
         recipe, emulated, stay = None, "", Counter()
         left = {row.name for row in report.rows if row.status != CONVERTED} if report else ()
@@ -288,7 +327,7 @@ class _Step:
             footprint=footprint, step=step, machine=on, layout=layout, parameters=count,
             trained_parameters=trained, forward_flops=seen.flops, optimizer=name,
             precision=self.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
-            model=type(self.model).__name__)
+            model=type(self.model).__name__, formula_bytes=formula_bytes)
 
     def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
                   ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:

@@ -34,17 +34,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lpkit
 from lpkit import hardware
-from lpkit.config import Config, DataConfig
+from lpkit.config import DataConfig
 from lpkit.datasets.prepared import prepare
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource
 from lpkit.machine_facts import cores
 from lpkit.modules.step import loss_of, without_memory
 from lpkit.predict.evidence import stack_of
-from lpkit.predict.ledger import memory
 from lpkit.presets import preset
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training import families
 from lpkit.training.build import made
 from tests.bench.harness import Result, paired, recorded
 from tests.bench.ledger import _by_accelerate
@@ -100,8 +98,9 @@ def peaks(case: Case, facts: dict[str, Any], _: int) -> Iterator[Result]:
             if off:
                 yield case(ours=off, peer=[1.0] * len(off), peer_name="the measured peak", unit="relative error",
                            case=f"{peer}, {precision}: median of {len(off)} models")
-        closed = [row["closed_error"] for row in rows if row["closed_error"] is not None]
-        yield _worst(case, f"closed form, {precision}: worst of {len(closed)} models", closed, CLOSED_FORM)
+        closed = [row for row in rows if row["closed_error"] is not None]
+        sure = [row["closed_error"] for row in closed if not row["doubt"]]
+        yield _worst(case, f"closed form, {precision}: worst of the {len(sure)} of {len(closed)} models without a doubt", sure, CLOSED_FORM)
 
 
 def peak_of(name: str, precision: str | None) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def peak_of(name: str, precision: str | None) -> dict[str, Any]:
     size = SIZES.get(name, SIZE)
     model, batch, loss = model_of(name, size=size), batch_of(name, SEQUENCES, size.context, size=size), loss_for(name)
     row: dict[str, Any] = {"name": name, "precision": precision or "as it is", "parameters": sum(p.numel() for p in model.parameters())}
-    here = hardware.machine()
+    here, predicted = hardware.machine(), None
     try:
         predicted = lpkit.predict(model, batch, machine=here, loss=loss, precision=precision)
         row |= {"predicted_bytes": predicted.peak_bytes, "at": f"{predicted.footprint.phase}, {predicted.footprint.module or 'the model'}",
@@ -118,7 +117,7 @@ def peak_of(name: str, precision: str | None) -> dict[str, Any]:
         row |= {"predicted_bytes": None, "at": "", "rows": {}, "why": str(error)}
     row |= {"torch-kitsune": _guarded(kitsune, model, batch), "MemTracker": _guarded(mem_tracker, model, batch, loss or loss_of, precision),
             "accelerate": _by_accelerate(4 * row["parameters"], "bfloat16" if precision else "float32") or "not installed",
-            "closed_bytes": closed_form(model, precision, here)}
+            "closed_bytes": predicted and predicted.formula_bytes, "doubt": predicted and predicted.doubt}
     measured = row["measured_bytes"] = real_peak(model, batch, loss or loss_of, precision)
     return row | {key: None if row[of] is None else abs(row[of] / measured - 1)
                   for key, of in (("error", "predicted_bytes"), ("closed_error", "closed_bytes"))}
@@ -189,17 +188,6 @@ def mem_tracker(model: nn.Module, batch: Any, loss: Callable, precision: str | N
         with tracker:
             update()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
-
-
-def closed_form(model: nn.Module, precision: str | None, machine: Any) -> int | None:
-    """The formula's peak for a model of a family that `lpkit import` knows; else None."""
-    try:
-        family = families.of_type(model.config.model_type)
-    except (AttributeError, ConfigError):
-        return None
-    config = Config(model=family.model(model.config.to_dict())).replace({
-        "global_batch": SEQUENCES, "grad_accum_steps": 1, "optimizer.clip": 0, "system.attention": "sdpa", "system.stack": "hf"})
-    return round(memory(config, machine, precision=precision or "fp32").peak_bytes)
 
 
 # ---- both doors
