@@ -712,3 +712,27 @@ def test_no_closed_form_for_a_part_that_trains_or_another_head():
     assert lpkit.predict(frozen, batch_of("llama"), machine="h100").formula_bytes is None
     for rank in (1, 8):
         assert lpkit.predict(model_of("llama"), batch_of("llama"), machine="h100", devices=rank).formula_bytes
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "lion", "soap"])
+def test_an_optimizer_costs_the_same_seconds_through_both_doors(name):
+    config = preset("cpu-3m").replace({"system.attention": "sdpa", "global_batch": 2, "grad_accum_steps": 1, "optimizer.name": name,
+                                       "optimizer.clip": 0})
+    with torch.device("meta"):
+        model, ids = made(config, "sdpa"), torch.empty(2, config.model.T, dtype=torch.int64)
+    ours = lpkit.predict(model, ids, machine="h100", precision="bf16", optimizer=name,
+                         loss=lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten()))
+    of_ours, of_config = ({row.name: row.seconds for row in step.rows if row.name.startswith("optimizer")}
+                          for step in (ours.step, lpkit.predict(config, "h100", precision="bf16").step))
+    assert of_ours == pytest.approx(of_config, rel=1e-9) and of_ours["optimizer"] > 0
+    assert ("optimizer: products" in of_ours) == (name == "soap")
+
+
+@pytest.mark.parametrize("optimizer", ["muon", torch.optim.Muon], ids=["the kit's", "PyTorch's"])
+def test_muons_products_are_in_the_seconds(optimizer):
+    """Five steps of three products on each matrix of m rows and n columns: 2 m m n, 2 m m m and 2 m m n FLOPs (Jordan 2024)."""
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False))
+    made_of = optimizer if isinstance(optimizer, str) else optimizer(model.parameters())
+    predicted = lpkit.predict(model, torch.randn(8, 64), loss=lambda model, x: model(x).sum(), optimizer=made_of, machine="h100")
+    [row] = [row for row in predicted.step.rows if row.name == "optimizer: products"]
+    assert float(row.formula.split()[0].replace(",", "")) == 2 * 5 * (4 * 64 * 64 * 256 + 2 * 64**3) / predicted.parameters

@@ -43,14 +43,15 @@ from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.time import RankWork, StepTime, work_time
 from lpkit.predict.units import duration, quantity
-from lpkit.predict.updates import Work
+from lpkit.predict.updates import Work, work_of
 from lpkit.tables import html_table
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import Op
-from lpkit.techniques.optimizers import OPTIMIZERS, find
+from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
+from lpkit.techniques.row import chosen
 from lpkit.training import families
 from lpkit.values import Count, Place, Text, checked
 
@@ -265,7 +266,7 @@ class _Step:
                 param_dtype=compute, reduce_dtype=torch.float32))
         now = dict(self.model.named_parameters())
         copies = {p: now[names[one]] for p, one in self.copies.items()}
-        optimizer = make_optimizer(self.optimizer, self.model, copies, foreach)
+        optimizer = self.updater = make_optimizer(self.optimizer, self.model, copies, foreach)
         self._update(optimizer)
         with Tracker(self.model, optimizer, heads=self.heads) as tracker:
             tracker.hold(tree_leaves(self.batch), "batch")
@@ -319,8 +320,7 @@ class _Step:
             trained=trained / max(1, count))
         name = self.optimizer if isinstance(self.optimizer, str) else (
             type(self.optimizer).__name__.lower())
-        state = find(name).state_bytes("float32") if name in OPTIMIZERS else 8.0
-        step = work_time(work, on, layout, self.p, Work(state), model_flops=seen.training_flops,
+        step = work_time(work, on, layout, self.p, _work(self.updater, name), model_flops=seen.training_flops,
                          precision=self.precision or "fp32", recipe=recipe, emulated=emulated,
                          stack=stack)
         return Prediction(
@@ -350,6 +350,17 @@ class _Step:
         for sizes, calls in seen.attentions.items():
             attentions.append((of_sizes(*sizes), calls / blocks))
         return products, tuple(attentions), blocks
+
+
+def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
+    """Each parameter's rule is its group's, else `name`; an unknown rule counts as AdamW."""
+    found = []
+    for group in optimizer.param_groups:
+        rule = group.get("rule", name)
+        rule = chosen(OPTIMIZERS, rule if rule in OPTIMIZERS else "adamw", "optimizer")
+        thirds = (1, 1, 1) * (group.get("layout") == "thirds")
+        found += [(tuple(p.shape), rule, thirds) for p in group["params"]]
+    return work_of(found)
 
 
 def blocks_of(model: nn.Module) -> int:

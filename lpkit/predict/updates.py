@@ -82,18 +82,27 @@ def work(shapes: Mapping[str, Shape], settings: OptimizerSettings,
          moment_format: str = "float32", fused: Fused = lambda name: ()) -> Work:
     """Returns the work of a model whose parameters have these `shapes`, by name. Raises ConfigError
     for a parameter that its rule cannot update."""
-    each, found = find_format(moment_format).bytes, []
-    for name, rule in rules_of(shapes, settings).items():
-        row, p = find(rule.name), shapes[name]
-        if row.matrices and len(p) != 2:
+    rules = rules_of(shapes, settings)
+    for name, rule in rules.items():
+        if find(rule.name).matrices and len(shapes[name]) != 2:
             raise ConfigError(f"optimizer={rule.name} updates matrices, and {name} has the shape "
-                              f"{p}; give it another rule, after the other ones of "
+                              f"{shapes[name]}; give it another rule, after the other ones of "
                               f"optimizer.groups: {name}:optimizer=adamw:lr_scale=0.05")
+    return work_of([(shapes[name], rule, fused(name)) for name, rule in rules.items()],
+                   moment_format)
+
+
+def work_of(parameters: Sequence[tuple[Shape, OptimizerSettings, tuple[int, ...]]],
+            moment_format: str = "float32") -> Work:
+    """Returns the work of parameters, each of a shape, a rule and its rows by `fused`."""
+    each, found = find_format(moment_format).bytes, []
+    for p, rule, rows in parameters:
+        row = find(rule.name)
         whole = sum(row.slot_numbers(p, rule, math.inf))
         cut = sum(row.slot_numbers(p, rule)) - whole
-        flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and fused(name)))
+        flops = sum(row.flops(one, rule) for one in matrices(p, row.matrices and rows))
         found.append((each * cut, each * whole, row.gathers * math.prod(p), flops))
-    count = sum(map(math.prod, shapes.values()))
+    count = sum(math.prod(p) for p, *_ in parameters)
     return Work(*(sum(of) / count for of in zip(*found)))
 
 
