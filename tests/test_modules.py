@@ -1,6 +1,7 @@
 """Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's counters, and real steps."""
 
 import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -736,3 +737,18 @@ def test_muons_products_are_in_the_seconds(optimizer):
     predicted = lpkit.predict(model, torch.randn(8, 64), loss=lambda model, x: model(x).sum(), optimizer=made_of, machine="h100")
     [row] = [row for row in predicted.step.rows if row.name == "optimizer: products"]
     assert float(row.formula.split()[0].replace(",", "")) == 2 * 5 * (4 * 64 * 64 * 256 + 2 * 64**3) / predicted.parameters
+
+
+@pytest.mark.parametrize("name", ["gpt2", "nano"])
+def test_a_converted_model_can_be_pickled_and_copied_whole(name):
+    """With the history of delayed scaling, whose next micro-batch is due."""
+    model, batch = model_of(name).eval(), batch_of(name)
+    lpkit.convert(model, "fp8-delayed", pad=True)
+    loss_of(model, batch).backward()
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    expected = loss_of(model, batch)
+    for other in copies:
+        assert torch.equal(loss_of(other, batch), expected)
+        assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+        lpkit.unconvert(other)
+        assert [type(one) for one in other.modules()] == [type(one) for one in model_of(name).modules()]

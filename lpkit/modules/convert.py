@@ -123,6 +123,9 @@ class Converted(Scaling):
                 self.draws += self.due
             self.due.zero_()
 
+    def __reduce__(self) -> tuple:      # a pickle finds `before` by name, and no class made here
+        return _empty, (self.before,), self.__dict__
+
     def extra_repr(self) -> str:
         return f"{self.before.extra_repr(self)}, recipe={self.recipe.settings.name}"
 
@@ -144,6 +147,14 @@ def _class(before: type[nn.Module]) -> type[Converted]:
     base = _Transposed if _path(before) == TRANSPOSED else Converted
     return type(f"Converted{before.__name__}", (base, before), {
         "before": before, "__module__": before.__module__, "__doc__": before.__doc__})
+
+
+def _before_saving(module: Converted, *_: Any) -> None:
+    module.catch_up()
+
+
+def _empty(before: type[nn.Module]) -> Converted:
+    return object.__new__(_class(before))
 
 
 def _path(kind: type) -> str:
@@ -313,7 +324,7 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
     module.equip(recipe, by, name=name, seed=seed)
     due = torch.zeros((), dtype=torch.int64, device=module.weight.device)
     module.register_buffer("due", due, persistent=False)
-    module.before_saving = module.register_state_dict_pre_hook(lambda one, *_: one.catch_up())
+    module.before_saving = module.register_state_dict_pre_hook(_before_saving)
     module.added = set(module._buffers) - before
 
 
