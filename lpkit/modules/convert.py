@@ -161,6 +161,11 @@ def _path(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def transposed(module: nn.Module) -> bool:
+    """True for a Linear, converted or not, whose weight is (in_features, out_features)."""
+    return any(_path(kind) == TRANSPOSED for kind in type(module).__mro__)
+
+
 def matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     """Yield every module that owns a parameter of two or more dimensions, once, by its first name,
     with that parameter: the module's `weight` if it has one."""
@@ -288,7 +293,7 @@ def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recip
     rows = []
     for name, (module, weight) in found.items():
         shape = tuple(weight.shape)
-        sizes = dict(zip("KN", shape if _path(type(module)) == TRANSPOSED else shape[::-1]))
+        sizes = dict(zip("KN", shape if transposed(module) else shape[::-1]))
         status, why = CONVERTED, ""
         if reasons[name]:
             status, why = LEFT, reasons[name]

@@ -11,7 +11,7 @@ from torch import nn
 
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError, pick
-from lpkit.modules.convert import output_heads
+from lpkit.modules.convert import output_heads, transposed
 from lpkit.optim import classes
 from lpkit.techniques.memory import ACTIVATION_OFFLOAD, RECOMPUTE
 from lpkit.techniques.optimizers import OPTIMIZERS, find, parameter_groups
@@ -33,7 +33,7 @@ def optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.o
     own = {key: settings[key] for key in settings.keys() & {"lr", "weight_decay"}}
     row = replace(chosen(OPTIMIZERS, name, "optimizer"), **own)
     for module in model.modules():
-        turned = "Conv1D" in type(module).__name__      # transformers' Linear, of weights (in, out)
+        turned = transposed(module)
         linear = turned or isinstance(module, nn.Linear)
         for key, p in module.named_parameters(recurse=False):
             kind = VECTOR if p.ndim < 2 else OTHER
