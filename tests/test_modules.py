@@ -21,7 +21,7 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import Tracker
 from lpkit.modules.convert import CONVERTED, KEPT, LEFT, Converted, output_heads
-from lpkit.modules.predict import CLOSE
+from lpkit.modules.predict import CLOSE, blocks_of
 from lpkit.modules.step import loss_of
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear
@@ -357,12 +357,12 @@ def test_predictions_that_cannot_be_are_refused_in_a_sentence():
     changed = model_of("llama")
     lpkit.convert(changed, "mxfp8")
     for message, call in {
-        "is converted already; predict takes it before": lambda: lpkit.predict(changed, batch),
+        "is converted already; call lpkit.unconvert": lambda: lpkit.predict(changed, batch),
         "did you mean 'eager'": lambda: lpkit.predict(model, batch, stack="eagre"),
         "needs a scalar loss": lambda: lpkit.predict(model, {"input_ids": batch["input_ids"]}),
         "the model raised ValueError on this batch": lambda: lpkit.predict(model, {"labels": batch["labels"]}),
         "the model raised TypeError on this batch": lambda: lpkit.predict(model_of("nano"), {"pixels": 1}),
-        "no values that sizes could follow": lambda: lpkit.predict(model_of("mlp"), batch_of("mlp"), loss=lambda m, x: m(x[torch.nonzero(x[:, 0] > 0)]).sum()),
+        "a size depends on values": lambda: lpkit.predict(model_of("mlp"), batch_of("mlp"), loss=lambda m, x: m(x[torch.nonzero(x[:, 0] > 0)]).sum()),
         "must be a multiple": lambda: lpkit.predict(model, batch, devices=6, shard=4),
         "there is no machine 'h2000'": lambda: lpkit.predict(model, batch, machine="h2000"),
         "precision must be one of|did you mean 'mxfp8'": lambda: lpkit.predict(model, batch, precision="mxpf8"),
@@ -621,7 +621,7 @@ sys.path.insert(0, sys.argv[1])
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lpkit
-from lpkit.modules.predict import CLOSE
+from lpkit.modules.predict import CLOSE, blocks_of
 from lpkit.modules.step import loss_of
 from tests.others_models import batch_of, model_of
 name, recipe, way = sys.argv[2:5]
@@ -752,3 +752,39 @@ def test_a_converted_model_can_be_pickled_and_copied_whole(name):
         assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
         lpkit.unconvert(other)
         assert [type(one) for one in other.modules()] == [type(one) for one in model_of(name).modules()]
+
+
+def test_the_products_of_an_lstm_are_counted():
+    """8 H (H + D) FLOPs a token and layer; PyTorch's counter counts none of them where oneDNN runs the LSTM as one kernel."""
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.reads, self.head = nn.LSTM(64, 64, 2, batch_first=True), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.head(self.reads(x)[0]).square().mean()
+
+    predicted = lpkit.predict(Reads(), torch.empty(16, 32, 64), machine="h100")
+    assert predicted.forward_flops == 16 * 32 * (2 * 8 * 64 * (64 + 64) + 2 * 64 * 64)
+
+
+def test_blocks_are_those_of_all_outer_lists():
+    """The time between kernels is that of all blocks, and a list inside a block has none."""
+    def of(*lengths):
+        return nn.ModuleDict({f"part{i}": nn.ModuleList(nn.Sequential(nn.ModuleList([nn.Linear(8, 8)])) for _ in range(n))
+                              for i, n in enumerate(lengths)})
+    assert [blocks_of(of(*lengths)) for lengths in ((8,), (4, 4), ())] == [8, 8, 1]
+    assert blocks_of(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)] * 3)] * 2)) == 2
+
+
+@pytest.mark.parametrize("said, wrong", [
+    ("multiplies no matrices", lambda: lpkit.predict(nn.LayerNorm(8), torch.empty(2, 8), loss=lambda m, x: m(x).sum())),
+    ("loss must be a function", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8), loss="mse")),
+    ("keep takes names", lambda: lpkit.convert(nn.Linear(64, 64), "int8", keep=5)),
+    ("updates no parameter of this model", lambda: lpkit.watch(nn.Linear(8, 8), torch.optim.SGD(nn.Linear(8, 8).parameters()))),
+    ("there is no folder", lambda: lpkit.predict(nn.Linear(8, 8), torch.empty(2, 8), loss=lambda m, x: m(x).sum()).card("nodir/x.png")),
+], ids=["no products", "loss", "keep", "another optimizer", "no folder"])
+def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        wrong()

@@ -213,7 +213,7 @@ def why_not(name: str, module: nn.Module, parents: Mapping[str, nn.Module]) -> s
     if _path(kind) == TRANSPOSED or (isinstance(module, nn.Linear)
                                      and kind.forward is nn.Linear.forward):
         return ""
-    return f"{kind.__name__} computes a product of its own, which is no Linear's"
+    return f"lpkit converts Linears, and this is a {kind.__name__}"
 
 
 def convert(model: nn.Module, recipe: str | Recipe, *, keep: Iterable[str] = (),
@@ -310,6 +310,8 @@ def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recip
 def _matched(keep: Iterable[str], names: list[str]) -> set[str]:
     if isinstance(keep, str):
         keep = (keep,)
+    if not isinstance(keep, Iterable) or not all(isinstance(one, str) for one in keep):
+        raise ConfigError(f"keep takes names of modules, as keep=('lm_head',), got {shown(keep)}")
     found: set[str] = set()
     for pattern in keep:
         hit = {name for name in names if fnmatchcase(name, pattern)

@@ -9,7 +9,7 @@ efficiencies, machines, stacks and ranges of a Config.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from html import escape
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError, pick, shown
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, Tracker, short
 from lpkit.modules.convert import CONVERTED, Converted, Report, converted, head_names, recipe_of
@@ -60,7 +60,7 @@ FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these forma
 OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Prediction:
     """A step of a model, on each of `layout.devices` devices."""
 
@@ -133,7 +133,7 @@ class Prediction:
                 "stack": self.step.stack,
                 "converted": self.converted and self.converted.to_dict()}
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.summary
 
     def _repr_html_(self) -> str:
@@ -165,6 +165,8 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     The model stays as it is. Raises ConfigError.
     """
     on, shard = machines.find(machine), devices if shard is None else shard
+    if not (loss is None or callable(loss)):
+        raise ConfigError(f"loss must be a function (model, batch) -> scalar, got {shown(loss)}")
     if devices % shard:
         raise ConfigError(f"devices={devices} must be a multiple of shard={shard}")
     layout = Layout(shard=shard, data=devices // shard)
@@ -175,12 +177,14 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
         raise ConfigError("this model is sharded already; predict takes it before fully_shard, and "
                           "shard=N")
     if any(isinstance(one, Converted) for one in model.modules()):
-        raise ConfigError("this model is converted already; predict takes it before lpkit.convert, "
-                          "and precision=RECIPE")
+        raise ConfigError("this model is converted already; call lpkit.unconvert(model), then "
+                          "predict with precision=RECIPE")
     if precision is not None:
         pick(RECIPES, precision, "precision")
     norms = _OneKernel() if on.kind == "gpu" else nullcontext()
-    with fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms:
+    # oneDNN's LSTM is one kernel, whose products a trace would not see
+    with (fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms,
+          torch.backends.mkldnn.flags(enabled=False)):
         step = _Step(model, batch, optimizer, precision, loss)
         seen = step.recorded()
         if step.p.low is not None:
@@ -282,7 +286,7 @@ class _Step:
             raise
         except Exception as error:      # anything that a model may raise
             shapes = type(error).__module__.startswith("torch._subclasses")
-            hint = "; a prediction knows shapes, and no values that sizes could follow" * shapes
+            hint = "; a size depends on values, and a prediction knows shapes alone" * shapes
             raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
                               f"{str(error).strip().partition(chr(10))[0]}{hint}") from error
         if not loss.requires_grad:
@@ -301,6 +305,8 @@ class _Step:
         recipe, emulated, stay = None, "", Counter()
         left = {row.name for row in report.rows if row.status != CONVERTED} if report else ()
         products, attentions, blocks = self._products(seen, left, stay)
+        if not products:
+            raise ConfigError("this step multiplies no matrices, so there are no seconds to predict")
         if report is not None:
             row = RECIPES[self.precision]
             recipe, emulated = where_run(casts_of(self.precision, row, stay), row, on, "auto")
@@ -331,8 +337,7 @@ class _Step:
 
     def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
                   ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:
-        """Products, attention and the number of blocks, which is that of the longest list of
-        modules. Fills `stay` with the calls of Linears among `left`."""
+        """Products, attention and the number of blocks. Fills `stay` with the calls of Linears among `left`."""
         blocks = blocks_of(self.model)
         calls: Counter[tuple] = Counter()
         for (name, *sizes), count in seen.products.items():
@@ -364,7 +369,16 @@ def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
 
 
 def blocks_of(model: nn.Module) -> int:
-    return max((len(one) for one in model.modules() if isinstance(one, nn.ModuleList)), default=1)
+    """Count the modules of the outermost lists: an encoder's and a decoder's together."""
+    return sum(map(len, outermost_lists(model))) or 1
+
+
+def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    inside = ()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
+            inside += (f"{name}." * bool(name),)
+            yield module
 
 
 def in_block(name: str) -> bool:
@@ -373,11 +387,8 @@ def in_block(name: str) -> bool:
 
 def _shard(model: nn.Module, mesh: Any, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 as most loops have it: each block of the outermost lists, then the rest."""
-    inside = ()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
-            inside += (f"{name}.",)
-            for block in module:
-                if next(block.parameters(), None) is not None:
-                    fully_shard(block, mesh=mesh, mp_policy=policy)
+    for blocks in outermost_lists(model):
+        for block in blocks:
+            if next(block.parameters(), None) is not None:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

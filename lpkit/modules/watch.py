@@ -51,6 +51,10 @@ class Watch:
         parameter = next((p for p in model.parameters() if p.requires_grad), None)
         if parameter is None:
             raise ConfigError("every parameter of this model is frozen, so no step trains it")
+        updated = {p for group in optimizer.param_groups for p in group["params"]}
+        if updated.isdisjoint(model.parameters()):
+            raise ConfigError("this optimizer updates no parameter of this model; watch takes the "
+                              "optimizer of the model")
         self.device = parameter.device
         self.updates, self.seconds = 0, []
         self.footprint: Footprint | None = None

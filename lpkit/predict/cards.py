@@ -30,6 +30,8 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
     path = path.with_suffix("") if path.suffix in (".json", ".svg") else path
     if not path.name:
         raise ConfigError(f"a card needs the name of a file, as card.svg; got {named(path)!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {named(path.parent)} for the card; make it first")
     torch = next((one.version for one in metadata.distributions(name="torch")), "none")
     card = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "model": model, "versions": {
         "lpkit": __version__, "torch": torch, "python": platform.python_version()}}
