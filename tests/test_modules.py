@@ -788,3 +788,8 @@ def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         wrong()
+
+
+def test_keep_may_be_names_that_are_made_one_by_one():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    assert lpkit.convert(model, "int8", keep=(name for name in ("0", "1"))).named(KEPT)[:2] == ["0", "1"]

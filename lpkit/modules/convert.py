@@ -308,9 +308,8 @@ def _rows(model: nn.Module, found: Mapping[str, tuple[nn.Module, Tensor]], recip
 
 
 def _matched(keep: Iterable[str], names: list[str]) -> set[str]:
-    if isinstance(keep, str):
-        keep = (keep,)
-    if not isinstance(keep, Iterable) or not all(isinstance(one, str) for one in keep):
+    keep = [keep] if isinstance(keep, str) or not isinstance(keep, Iterable) else [*keep]
+    if not all(isinstance(one, str) for one in keep):
         raise ConfigError(f"keep takes names of modules, as keep=('lm_head',), got {shown(keep)}")
     found: set[str] = set()
     for pattern in keep:

@@ -337,7 +337,8 @@ class _Step:
 
     def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
                   ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:
-        """Products, attention and the number of blocks. Fills `stay` with the calls of Linears among `left`."""
+        """Products, attention and the number of blocks. Fills `stay` with the calls of Linears
+        among `left`."""
         blocks = blocks_of(self.model)
         calls: Counter[tuple] = Counter()
         for (name, *sizes), count in seen.products.items():
