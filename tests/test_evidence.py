@@ -62,9 +62,9 @@ def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path, monkeypatc
     cases = ["good", "fails", "fails in part", "crashes", "after a crash", "hangs", "last"]
     commands = {case: ("-c", CASE, str(tmp_path), case) for case in cases}
     start = time.monotonic()
-    budget = 8 * patience()
+    budget = 40 * patience()     # each of six processes may take seconds to start beside other work
     evidence._piece("bad", commands, budget, math.inf, tmp_path)
-    assert time.monotonic() - start < 1.5 * budget and [*evidence._lines(tmp_path, "bad")] == cases, "one that hangs has half of the budget"
+    assert time.monotonic() - start < 1.5 * budget and [*evidence._lines(tmp_path, "bad")] == cases, "a case that hangs has half of the budget"
     evidence._piece("bad", commands, budget, math.inf, tmp_path)
     lines = evidence._lines(tmp_path, "bad")
     assert [*lines] == cases and (tmp_path / "ran").read_text().splitlines() == cases
