@@ -28,7 +28,7 @@ def shown(cell: str) -> str:
     """The HTML that a code cell shows, executed."""
     space: dict = {}
     for name in BEFORE[cell]:
-        exec((CELLS[name].source if name in CELLS else name).removesuffix("check_parameters()"), space)     # a kernel's
+        exec((CELLS[name].source if name in CELLS else name).replace("\nbegin()", "\n"), space)     # a kernel's
     *body, last = ast.parse(CELLS[cell].source).body
     exec(compile(ast.Module(body, []), cell, "exec"), space)
     return eval(compile(ast.Expression(last.value), cell, "eval"), space).data

@@ -70,7 +70,7 @@ def promised(count: int = 1) -> Iterator[None]:
         patch.setattr(torch, "Generator", Generator)
         traced = trace._decide      # of a GPU by a build that has CUDA, alone
         patch.setattr(trace, "_decide", lambda config, device: launched() if device == "cuda" else traced(config, device))
-        patch.setattr(notebooks, "check_parameters", lambda: None)      # asks IPython, which is not here
+        patch.setattr(notebooks, "begin", lambda: None)      # asks IPython, which is not here
         hardware._machine.cache_clear()
         yield
 

@@ -299,8 +299,8 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
     (["-r", "steps", "7", "-p", "compiled", "false", "-y", "widths: [8, 16]"], None),
 ])
 def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, monkeypatch, options, said):
-    """A notebook's second cell calls check_parameters; papermill warns of an unknown name, and takes any value. Its command, in this process."""
-    sets = "from lpkit.course.notebooks import check_parameters\n\ncheck_parameters()"
+    """A notebook's second cell calls begin; papermill warns of an unknown name, and takes any value. Its command, in this process."""
+    sets = "from lpkit.course.notebooks import begin\n\nbegin()"
     write(tmp_path / "a.ipynb", sets, "print([steps, compiled, widths])")
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(papermill, ["a.ipynb", "out.ipynb", "--no-progress-bar", *options])

@@ -111,13 +111,13 @@ def test_imports_second(book):
     assert not late, f"move it to the cell of imports: {ast.unparse(late[0])}"
     assert second.metadata.jupyter.source_hidden, "fold the imports"
     others = [node for node in ast.parse(second.source).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert [ast.unparse(node) for node in others] == ["check_parameters()"], "what is folded hides nothing that counts"
+    assert [ast.unparse(node) for node in others] == ["begin()"], "what is folded hides nothing that counts"
 
 
 def test_parameters_are_checked_before_they_are_used(book):
     """papermill alone, and a person, set any name to anything."""
     used = [node for node in ast.parse(code_of(book)[1].source).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
-    assert ast.unparse(used[0]) == "check_parameters()"
+    assert ast.unparse(used[0]) == "begin()"
 
 
 def test_headings_in_order(book):
@@ -526,7 +526,7 @@ def begun(number, *words, **parameters):
     cells = [first, imports, *(cell for cell in others if any(word in cell.source for word in words))]
     there: dict = {}
     for cell in cells:
-        exec(cell.source.replace("\ncheck_parameters()", ""), there)
+        exec(cell.source.replace("\nbegin()", ""), there)
         there |= parameters
     return there, cells
 

@@ -282,11 +282,16 @@ def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
     return values
 
 
-def check_parameters() -> None:
-    """Hold the parameters of the notebook that runs in this kernel against what it declares, and
-    convert text. papermill alone sets any name to anything, and so may a person. What was declared
-    and set is read from the cells that ran. Raises ConfigError."""
+def begin() -> None:
+    """Make `lessons` importable from any folder, and check this notebook's parameters.
+
+    A copy of the lessons in the kernel's own folder comes first. papermill sets any name to any
+    value, and so may a person: this reads the declared and the set names from the cells that ran,
+    and converts text. Raises ConfigError."""
     from IPython import get_ipython
+
+    if (place := str(resource("notebooks"))) not in sys.path:
+        sys.path.append(place)
 
     shell, known, names = get_ipython(), {}, []
     for source in shell.history_manager.input_hist_raw:

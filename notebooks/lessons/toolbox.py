@@ -1,0 +1,19 @@
+"""The names that most notebooks use: figures, guesses, comparisons, claims and tables.
+
+A notebook imports them from here in one line, and the rest from the module of its lesson.
+"""
+
+from IPython.display import HTML
+
+from lessons.comparison import comparison_figure
+from lessons.explorer import Explorer
+from lessons.figure import Figure
+from lessons.learner import check, keep
+from lessons.questions import Guess, Pick
+from lessons.reading import source
+from lpkit.course.claims import cannot_tell, claim
+from lpkit.predict.compare import Comparison, Row
+from lpkit.tables import html_table
+
+__all__ = ["HTML", "Comparison", "Explorer", "Figure", "Guess", "Pick", "Row", "cannot_tell", "check", "claim",
+           "comparison_figure", "html_table", "keep", "source"]
