@@ -85,7 +85,7 @@ upgrade:
 	build/upgrade/bin/python -m pip install --quiet --upgrade pip
 	build/upgrade/bin/python -m pip install -e '.[dev,submitit,ray]' torch==$(TORCH)
 	{ echo "# Every package of the project, at the version it is tested with. Renew: make upgrade."; \
-	  build/upgrade/bin/python -m pip freeze --exclude lpkit --exclude-editable \
+	  build/upgrade/bin/python -m pip freeze --exclude low-precision-kit --exclude-editable \
 	    | sed -e 's/+[a-z0-9.]*$$//' -e 's/^triton==.*/&; sys_platform == "linux"/' \
 	    | grep -vE '^(cuda-|nvidia-(cu|nc|nv))'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt

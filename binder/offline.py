@@ -50,7 +50,7 @@ def pack(root, out):
         shutil.copyfile(__file__, room / "install")
         files = {path.relative_to(room).as_posix(): sha256(path) for path in sorted(room.rglob("*")) if path.is_file()}
         versions = dict(name.removeprefix("wheels/").split("-")[:2] for name in files if name.endswith(".whl"))
-        manifest = {"lpkit": versions["lpkit"], "torch": versions["torch"], "extras": EXTRAS, **KIND, "files": files}
+        manifest = {"lpkit": versions["low_precision_kit"], "torch": versions["torch"], "extras": EXTRAS, **KIND, "files": files}
         (room / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         with tarfile.open(out, "w") as tar:
             tar.add(room, room.name, filter=lambda file: file.replace(uid=0, gid=0, uname="", gname="", deep=False))
@@ -92,7 +92,7 @@ def main():
     try:
         venv.create(target, with_pip=True)
         subprocess.run([target / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-index", "--find-links", HERE / "wheels",
-                        "-c", HERE / "constraints.txt", f"lpkit[{manifest['extras']}]=={manifest['lpkit']}"],
+                        "-c", HERE / "constraints.txt", f"low-precision-kit[{manifest['extras']}]=={manifest['lpkit']}"],
                        env={**os.environ, "PIP_CONFIG_FILE": os.devnull}, check=True)
     except BaseException as error:
         shutil.rmtree(target, ignore_errors=True)

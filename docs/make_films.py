@@ -24,6 +24,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 FILMS, PICTURE = ROOT / "docs" / "films", ROOT / "docs" / "planner.png"
 WIDTH, HEIGHT, STRIP = 900, 600, 44     # pixels of the browser, and of the strip below it
+BROKEN = "blocks.1.mlp.gate_up"          # the layer of notebook 07 in which the fault of seed 0 is hidden
+STILL = 10                              # the frame that is also a picture
 COLOURS = 48                            # of a film
 COMING = (240, 70)                 # pixels that a scene is still below its place, in the frames before it
 ARRIVES = 0.08 * len(COMING)            # seconds of these
@@ -63,14 +65,26 @@ def guessed(cell: Any) -> Iterator[None]:
     yield
 
 
-def accused(cell: Any) -> Iterator[None]:
-    """Look through metrics of the telemetry, accuse the layer that differs of one of the faults, and commit to it."""
-    metric, layer, fault = (cell.locator("select").nth(i) for i in (0, 3, 4))
-    for name in ("worst block", "underflow"):
-        metric.select_option(name)
-        yield
-    layer.select_option("blocks.1.mlp.gate_up")
+def clicked(cell: Any) -> Iterator[None]:
+    """Show the underflow of each layer, and click the layer that stands out: the histogram shows its tensor."""
+    cell.locator("select").first.select_option("underflow")
     yield
+    x, y = cell.locator(".js-plotly-plot").first.evaluate("""(plot, [step, layer]) => {
+        const {xaxis, yaxis} = plot._fullLayout, box = plot.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.d2p(step), box.top + yaxis._offset + yaxis.d2p(layer)] }""", [3, BROKEN])
+    for left in (160, 60, 0):       # the pointer arrives, in three steps
+        cell.page.mouse.move(x + left, y + left)
+        cell.page.wait_for_timeout(150)
+        yield
+    cell.page.mouse.click(x, y)
+    cell.page.wait_for_timeout(700)
+    yield
+
+
+def accused(cell: Any) -> Iterator[None]:
+    """Accuse the layer that stands out of one of the faults, and commit to it."""
+    layer, fault = (cell.locator("select").nth(i) for i in (3, 4))
+    layer.select_option(BROKEN)
     fault.select_option("outlier-channel")
     button = cell.locator("button", has_text="Lock in")
     button.scroll_into_view_if_needed()
@@ -81,13 +95,13 @@ def accused(cell: Any) -> Iterator[None]:
 
 NOTEBOOKS = {
     "07": [
-        Scene("07  A run in 8 bits ends worse than it should. Which layer broke?", "case = Case.open(", 2.5),
-        Scene("Look at what each cast lost, in each layer, and accuse one", "accusation = keep(", 4.5, accused),
-        Scene("A rule over the same telemetry accuses a layer, too", "ranking = standing_out(", 2),
-        Scene("Bisection: half of the layers in 16 bits, and what comes back", "layers = list(dict.fromkeys(", 3),
-        Scene("Where it was hidden, by three witnesses", "culprit = layers_of(", 2, output=False),
-        Scene("Its cure, for that layer alone, brings the loss back", "cured = case.run(", 2),
-        Scene("The claim is asserted, and holds on this machine", "with claim(\"Telemetry", 2, output=False)],
+        Scene("07  One FP8 training run, with and without a hidden fault. Which layer broke?", "case = Case.open(", 2),
+        Scene("Click the layer that stands out: the histogram shows its activations", "accusation = keep(", 5.8, clicked),
+        Scene("Name the layer and the fault, and lock the answer in", "accusation = keep(", 2, accused),
+        Scene("Bisection returns layers to bf16 until the loss recovers", "layers = list(dict.fromkeys(", 2.5),
+        Scene("You, the telemetry and bisection name the same layer", "culprit = layers_of(", 2, output=False),
+        Scene("The cure for this layer alone brings the loss back", "cured = case.run(", 2.5),
+        Scene("The notebook asserts its claim, on your machine", "with claim(\"Telemetry", 2, output=False)],
     "12": [
         Scene("12  Attention in tiles. Say first what it will hold", "guess_scores = keep(", 3, guessed, output=False),
         Scene("A softmax that is taken tile by tile, one step after another", "steps = lesson.online(", 6,
@@ -184,6 +198,7 @@ def write(frames: list[tuple[Any, float]], out: Path) -> None:
     out.parent.mkdir(exist_ok=True)
     first.save(out, save_all=True, append_images=others, duration=[round(1000 * seconds) for _, seconds in frames], loop=0, optimize=True)
     seconds, size = sum(seconds for _, seconds in frames), out.stat().st_size
+    frames[STILL][0].quantize(128, dither=0).save(out.with_suffix(".png"), optimize=True)     # for readers who want no motion
     print(f"{out.relative_to(ROOT)}: {len(frames)} frames, {seconds:.1f} s, {size:,} bytes")
     if size > MOST_BYTES or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
         raise SystemExit(f"{out.name} is too large or too long; take fewer colours or frames")

@@ -144,7 +144,7 @@ def wheel(tmp_path_factory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index",
                     "--quiet", "-w", built, source], check=True, capture_output=True)
-    return next(built.glob("lpkit-*.whl"))
+    return next(built.glob("low_precision_kit-*.whl"))
 
 
 def test_a_wheel_holds_every_file_of_the_package_and_of_the_folders_beside_it(wheel):

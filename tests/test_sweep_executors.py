@@ -30,7 +30,7 @@ SAID = ("trial", "settings", "val_loss", "pruned", "evaluations", "name")
 @pytest.fixture(params=NAMES)
 def name(request):
     if find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed: pip install 'lpkit[{request.param}]'")
+        pytest.skip(f"{request.param} is not installed: pip install {request.param}")
     return request.param
 
 

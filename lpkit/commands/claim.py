@@ -61,7 +61,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
 
     children, name = processes.Children(), told.executor
     if executor := executors.EXECUTORS[name]:
-        needs(f"executor={name}, the extra lpkit[{name}],", name)
+        needs(f"executor={name}", name)
 
     def work(made: tuple) -> dict[str, Any]:
         with ExitStack() as stack:

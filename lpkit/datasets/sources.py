@@ -167,8 +167,8 @@ class HubSource:
         try:
             import datasets
         except ImportError:
-            raise ConfigError(f"{shown(self.name)} needs the package `datasets`; pip install "
-                              f"'lpkit[data]', or give a file or folder as data.source") from None
+            raise ConfigError(f"{shown(self.name)} needs the package `datasets`: run "
+                              f"`pip install datasets`, or give a file or folder as data.source") from None
         _, name, *subset = self.name.split(":")
         try:
             rows = datasets.load_dataset(name, *subset, split="train", streaming=True)
@@ -301,8 +301,8 @@ def _parquet(stream: BinaryIO, path: Path) -> Iterator[str]:
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError(f"{named(path)} needs the package `pyarrow`; pip install "
-                          f"'lpkit[data]', or convert it to .jsonl") from None
+        raise ConfigError(f"{named(path)} needs the package `pyarrow`: run `pip "
+                          f"install pyarrow`, or convert it to .jsonl") from None
     table = parquet.ParquetFile(stream)
     if (count := table.schema_arrow.names.count("text")) != 1:
         raise ConfigError(f"{named(path)} has {count or 'no'} columns 'text' (its columns are "

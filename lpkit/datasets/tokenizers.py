@@ -208,7 +208,7 @@ class GPT2(Named):
 
             self._model = tiktoken.get_encoding("gpt2")
         except Exception as error:  # no package, requests' errors, a bad checksum, a proxy's page
-            raise ConfigError(f"data.tokenizer=gpt2 needs `tiktoken`, of 'lpkit[data]', and its files, "
+            raise ConfigError(f"data.tokenizer=gpt2 needs `pip install tiktoken`, and its files, "
                               f"fetched once ({type(error).__name__}); or use data.tokenizer=bpe") from None
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token

@@ -102,7 +102,7 @@ def searches(rounds: int = SEARCHES) -> list[Result]:
 def _search(sampler: str, seed: int) -> list[float]:
     """Returns the loss of each of TRIALS runs of 40 updates, whose settings optuna suggests. All
     have one seed: they differ by their settings alone."""
-    import optuna  # only lpkit[sweep] has it
+    import optuna  # only the extra `sweep` has it
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))

@@ -31,7 +31,7 @@ and in a notebook `handle = lpkit.launch(config, processes=2)`, which returns wh
 A checkpoint goes on in any layout: `--resume` with another `parallel`. `lpkit.predict_trace(config,
 world, layout=...)` rehearses a layout in one process, and the `messages` of its result are what its
 ranks send. `accelerate launch --multi_gpu --num_processes 2 -m lpkit train` (`pip install
-'lpkit[accelerate]'`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
+accelerate`) does what torchrun does, also on CPUs; there `accelerate launch --cpu` starts one process and says nothing, and `lpkit` then
 refuses, and says how to start two. `--processes` holds no port; where torchrun ends with EADDRINUSE,
 `--standalone` finds a free one.
 
