@@ -1,7 +1,8 @@
 """Build the site: run every notebook at tier cpu, draw what they kept, and write HTML that needs no other host.
 
-    python docs/build.py            run the course into docs/executed, build docs/_build/html
-    python docs/build.py --no-run   build from the copies that docs/executed already holds
+    python docs/build.py            build docs/_build/html from the recorded copies; run the notebooks that changed since
+    python docs/build.py --record   run the whole course, and record its copies in docs/executed.zip; on a quiet machine
+    python docs/build.py --no-run   build from the copies in docs/executed, and run nothing
     python docs/make_planner.py X   the planner alone, into the folder X
 
 An executed copy keeps each figure as plotly's own JSON. Here it becomes a <div> and a few lines of script that call
@@ -16,6 +17,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +33,7 @@ from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 
 DOCS = Path(__file__).resolve().parent
+NOTEBOOKS = DOCS.parent / "notebooks"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = """\
@@ -46,11 +50,16 @@ window.addEventListener("load", () => {{
 }});
 </script>"""
 FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
-PLANNER = """\
-<a href="planner/index.html">The planner</a> asks the formulas in the browser: what a model on a machine in a layout takes, as
-bytes, seconds and dollars, while the sliders move.
+PLANNER = '<p><a class="lpkit-first" href="planner/index.html">Open the planner</a></p>\n\n'
+BELOW = {"claim": "claims", "architecture": "log"}      # pages that the navigation shows below another page
+DOWNLOAD = """\
+{text}
 
+<p><a href="../download/{name}" download>Download this notebook</a> and run it in your clone: <code>make lab</code>.</p>
 """
+CARD = """\
+<a class="lpkit-card" href="notebooks/{stem}.html"><img src="_static/pictures/{picture}" alt="" loading="lazy">
+<span>{number}</span> {question}</a>"""
 ASLEEP = '<p class="lpkit-control"><em>Controls work in JupyterLab: start it with <code>make lab</code>.</em></p>'
 
 
@@ -85,6 +94,7 @@ def typeset(latex: str) -> str:
 def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
     """The executed notebook for the site: formulas and figures drawn, consecutive notes about controls said once."""
     book.metadata.pop("widgets", None)
+    book.cells[0].source = DOWNLOAD.format(name=f"{stem}.ipynb", text=book.cells[0].source)
     for number, cell in enumerate(book.cells):
         if cell.cell_type != "code":
             cell.source = FORMULA.sub(lambda found: typeset(found[1]), cell.source)
@@ -97,6 +107,8 @@ def page(book: nbformat.NotebookNode, stem: str) -> nbformat.NotebookNode:
 
 def execute(paths: list[Path], executed: Path) -> None:
     """Run the notebooks at tier cpu. Errors: ConfigError, when one of them did not hold."""
+    if not paths:
+        return
     jobs = [job for path in paths for job in notebooks.plan(path, tier="cpu", out=executed)]
     records = notebooks.run_all(jobs, say=lambda line: print(line, file=sys.stderr))
     print(table({"runs": records}), file=sys.stderr)
@@ -106,12 +118,44 @@ def execute(paths: list[Path], executed: Path) -> None:
         raise ConfigError(f"the site shows only notebooks that hold; these do not: {'; '.join(bad)}")
 
 
+def record(executed: Path, archive: Path) -> None:
+    """Write the executed copies and their records into one file, without static pictures: the site draws figures itself."""
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        for path in sorted(executed.glob("*.ipynb")):
+            book = nbformat.read(path, as_version=4)
+            book.metadata.pop("widgets", None)
+            for data in (output.get("data", {}) for cell in book.cells for output in cell.get("outputs", ())):
+                if PLOTLY in data:
+                    [data.pop(mime) for mime in [*data] if mime.startswith("image/")]
+            for name, text in ((path.name, nbformat.writes(book)), (f"{path.stem}.json", path.with_suffix(".json").read_text("utf-8"))):
+                file.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)     # the same bytes for the same copies
+
+
+def unpack(archive: Path, executed: Path) -> None:
+    """Bring the recorded copies into the folder `executed`, where a copy of the same notebook as it is now stays."""
+    executed.mkdir(exist_ok=True)
+    with zipfile.ZipFile(archive) as file:
+        for name in file.namelist():
+            if Path(name).name == name and name.endswith(".ipynb") and changed(NOTEBOOKS / name, executed / name):
+                for one in (name, f"{Path(name).stem}.json"):
+                    (executed / one).write_bytes(file.read(one))
+
+
+def changed(path: Path, copy: Path) -> bool:
+    """Is `copy` absent, or an executed copy of other cells than the notebook has now?"""
+    def sources(book: Path) -> list[tuple[str, str]]:
+        return [(cell.cell_type, cell.source) for cell in nbformat.read(book, as_version=4).cells
+                if notebooks.INJECTED not in cell.metadata.get("tags", ())]
+
+    return not (copy.exists() and copy.with_suffix(".json").exists() and path.exists() and sources(path) == sources(copy))
+
+
 def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     """Sphinx's source folder: the pages, the drawn notebooks, plotly.js."""
     shutil.rmtree(source, ignore_errors=True)
     (source / "_static").mkdir(parents=True)
     (source / "notebooks").mkdir()
-    (source / "extra").mkdir()
+    (source / "extra" / "download").mkdir(parents=True)
     for folder in (pages, pages / "recipes", pages / "teach", pages / "films"):
         (source / folder.relative_to(pages)).mkdir(exist_ok=True)
         for file in folder.iterdir():
@@ -126,11 +170,21 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
         file.write(options())
     for beside in (source / "claims.md", source / "index.md", *(source / "teach").glob("*.md")):
         beside.write_text(linked(beside.read_text(encoding="utf-8"), executed), encoding="utf-8")
+    for above, below in BELOW.items():
+        with (source / f"{above}.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n```{{toctree}}\n:hidden:\n\n{below}\n```\n")
     for path in executed:
         nbformat.write(page(nbformat.read(path, as_version=4), path.stem), source / "notebooks" / path.name)
+        if (original := NOTEBOOKS / path.name).exists():
+            shutil.copy(original, source / "extra" / "download")
+    for folder in (source / "notebooks" / "pictures", source / "_static" / "pictures"):
+        folder.mkdir()
+        for picture in (NOTEBOOKS / "pictures").glob("*.*"):
+            shutil.copy(picture, folder)
+    shutil.copy(pages / "films" / "07.png", source / "_static" / "preview.png")
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
-    shutil.copy(DOCS.parent / "notebooks" / "lessons" / "figure.css", source / "_static")
+    shutil.copy(NOTEBOOKS / "lessons" / "figure.css", source / "_static")
 
 
 def linked(text: str, executed: list[Path]) -> str:
@@ -147,20 +201,22 @@ def planner(source: Path) -> str:
                           stderr=subprocess.PIPE, text=True)
     if done.returncode:
         return done.stderr.strip()
-    first, rest = (source / "index.md").read_text(encoding="utf-8").split("```{toctree}", 1)
-    (source / "index.md").write_text(f"{first}{PLANNER}```{{toctree}}{rest}", encoding="utf-8")
+    first, rest = (source / "index.md").read_text(encoding="utf-8").split("```bash", 1)
+    (source / "index.md").write_text(f"{first}{PLANNER}```bash{rest}", encoding="utf-8")
     return ""
 
 
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
-    sys.path.append(str(DOCS.parent / "notebooks"))
+    sys.path.append(str(NOTEBOOKS))
     from lessons.index import exercises  # they lie beside the notebooks
 
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))
-    rows, sums = ["", "|  | notebook | runs in | exercises |", "|---|---|---|---|"], [0.0, 0]
+    cards = [CARD.format(stem=path.stem, number=path.stem[:2], picture=picture.name, question=html.escape(questions.get(path.stem, path.stem)))
+             for path in executed for picture in sorted((NOTEBOOKS / "pictures").glob(f"{path.stem[:2]}.*"))]
+    rows, sums = ["", f'<div class="lpkit-cards">{"".join(cards)}</div>', "", "|  | notebook | runs in | exercises |", "|---|---|---|---|"], [0.0, 0]
     for path in executed:
         record = json.loads(path.with_suffix(".json").read_text())
         minutes = sum(exercise.minutes for key, exercise in EXERCISES.items() if key.startswith(path.stem[:2] + "."))
@@ -194,22 +250,34 @@ def options() -> str:
     return "\n" + "\n".join(parts)
 
 
+def address() -> str:
+    """Returns the site's address from pyproject.toml, empty while the project has none."""
+    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project.get("urls", {}).get("Documentation", "")
+
+
 def sphinx(source: Path, out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(source), str(out)]
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "-D", f"html_baseurl={address()}", str(source), str(out)]
     if subprocess.run(command).returncode:
         raise ConfigError("sphinx found something to warn about (above); a page that builds with warnings is not shown")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-run", action="store_true", help="use the executed copies that are there")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--no-run", action="store_true", help="use the executed copies in docs/executed, whatever has changed")
+    how.add_argument("--record", action="store_true", help="run the whole course, and keep its copies in docs/executed.zip")
     args = parser.parse_args(argv)
     paths = notebooks.course()
     executed, build = DOCS / "executed", DOCS / "_build"
     try:
-        if not args.no_run:
+        if args.record:
             execute(paths, executed)
+            record(executed, DOCS / "executed.zip")
+        elif not args.no_run:
+            unpack(DOCS / "executed.zip", executed)
+            execute([path for path in paths if changed(path, executed / path.name)], executed)
         missing = [path.stem for path in paths if not (executed / path.name).exists()]
         if missing:
             raise ConfigError(f"docs/executed lacks {', '.join(missing)}; leave out --no-run")

@@ -5,6 +5,10 @@ formulas into drawings, and builds with warnings as errors. On a phone (site.css
 that scroll. tests/test_docs.py looks for anything that would load from elsewhere.
 """
 
+import html
+
+from docutils import nodes
+
 project = "lpkit"
 html_title = "lpkit"
 extensions = ["myst_nb"]
@@ -21,12 +25,26 @@ html_extra_path = ["extra"]     # the planner, where it could be made
 html_css_files = ["figure.css", "site.css"]      # the first is the widgets' own: figures follow the theme
 html_show_sourcelink = False
 html_copy_source = False
-html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "navigation_with_keys": False,
+html_theme_options = {"use_download_button": False, "use_fullscreen_button": False, "navigation_with_keys": False, "navbar_persistent": [],
                       "footer_content_items": []}
 
 
 def setup(app):
     app.connect("html-page-context", only_where_drawn)
+    app.connect("html-page-context", described)
+
+
+def described(app, page, template, context, doctree):
+    """Search engines and previews of links show the page's title, its first paragraph and, once the site has an address, a picture."""
+    if doctree is None or (paragraph := doctree.next_node(nodes.paragraph)) is None:
+        return
+    text = " ".join(paragraph.astext().split())
+    told = {"og:title": context["title"], "og:description": text if len(text) <= 200 else f"{text[:197]}...", "og:type": "website"}
+    if base := app.config.html_baseurl:
+        told |= {"og:url": f"{base.rstrip('/')}/{page}.html", "og:image": f"{base.rstrip('/')}/_static/preview.png"}
+    tags = [f'<meta name="description" content="{html.escape(told["og:description"])}">',
+            *(f'<meta property="{name}" content="{html.escape(value)}">' for name, value in told.items())]
+    context["metatags"] += "\n".join(tags)
 
 
 def only_where_drawn(app, page, template, context, doctree):

@@ -3,14 +3,19 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
+import tomllib
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+import yaml
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS
@@ -164,12 +169,74 @@ def test_on_a_phone_wide_things_scroll_and_the_page_does_not(site, context):
 @pytest.mark.slow
 def test_the_first_page_shows_the_way(site):
     text = (site / "index.html").read_text()
-    assert 'href="notebooks/05_small.html"' in text and text.index("planner.png") < text.index("For whom") < text.index("With two hours")
+    assert 'href="notebooks/05_small.html"' in text and text.index("planner.png") < text.index("Who it is for") < text.index("If you have two hours")
     assert text.count("films/") == 0 and {"07.gif", "12.gif", "planner.png"} <= {path.name for path in (site / "_images").iterdir()}
     assert re.search(r"All of them ran in \d+ minutes", text)
     assert ('href="planner/index.html"' in text) == (site / "planner" / "lpkit.zip").exists()
     rows = build.way([site.parent / "executed" / "05_small.ipynb"])
     assert "| 05 | [05_small](notebooks/05_small.ipynb) |" in rows, "a notebook that the README does not know"
+
+
+@pytest.mark.slow
+def test_the_navigation_has_chapters_and_one_search_box(site):
+    text = (site / "index.html").read_text()
+    sidebar = text[text.index("bd-sidebar-primary"):text.index("bd-main")]
+    assert re.findall(r'class="caption-text">(\w+)<', sidebar) == ["Learn", "Use", "Reference", "Teach", "Maintain"]
+    assert text.count("search-button-field") == 1
+    top = re.findall(r'<li class="toctree-l1[^"]*"><a class="reference internal" href="([\w/]+)\.html"', sidebar)
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    below = {name for name in pages if name.startswith(("recipes/", "teach/0", "teach/1", "teach/2", "teach/9", "teach/syllabus"))} | {"index"}
+    assert {*top} == pages - below - {*build.BELOW.values()}, "log and claims are below another page"
+    for above, name in build.BELOW.items():
+        assert f'href="{name}.html"' in (site / f"{above}.html").read_text(), "and can be found there"
+
+
+@pytest.mark.slow
+def test_pages_describe_themselves_and_notebooks_can_be_downloaded(site):
+    text = (site / "gpu.html").read_text()
+    assert re.search(r'<meta name="description" content="\S', text) and '<meta property="og:title" content="On a GPU">' in text
+    assert ("og:image" in text) == bool(build.address()), "a preview needs the site's address"
+    assert 'href="../download/05_small.ipynb"' in (site / "notebooks" / "05_small.html").read_text()
+
+
+def test_a_recorded_copy_is_used_until_its_notebook_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "NOTEBOOKS", tmp_path)
+    executed = tmp_path / "executed"
+    executed.mkdir()
+    book = new_notebook(cells=[new_code_cell("steps = 3", metadata={"tags": ["parameters"]}), new_code_cell("print(steps)")])
+    nbformat.write(book, tmp_path / "05_small.ipynb")
+    book.cells.insert(1, new_code_cell("steps = 5", metadata={"tags": [build.notebooks.INJECTED]}))
+    book.cells[2].outputs = [new_output("display_data", {build.PLOTLY: {"data": []}, "image/png": "AAAA", "text/plain": "a figure"})]
+    nbformat.write(book, executed / "05_small.ipynb")
+    (executed / "05_small.json").write_text('{"status": "done"}')
+    build.record(executed, tmp_path / "executed.zip")
+    written = (tmp_path / "executed.zip").read_bytes()
+    build.record(executed, tmp_path / "executed.zip")
+    assert (tmp_path / "executed.zip").read_bytes() == written, "the same bytes for the same copies"
+    shutil.rmtree(executed)
+    build.unpack(tmp_path / "executed.zip", executed)
+    assert not build.changed(tmp_path / "05_small.ipynb", executed / "05_small.ipynb")
+    [output] = nbformat.read(executed / "05_small.ipynb", as_version=4).cells[2].outputs
+    assert {*output.data} == {build.PLOTLY, "text/plain"} and (executed / "05_small.json").read_text() == '{"status": "done"}'
+    book = nbformat.read(tmp_path / "05_small.ipynb", as_version=4)
+    book.cells[1].source = "print(steps + 1)"
+    nbformat.write(book, tmp_path / "05_small.ipynb")
+    assert build.changed(tmp_path / "05_small.ipynb", executed / "05_small.ipynb")
+
+
+def test_the_workflow_publishes_only_under_the_projects_own_address():
+    told = yaml.safe_load((DOCS.parent / ".github" / "workflows" / "site.yml").read_text())
+    assert told["permissions"] == {"contents": "read"} and told["jobs"]["publish"]["if"] == "needs.address.outputs.ours == 'true'"
+    [script] = [step["run"] for step in told["jobs"]["address"]["steps"] if "run" in step]
+    for repository, said in (("https://github.com/somebody/else", "ours=false\n"), ("https://github.com/a/b", f"ours={str(address_is('a/b')).lower()}\n")):
+        out = subprocess.run(["bash", "-c", script.replace('>>"$GITHUB_OUTPUT"', "")], cwd=DOCS.parent, env=os.environ | {"HERE": repository},
+                             capture_output=True, text=True, check=True).stdout
+        assert out == said
+
+
+def address_is(repository: str) -> bool:
+    urls = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"].get("urls", {})
+    return urls.get("Repository") == f"https://github.com/{repository}"
 
 
 def test_two_hours_are_the_notebooks_own_minutes():
