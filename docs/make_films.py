@@ -103,12 +103,12 @@ NOTEBOOKS = {
         Scene("The cure for this layer alone brings the loss back", "cured = case.run(", 2.5),
         Scene("The notebook asserts its claim, on your machine", "with claim(\"Telemetry", 2, output=False)],
     "12": [
-        Scene("12  Attention in tiles. Say first what it will hold", "guess_scores = keep(", 3, guessed, output=False),
-        Scene("A softmax that is taken tile by tile, one step after another", "steps = lesson.online(", 6,
+        Scene("12  FlashAttention computes attention in tiles. First guess its memory", "guess_scores = keep(", 3, guessed, output=False),
+        Scene("The softmax is computed tile by tile, step by step", "steps = lesson.online(", 6,
               keys("Home", *["ArrowRight"] * 9)),
-        Scene("Every byte that it holds: formulas are lines, measurements are marks", "measured = {name: {T: lesson.measured(", 3),
-        Scene("And what it moves between slow memory and fast", "sizes = {side: lesson.fast_bytes(", 3),
-        Scene("The claim is asserted, and holds on this machine", "with claim(\"Kept bytes", 2.5, output=False)],
+        Scene("Bytes that it keeps: formulas are lines, measurements are marks", "measured = {name: {T: lesson.measured(", 3),
+        Scene("Bytes that it moves between slow and fast memory", "sizes = {side: lesson.fast_bytes(", 3),
+        Scene("The notebook asserts its claim, on your machine", "with claim(\"Kept bytes", 2.5, output=False)],
 }
 
 

@@ -1,4 +1,4 @@
-"""The README's picture, from a run: loss over steps against what knowing only the bytes' frequencies would reach.
+"""The picture of docs/first_run.md, from a run: loss over steps against what knowing only the bytes' frequencies would reach.
 
     python docs/make_picture.py runs/NAME   keep that run's numbers in docs/first_run.json, draw docs/first_run.svg
     python docs/make_picture.py             draw it again from docs/first_run.json

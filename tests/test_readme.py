@@ -1,5 +1,6 @@
 """Every command that the README shows is run, in order, as it stands there."""
 
+import json
 import os
 import re
 import shlex
@@ -51,11 +52,43 @@ def test_the_readmes_program_is_this_package():
     assert scripts["lpkit"] == f"{cli.__name__}:{cli.main.__name__}"
 
 
-def test_the_readme_is_one_screen_and_its_links_exist():
-    assert len(README.splitlines()) <= 54
+def test_the_first_screen_is_short_and_links_exist():
+    """What a visitor reads before the table of notebooks."""
+    assert len(README.partition("| notebook |")[0].splitlines()) <= 46 and len(README.splitlines()) <= 90
+    wide = [line for block in re.findall(r"```\w+\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if len(line) > 90]
+    assert not wide
+    for name in re.findall(r'(?:src|srcset)="([^"]+)"', README):
+        assert (ROOT / name).exists(), name
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")]
     assert {f"notebooks/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")} <= set(links), "the table of notebooks"
     assert links and all((ROOT / link).exists() for link in links), [x for x in links if not (ROOT / x).exists()]
+
+
+def test_the_sample_is_what_the_command_prints(capsys):
+    """Each line of the sample begins a line of the real output; where it ends in ..., the rest is cut."""
+    [(command, sample)] = re.findall(r"```text\n\$ \.venv/bin/(.*?)\n(.*?)```", README, re.DOTALL)
+    assert cli.main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    for line in filter(None, sample.splitlines()):
+        assert any(one.startswith(line.removesuffix(" ...")) for one in printed), line
+
+
+def test_the_measured_numbers_are_those_of_the_records():
+    cases = {case["case"]: case["ratio"] for case in recorded("your-model-amd-epyc")["cases"]}
+    said = float(re.search(r"within ([\d.]+)% of the profiler's peak for 12 of 14", README)[1]) / 100
+    assert max(cases[f"peak, {kind}: 12 of 14 models are within"] for kind in ("as it is", "bf16")) <= said
+    step = recorded("fp8-step-nvidia-h200")
+    measured, predicted = map(float, re.search(r"is ([\d.]+) times as fast as in bf16, and `lpkit advise` predicted ([\d.]+)", README).groups())
+    [case] = [case for case in step["cases"] if case["case"].startswith("fp8-delayed, 4 x 4096")]
+    assert round(case["ratio"], 2) == measured
+    assert f"a step {predicted} times as fast as bf16" in step["advice"]["4 x 4096, 8 x 1024 tokens"]["sentence"]
+    kills, inside, runs = re.search(r"after ([\d,]+) kills at random moments, (\d+) of them inside a save, each of the (\d+)", README).groups()
+    row = next(line for line in (ROOT / "docs" / "reliability.md").read_text().splitlines() if line.startswith("| kills |") and f"inside a save: {inside}" in line)
+    assert f"| {kills} | none |" in row and f"runs: {runs}" in row
+
+
+def recorded(name: str) -> dict:
+    return json.loads((ROOT / "data" / "measured" / f"{name}.json").read_text())
 
 
 @pytest.mark.slow
