@@ -228,7 +228,7 @@ def test_techniques_that_are_exact_may_differ_on_a_gpu_by_its_atomics(kind, off,
 @pytest.mark.parametrize(("device", "off", "holds"), [("cpu", 0, True), ("cpu", 1e-7, False), ("cuda", 0.01, True), ("cuda", 0.03, False)])
 def test_an_fp8_gather_may_differ_on_gpus_by_their_atomics(device, off, holds):
     run = SimpleNamespace(summary={"steps": 3, "final_loss": 1.0})
-    names = {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "told": {}, "apart": off, "device": device, "bf16": run, "fp8": run,
+    names = {"counted": {}, "due": {}, "traced": {}, "ways": {}, "here": {}, "told": {}, "apart": off, "device": device, "bf16": run, "fp8": run, "runs": {"bf16": run},
              "resumed": run, "steps": 3, "blamed": "rank 1 of 2 died", "processes": 2, "reached": 1, "begun_at": 1, "ranks": 2, "off": {1: off},
              "tiny": SimpleNamespace(checkpoint_every=1), "data_parallel": None}
     with nullcontext() if holds else pytest.raises(AssertionError, match="differ by"):

@@ -7,28 +7,41 @@ one such chain: a tensor cast to FP8 in both layouts, as its products need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons.cuda_on_cpu import for_cpu
 from lessons.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.draws import FP8, LARGEST, normal
 from lessons.judge import Exercise, adding_to
 from lessons.launches import Launch, blank
+from lessons.number_formats import encode, round_to
 from lessons.puzzles import Puzzle
 from lessons.roofs import attainable_flops, ridge
 from lessons.style import COLOURS
+from lpkit import hardware
+from lpkit.kernels import cast, cuda_norm, norm
+from lpkit.kernels.defects import defects
+from lpkit.kernels.kernel import difference
 from lpkit.predict.units import quantity
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.formats import FORMATS
+from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.timing import interleaved_seconds
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from lessons.kernel_parts import e4m3
+
+# what the notebook takes from here of others
+__all__ = ["CATALOGUE", "FORMATS", "cast", "cuda_norm", "defects", "difference", "encode",
+           "for_cpu", "hardware", "norm", "quantity", "round_to"]
 
 
 # ---- The study
@@ -60,6 +73,15 @@ def cast_both_layouts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes, codes.T.contiguous(), amax
 
 
+def copy_and_cast_seconds(x: Tensor, rounds: int) -> tuple[float, float]:
+    """Median seconds of a copy of x and of its cast to both layouts, which take turns."""
+    wait = torch.cuda.synchronize if x.is_cuda else int
+    target = torch.empty_like(x)
+    turns = (lambda: (target.copy_(x), wait()), lambda: (cast_both_layouts(x), wait()))
+    copied, took = map(median, interleaved_seconds(turns, rounds=rounds))
+    return copied, took
+
+
 # ---- Figures
 
 UNITS = {"fp32": "CUDA cores, fp32", "bf16": "tensor cores, bf16"}      # what calculates
@@ -75,6 +97,19 @@ def moved_figure(moved: Mapping[str, tuple[float, float]], *, title: str = "") -
               text=[f"{total:.3g}" for total in sums])],
         title, height=130 + 46 * len(moved), barmode="stack",
         xaxis=axis("bytes for each element", range=[0, 1.15 * max(sums)]), yaxis=NAMES)
+
+
+def reads_figure(reads: Sequence[Sequence[tuple[int, bool]]]) -> dict:
+    """The plotly spec: what each program reads, (element, whether its mask lets it); hollow marks
+    are masked."""
+    programs = [scatter([element for element, _ in one], [at] * len(one), f"program {at}",
+                        COLOURS[at], mode="markers",
+                        marker={"size": 20, "symbol": ["square" if read else "square-open"
+                                                       for _, read in one]})
+                for at, one in enumerate(reads)]
+    return figure(programs, "What each program reads of x; hollow: beyond the end, so the mask "
+                  "leaves it out", height=260, xaxis=axis("element", dtick=1),
+                  yaxis=axis("program", dtick=1, autorange="reversed", zeroline=False))
 
 
 def bounds_figure(machine: Machine, kernels: Mapping[str, tuple[float, float, str]], *,

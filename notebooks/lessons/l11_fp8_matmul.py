@@ -18,9 +18,10 @@ What is emulated is the description above and not the circuit, whose details nob
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import isqrt
 from random import Random
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,13 +51,23 @@ from lessons.launches import Launch, blank
 from lessons.puzzles import Puzzle
 from lessons.style import COLOURS
 from lpkit.errors import ConfigError
+from lpkit.hardware import synchronised
+from lpkit.kernels.defects import defects
+from lpkit.precision import scaled
+from lpkit.precision.backends import BACKENDS
+from lpkit.predict.compare import Row
 from lpkit.tables import FAINT
-from lpkit.techniques.recipes import Recipe
+from lpkit.techniques.recipes import PRODUCTS, RECIPES, SIDE_WORDS, SIDES, Recipe
+from lpkit.timing import interleaved_seconds
 
 if TYPE_CHECKING:
     import triton.language as tl
 
     from lessons.kernel_parts import e2m1, e4m3, e4m3_value
+
+# what the notebook takes from here of others
+__all__ = ["BACKENDS", "PRODUCTS", "RECIPES", "SIDES", "SIDE_WORDS", "defects",
+           "interleaved_seconds", "median", "scaled", "synchronised"]
 
 
 # ---- The study
@@ -174,6 +185,32 @@ def sums_figure(recipes: Mapping[str, Recipe], *, products: int = 512, title: st
                   xaxis=axis("products of one sum; behind it, how often scales are multiplied in",
                              range=[0, 1.2 * products], tickvals=range(0, products + 1, 128)),
                   yaxis={**NAMES, "categoryarray": list(recipes)}, margin={"t": 92})
+
+
+def sum_rows(formula: Mapping[tuple, float], found: Mapping[tuple, float], lengths: Iterable[int],
+             names: Mapping[int | None, str]) -> dict[tuple, Row]:
+    """How far off sums of these lengths are, in percent: by (sign, length, products to a
+    promotion), with the `names` of the last. A sum that ends before its promotion has no row."""
+    signs = dict.fromkeys(sign for sign, *_ in formula)
+    keys = [(sign, length, every) for sign in signs for length in lengths for every in names
+            if every is None or length > every]
+    return {key: Row(name=f"{key[1]:,} {key[0]}: {names[key[2]]}", unit="percent",
+                     where="emulated", formula=100 * formula[key], measured=100 * found[key])
+            for key in keys}
+
+
+def lost_sums(formula: Mapping[tuple, float], found: Mapping[tuple, float],
+              casts: Mapping[tuple, float], names: Mapping[int | None, str]) -> dict[str, dict]:
+    """The panels of `lost_sums_figure`: one for each sign, a curve for each of `names`."""
+    panels: dict[str, dict] = {}
+    for (sign, length), cast in casts.items():
+        curves = panels.setdefault(
+            sign, {name: ({}, {}) for name in (*names.values(), "the casts alone")})
+        for every, name in names.items():
+            for curve, errors in zip(curves[name], (formula, found)):
+                curve[length] = errors[sign, length, every]
+        curves["the casts alone"][1][length] = cast
+    return panels
 
 
 def lost_sums_figure(panels: Mapping[str, Mapping[str, tuple[Mapping, Mapping]]], *,

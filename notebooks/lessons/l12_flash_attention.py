@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -26,25 +27,41 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons import activations
 from lessons.colours import ANSWER_COLOURS, WARNING
+from lessons.decoding import Step as Decoded
+from lessons.decoding import decoding
 from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.saved import kept
 from lessons.style import COLOURS
-from lpkit.config import ModelConfig
+from lessons.terms import Lettered, letter
+from lpkit import hardware
+from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Attend
 from lpkit.hardware import synchronised
+from lpkit.kernels import tiled_attention
 from lpkit.kernels.tiled_attention import attend, tiles
 from lpkit.measure.attention import tried
 from lpkit.measure.probes import Check, Probe, probe
 from lpkit.measure.tracking import Tracker
+from lpkit.nn.attention import backend
 from lpkit.nn.kv_cache import Cache, new_cache
-from lpkit.tables import FAINT, INK
+from lpkit.predict.compare import disturbance
+from lpkit.predict.units import quantity
+from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
+from lpkit.techniques.machines import Machine
 from lpkit.techniques.operation import FP32, MicroBatch
-from lpkit.training.training import Training
+from lpkit.timing import interleaved_seconds
+from lpkit.training.training import RandomTokens, Training
+
+# what the notebook takes from here of others
+__all__ = ["ATTENTION", "Config", "RandomTokens", "Training", "backend", "decoding", "disturbance",
+           "hardware", "interleaved_seconds", "median", "quantity", "synchronised",
+           "tiled_attention"]
 
 # ---- The study
 
@@ -95,6 +112,12 @@ def formula(name: str, model: ModelConfig, *, batch: int = 1, kind: str = "cpu")
 
 
 UNSEEN = ("flex",)      # PyTorch shows no operation of it: what it holds cannot be told apart
+
+
+def kept_in_letters(name: str, model: ModelConfig, *, kind: str = "cpu") -> str:
+    """Bytes that a backend keeps for the backward of one sequence, as a term in letters."""
+    kept_bytes = activations.kept(Lettered(model), batch=letter("B", 1), attention=name, kind=kind)
+    return str(kept_bytes.operations["attention"])
 
 
 def measured(name: str, model: ModelConfig, *, batch: int = 1, device: str = "cpu") -> Held:
@@ -380,6 +403,26 @@ def _words(T: int, rows: Sequence[int], now: Any) -> list[dict]:
             note(f"the answer of query {rows[-1]}", 0.58, 0.225, **small),
             note("the future: never visited", 0.97 * T, 0.06 * T, "right middle",
                  font={"size": 12, "color": FAINT})]
+
+
+# ---- Tables
+
+def peaks_table(rows: Sequence[tuple], before: int, last: int, *, caption: str) -> str:
+    """HTML: by backend, bytes kept in letters, peaks of two contexts, and their ratio."""
+    return html_table(("", "kept for backward, in bytes", f"at the most, {before:,} tokens",
+                       f"{last:,} tokens", "doubled"), rows, caption=caption)
+
+
+def caches_table(said: Mapping[str, Mapping[int, Decoded]], early: int, late: int,
+                 machine: Machine) -> str:
+    """HTML: by cache, bytes and seconds of a token at two places, and the ratio of the seconds."""
+    rows = [(name, *(quantity(by[t].cache_bytes, "bytes") for t in (early, late)),
+             *(quantity(by[t].seconds, "s") for t in (early, late)),
+             f"{by[late].seconds / by[early].seconds:.2f} times") for name, by in said.items()]
+    return html_table(
+        ("cache", f"bytes, at {early}", f"at {late:,}", f"a token, at {early}", f"at {late:,}", ""),
+        rows, caption=f"By formula, with {quantity(machine.bytes_per_second, 'bytes')}/s as "
+        f"measured here and weights of {quantity(said['full'][late].weight_bytes, 'bytes')}")
 
 
 # ---- Exercises

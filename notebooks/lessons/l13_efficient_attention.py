@@ -30,13 +30,18 @@ from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.saved import saved_bytes
-from lessons.tasks import Task
+from lessons.tasks import Copy, Recall, Task
+from lessons.waiting import progress
+from lpkit import hardware
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
 from lpkit.errors import ConfigError
 from lpkit.machine_facts import cores
+from lpkit.nn import attention
+from lpkit.presets import preset
 from lpkit.tables import FAINT
 from lpkit.techniques.attention import KINDS as ALL
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.data import POLICIES
@@ -44,6 +49,9 @@ from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.timing import Watch, interleaved_seconds
 from lpkit.training.training import RandomTokens, Training
+
+# what the notebook takes from here of others
+__all__ = ["Copy", "Recall", "Rule", "attention", "hardware", "preset", "progress"]
 
 # ---- The study
 

@@ -32,26 +32,36 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lessons.drawing import SECONDS, axis, bars, figure
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
-from lessons.messages import ROUNDS, messages
+from lessons.messages import ROUNDS, each_sends, messages
 from lessons.messages import sent_bytes as bytes_sent
 from lessons.on_ranks import WORLD, OnRanks
+from lessons.rank_exercises import by_hand
 from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
+from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.messages import DATA
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench
+from lpkit.parallel import replicas
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, Waits
-from lpkit.predict.ledger import memory
-from lpkit.predict.messages import Message
+from lpkit.predict.ledger import memory, model_states
+from lpkit.predict.messages import ALL_REDUCE, Message
+from lpkit.predict.params import parameter_count
 from lpkit.predict.units import quantity
+from lpkit.presets import PRESETS
 from lpkit.techniques import outside
 from lpkit.techniques.blocks import FP32
-from lpkit.techniques.layouts import STAGES, Layout
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.layouts import REDUCTIONS, STAGES, Layout
+from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.training.training import Training
+
+# what the notebook takes from here of others
+__all__ = ["ALL_REDUCE", "CATALOGUE", "PRESETS", "REDUCTIONS", "by_hand", "dist", "each_sends",
+           "hardware", "model_states", "parameter_count", "quantity", "replace", "replicas",
+           "stacked_figure"]
 
 # ---- The study
 

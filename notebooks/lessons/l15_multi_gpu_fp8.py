@@ -1,25 +1,67 @@
 """Lesson 15, multi GPU FP8: its study, its figures and its exercises."""
 
 import math
+import os
+import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.l14_data_parallel_and_zero import rows_of_rank
-from lessons.messages import messages, sent_bytes
+from lessons.messages import each_sends, messages, sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
+from lessons.published import runs, seconds
+from lessons.race import race_figure
+from lessons.rank_exercises import by_hand
 from lessons.step_bytes import SENT_COLOURS, stacked_figure
+from lpkit import hardware
 from lpkit.config import Config
+from lpkit.parallel import cast_gather
+from lpkit.parallel.processes import WarmParent
+from lpkit.precision.scaled import quantise
+from lpkit.predict.compare import Row
 from lpkit.predict.ledger import memory
+from lpkit.predict.messages import ALL_GATHER, Message
+from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import html_table
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.runs import RunFailedError
+
+# what the notebook takes from here of others
+__all__ = ["RECIPES", "Layout", "RunFailedError", "WarmParent", "by_hand", "cast_gather", "dist",
+           "hardware", "plan", "quantise", "race_figure", "replace"]
+
+# ---- The study
+
+def kill(run: Any, rank: int) -> None:
+    """Ends a rank of a launched run, as the system does where memory runs out."""
+    os.kill(run.ranks[rank]["pid"], signal.SIGKILL)
+
+
+def gather_bytes(nbytes: int, ranks: int) -> float:
+    """Bytes that a rank sends of an all-gather of so many in all."""
+    return each_sends(Message(ALL_GATHER, nbytes, ranks))
+
+
+def torchao_row() -> Row:
+    """Tokens a second of Llama 3 8B in FP8 over bf16's: by formula, and as torchao published."""
+    bf16, fp8 = runs("torchao")[:2]
+    return Row(name="Llama 3 8B, tokens/s, FP8 over bf16", unit="times",
+               where=f"{bf16.source.title}, {bf16.machine}",
+               formula=seconds(bf16) / seconds(fp8), measured=fp8.published / bf16.published)
+
+
 
 # ---- Figures
 

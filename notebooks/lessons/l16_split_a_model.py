@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,17 +28,24 @@ from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.messages import sent_bytes
 from lessons.on_ranks import WORLD, OnRanks
-from lessons.rank_exercises import meet_as
+from lessons.rank_exercises import by_hand, meet_as
 from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import plain, plain_partial
+from lpkit.parallel import context
 from lpkit.parallel.context import Ring, part
 from lpkit.parallel.processes import Place, Processes, WarmParent
 from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
+from lpkit.predict.units import quantity
+from lpkit.presets import preset
+
+# what the notebook takes from here of others
+__all__ = ["by_hand", "context", "preset", "quantity"]
 
 # ---- The study: what is cut, and its numbers
 
 T, H, G, E, F_, V = 64, 32, 4, 4, 192, 256     # of the block that is cut; D is H E
 D = H * E
+BLOCK = SimpleNamespace(D=D, G=G, E=E)          # what the formulas of bytes ask of a model
 ZIG_ZAG, IN_ORDER = "zig-zag", "in order"
 
 

@@ -35,14 +35,18 @@ from lessons.rehearsal import Nap, Sleeper
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.parallel.meeting import meet
-from lpkit.parallel.pipeline import order
+from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.processes import Place, Processes, WarmParent
+from lpkit.precision import deferred
 from lpkit.precision.deferred import deferring
 from lpkit.precision.linear import ScaledLinear
 from lpkit.predict.compare import disturbance
 from lpkit.tables import html_table
 from lpkit.techniques.pipelines import SCHEDULES, Order
 from lpkit.training.training import RandomTokens, Training
+
+# what the notebook takes from here of others
+__all__ = ["SCHEDULES", "Pipeline", "WarmParent", "clock", "deferred", "deferring"]
 
 # ---- The study: orders and their clock
 

@@ -22,6 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
 from lessons import published
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
@@ -39,6 +42,9 @@ from lpkit.predict.units import quantity
 from lpkit.tables import html_table
 from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.recipes import RECIPES
+
+# what the notebook takes from here of others
+__all__ = ["FakeTensorMode", "FlopCounterMode", "kept"]
 
 FP8 = tuple(name for name, row in RECIPES.items() if row.dtype == "fp8" and not row.history)
 STYLES = ("gpt2", "llama")
