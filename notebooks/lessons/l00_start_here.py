@@ -17,7 +17,7 @@ from lessons.your_progress import progress
 from lpkit import datasets, hardware
 from lpkit.commands.doctor import text
 from lpkit.config import Config
-from lpkit.datasets import TokenFiles
+from lpkit.datasets.prepared import TokenFiles
 from lpkit.measure import doctor
 from lpkit.training.loop import fit
 from lpkit.training.training import Training
