@@ -26,7 +26,7 @@ COPIED = {"execute": ["jupyter", "execute", "{copy}", "--output", "{out}/execute
 PLACES = {"root": ROOT, "notebooks": Path(NOTEBOOKS), "elsewhere": None}
 # papermill from everywhere, each front end from elsewhere, and three notebooks: these are the course's first drawings, a plan, and runs of one's own model
 MATRIX = [("papermill", "root", "03"), ("papermill", "notebooks", "03"), ("papermill", "elsewhere", "09"), ("papermill", "elsewhere", "25"),
-          ("execute", "elsewhere", "25"), ("nbconvert", "elsewhere", "03"), ("nbval", "elsewhere", "03"), ("lpkit", "elsewhere", "03")]
+          ("execute", "elsewhere", "03"), ("nbconvert", "elsewhere", "03"), ("nbval", "elsewhere", "03"), ("lpkit", "elsewhere", "03")]
 
 
 @pytest.mark.prove
