@@ -18,7 +18,9 @@ import torch
 import torch._dynamo  # looks at each function of torch once, as it is imported: before any is in the place of another
 
 import lpkit
+from lessons import l02_where_the_time_goes as roofs_of_a_step
 from lessons import l03_number_formats as linear_operands
+from lessons import l06_fp8_training as recipe_race
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
 from lessons import puzzles
@@ -32,8 +34,10 @@ from lpkit.measure import attention as attention_cells
 from lpkit.measure import trace
 from lpkit.nn.attention import backend
 from lpkit.parallel import processes
+from lpkit.predict.compare import disturbance
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.training.training import RandomTokens, Training
+from lpkit.techniques.recipes import RECIPES
+from lpkit.training.training import Training
 from tests.fake_gpus import H100, gpus
 from tests.test_graphs import graphed
 
@@ -204,11 +208,10 @@ def test_a_block_runs_again_as_it_ran(recipe):
     source, config = cells("08"), lpkit.preset("cpu-3m").replace({
         "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 2, "precision.recipe": recipe,
         "system.attention": "sdpa", "system.device": "cpu", "system.compile": False, "system.threads": 1})
-    names = {"torch": torch, "F": torch.nn.functional, "Training": Training, "RandomTokens": RandomTokens, "config": config,
-             "lesson": memory_techniques, "here": SimpleNamespace(kind="cpu")}
+    names = {"torch": torch, "config": config, "lesson": memory_techniques, "here": SimpleNamespace(kind="cpu")}
     for cell in ("buys-hand-0", "buys-hand-1"):
         exec(source[cell], names)       # asserts equal bits
-    assert names["again"][2] < names["plain"][2]
+    assert names["again_bytes"] < names["plain_bytes"]
 
 
 def claimed(stem: str, cell: str, **names: object) -> None:
@@ -250,6 +253,30 @@ def test_runs_that_were_stopped_before_their_first_step_decide_nothing(stopped):
         claimed("15", "full-40", **names, cannot_tell=leaves)
 
 
+@pytest.mark.parametrize(("base", "step", "others", "said"), [
+    ((1.0, 1.53), 1.4, 0.0, r"an emulated step takes 1.40 times bf16's, and two runs of bf16 differ by 53%"),    # noise is no evidence for it
+    ((1.53, 1.0), 0.7, 0.0, "two runs of bf16 differ by 53%"),      # and none against it
+    ((1.0, 1.03), 1.4, 0.0, None), ((1.0, 1.53), 2.0, 0.0, None), ((1.0, 1.03), 0.8, 0.0, "AssertionError: an emulated step takes 0.80"),
+    ((1.0, 1.03), 0.8, 0.5, "others took 50% of the cores"),        # nor is a busy machine
+    ((1.0, None), 3.0, 0.0, "'bf16 with another seed': 'never begun'"),
+])
+def test_noise_between_two_runs_of_bf16_decides_nothing_about_emulation(tmp_path, base, step, others, said):
+    """06 held its claim as true wherever the emulated step times that noise was above 1."""
+    def run(seconds, backend):
+        lines = [{"step": at, "loss": 1.0, "val_loss": 1.0, "step_seconds": seconds * (2 if at == 4 else 1)} for at in range(6)]
+        return SimpleNamespace(metrics=lines, path=tmp_path, summary={"status": "complete", "chosen": {"backend": {"used": backend}}})
+
+    named = {recipe_race.BASE: (base[0], "pytorch"), "fp8-tensorwise": (step, "emulated"), recipe_race.AGAIN: (base[1], "pytorch")}
+    runs = {name: run(*one) for name, one in named.items() if one[0]}
+    found = recipe_race.outcomes(runs)
+    names = {"lesson": recipe_race, "series": SimpleNamespace(configs=named), "runs": runs, "found": found, "RECIPES": RECIPES, "device": "cpu",
+             "hardware": SimpleNamespace(bf16_choice=lambda device: SimpleNamespace(used="bf16")), "disturbance": disturbance, "disturbed": others,
+             "gaps": {"fp8-tensorwise": {5: 0.0}}, "measured": {"fp8-tensorwise": 20.0}, "predicted": {"fp8-tensorwise": 20.5}}
+    refused = said and (AssertionError if said.startswith("Assert") else InterruptedError)
+    with pytest.raises(refused, match=said.removeprefix("AssertionError: ")) if said else nullcontext():
+        claimed("06", "fp8-20", **names, cannot_tell=leaves)
+
+
 def leaves(when: object, why: str) -> None:
     if when:
         raise InterruptedError(why)
@@ -259,4 +286,4 @@ def leaves(when: object, why: str) -> None:
 def test_a_step_of_small_kernels_may_take_a_gpu_eight_times_its_bound(kind, best, holds):
     found = SimpleNamespace(ratio_to_floor=[best, best + 1, best + 2], other_cpu_share=0.0, machine=SimpleNamespace(kind=kind))
     with nullcontext() if holds else pytest.raises(AssertionError, match="even the best step"):
-        claimed("02", "time-14", found=found, disturbance=lambda share: "")
+        claimed("02", "time-14", found=found, lesson=roofs_of_a_step)

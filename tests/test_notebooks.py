@@ -40,6 +40,8 @@ from tests.course import EXERCISES, PUZZLES
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))
 HEADINGS = ["Predict", "Run", "Reconcile", "By hand", "Exercise", "Further reading"]
 MAX_CELL_LINES, MAX_LINES_BY_HAND = 15, 25
+MAX_IMPORT_LINES, MAX_COLUMNS = 8, 100      # what a notebook's page on the web shows folded nowhere, and a cell's width
+NOT_YET = {"10", "11", "12", "13", "14", "15", "16", "17", "19", "20", "21", "22", "23", "24", "25", "99"}     # of the two rules above
 MAX_BYTES = 100_000
 # docs/notation.md: letters and terms, and what they mean
 GLOSSARY = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", (BOOKS[0].parents[1] / "docs" / "notation.md").read_text(), re.MULTILINE))
@@ -118,6 +120,14 @@ def test_parameters_are_checked_before_they_are_used(book):
     """papermill alone, and a person, set any name to anything."""
     used = [node for node in ast.parse(code_of(book)[1].source).body if not isinstance(node, (ast.Import, ast.ImportFrom))]
     assert ast.unparse(used[0]) == "begin()"
+
+
+@pytest.mark.parametrize("path", [path for path in BOOKS if path.stem[:2] not in NOT_YET], ids=lambda path: path.stem)
+def test_a_page_opens_with_few_imports_and_no_code_is_cut(path):
+    code = code_of(nbformat.read(path, as_version=4))
+    assert len(code[1].source.splitlines()) <= MAX_IMPORT_LINES, "let the lesson import it too, and write lesson.name"
+    wide = [(cell.id, line) for cell in code for line in cell.source.splitlines() if len(line) > MAX_COLUMNS]
+    assert not wide, "break it at its arguments, or name a part of it"
 
 
 def test_headings_in_order(book):
@@ -472,7 +482,7 @@ def test_seconds_know_what_others_took(book):
     for cell in code_of(book):
         for node in ast.walk(ast.parse(cell.source)):
             match node:
-                case ast.Call(func=ast.Name(id=name), keywords=given):
+                case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=given):
                     said = {one.arg: one.value for one in given}
                     seconds = name == "Row" and getattr(said.get("unit"), "value", "") in ("s", "seconds")
                     assert "others" in said or not (seconds or name in TIMED), ast.unparse(node)
@@ -534,7 +544,7 @@ def begun(number, *words, **parameters):
 def test_00_begins_without_a_red_line(capsys, monkeypatch, tmp_path):
     """What a kernel hears on standard error is red: also where the corpus is not prepared yet, which shows how far it is."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _, cells = begun("00", "taste =", "alone = ", "keep(", "datasets.prepare(", tier="smoke")
+    _, cells = begun("00", "taste =", "alone = ", "keep(", "prepared(config)", tier="smoke")
     out, err = capsys.readouterr()
     assert err == "" and "tokens of python-stdlib" in out and len(cells) == 7
 

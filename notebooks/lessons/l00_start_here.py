@@ -1,13 +1,38 @@
 """Lesson 00, start here: its study, its figures and its exercises."""
 
 import math
+import sys
+from contextlib import redirect_stderr
 from random import Random
 
 import torch
 from torch import Tensor
 
+from lessons.certificate import certificate
 from lessons.draws import normal
+from lessons.index import exercises
 from lessons.judge import Exercise, adding_to
+from lessons.live import LiveRun, training_figure
+from lessons.your_progress import progress
+from lpkit import datasets, hardware
+from lpkit.commands.doctor import text
+from lpkit.config import Config
+from lpkit.datasets.prepared import TokenFiles
+from lpkit.measure import doctor
+from lpkit.training.loop import fit
+from lpkit.training.training import Training
+
+# notebook 00 imports these from here
+__all__ = ["LiveRun", "Training", "certificate", "doctor", "exercises", "fit", "hardware",
+           "progress", "text", "training_figure"]
+
+
+def prepared(config: Config) -> TokenFiles:
+    """Returns the token files of this run. `prepare` reports its progress on standard error, which
+    a notebook shows in red; here the report goes to standard output."""
+    with redirect_stderr(sys.stdout):
+        return datasets.prepare(config.data, vocab=config.model.vocab)
+
 
 # ---- Exercises
 

@@ -7,15 +7,30 @@ from random import Random
 import torch
 from torch import Tensor
 
+from lessons import saved
+from lessons.activations import kept
+from lessons.comparison import comparison_figure
+from lessons.explorer import Explorer
 from lessons.judge import Exercise, adding_to
-from lessons.step_bytes import limit_of, stacked_figure
+from lessons.opened import opened_memory
+from lessons.step_bytes import limit_of, stacked_figure, timeline_figure
 from lessons.terms import kept_terms, terms_table
+from lpkit import hardware
 from lpkit.config import Config, ModelConfig
 from lpkit.predict.ledger import MOMENTS, Memory, memory
+from lpkit.predict.params import parameters
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.units import quantity
+from lpkit.presets import PRESETS, preset
 from lpkit.tables import html_table
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.machines import CATALOGUE, Machine
+from lpkit.techniques.memory import RECOMPUTE
+from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.training.training import RandomTokens, Training
+
+# notebook 01 imports these from here
+__all__ = ["RandomTokens", "Training", "comparison_figure", "hardware", "kept", "opened_memory",
+           "parameters", "saved", "timeline_figure"]
 
 # ---- Figures
 
@@ -41,6 +56,18 @@ def memory_view(model: Config, machine: Machine, sequences: int, devices: int, p
     heads = ("held at the peak", "per device", "share")
     return memory_figure(held, title=title), html_table(
         heads, [*rows, ("sum", peak, "100%")], caption=f"{moment}: {MOMENTS[moment]}")
+
+
+def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -> Explorer:
+    """`memory_view` over the presets and the catalogue. It starts at what is given."""
+    return Explorer(
+        memory_view, model={name: preset(name) for name in PRESETS}, machine=dict(CATALOGUE),
+        sequences=[1, 2, 4, 8, 16, 32, 64], devices=[1, 2, 4, 8, 16, 64, 256, 1024, 4096],
+        precision=list(PRECISIONS), optimizer=list(OPTIMIZERS), zero_stage=[0, 1, 2, 3],
+        recompute=list(RECOMPUTE),
+        labels={"zero_stage": "ZeRO stage", "optimizer": "optimizer state"},
+        start={"model": preset(model), "machine": CATALOGUE[machine], "devices": devices,
+               "precision": precision})
 
 
 KEPT = {    # a row of PRECISIONS, and the kind of machine

@@ -8,24 +8,33 @@ from random import Random
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from lessons import roofs
 from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
 from lessons.judge import Exercise, adding_to
-from lessons.roofs import attainable_flops, gradients_of, intensity_of
+from lessons.opened import opened_time
+from lessons.roofs import attainable_flops, gradients_of, intensity_of, ridge
 from lessons.style import COLOURS
 from lessons.timing import PHASES, by_phase
+from lessons.waiting import progress
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.updates import Bench, take_turns
-from lpkit.predict.flops import Product, products
+from lpkit.predict.compare import disturbance
+from lpkit.predict.flops import Product, products, training_flops, training_flops_per_token
+from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import FLOOR
 from lpkit.predict.time import StepTime, step_time
 from lpkit.predict.units import quantity
 from lpkit.techniques.machines import Machine
 from lpkit.timing import Watch
+
+# notebook 02 imports these from here
+__all__ = ["PRECISIONS", "FlopCounterMode", "disturbance", "opened_time", "progress", "ridge",
+           "training_flops", "training_flops_per_token"]
 
 # ---- The study
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
 from lessons.drawing import NAMES, axis, box, columns, figure, note, scatter
 from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
 from lessons.judge import Exercise, adding_to
-from lessons.number_formats import encode, round_to, spacing, values
+from lessons.number_formats import decode, encode, round_to, spacing, values
 from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
@@ -41,6 +42,9 @@ from lpkit.measure.telemetry import decibel, observed
 from lpkit.tables import FAINT, INK, html_table
 from lpkit.techniques.formats import FORMATS, Format
 from lpkit.training.training import Training
+
+# notebook 03 imports these from here
+__all__ = ["decode", "fmean"]
 
 # ---- The study
 

@@ -33,10 +33,14 @@ from lessons.judge import Exercise, adding_to
 from lessons.l03_number_formats import sqnr_db
 from lessons.style import COLOURS
 from lpkit.kernels.scales import MAKE_SCALES
-from lpkit.precision.scaled import quantise
+from lpkit.precision.scaled import product, quantise
 from lpkit.tables import INK
 from lpkit.techniques.formats import Format, format_of
 from lpkit.techniques.recipes import RECIPES, SCALES, Cast
+from lpkit.training.training import Training
+
+# notebook 04 imports these from here
+__all__ = ["Training", "product"]
 
 # ---- The study
 

@@ -32,7 +32,11 @@ from lessons.style import COLOURS
 from lpkit.errors import pick
 from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS
+from lpkit.training.steps import LossScaler
 from lpkit.training.training import Training
+
+# notebook 05 imports it from here
+__all__ = ["LossScaler"]
 
 # ---- The study
 

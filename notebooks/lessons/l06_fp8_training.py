@@ -38,6 +38,7 @@ from lessons.judge import Exercise, adding_to
 from lessons.l04_scaling_recipes import expected_db
 from lessons.live import LiveRun
 from lessons.race import race_figure
+from lessons.rivals import rivals
 from lessons.style import COLOURS
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
@@ -45,7 +46,9 @@ from lpkit.measure import telemetry
 from lpkit.measure.advice import Advice
 from lpkit.measure.telemetry import Sample
 from lpkit.precision import backends
+from lpkit.precision.linear import ScaledMatmul
 from lpkit.predict.casts import on_hardware
+from lpkit.predict.compare import TIED, disturbance
 from lpkit.predict.evidence import MEASURED, whole
 from lpkit.predict.recipes import scale_bytes
 from lpkit.tables import FAINT, INK, html_table
@@ -57,7 +60,11 @@ from lpkit.techniques.recipes import (
     Cast,
     Recipe,
 )
+from lpkit.training.build import decide
 from lpkit.training.runs import Run
+
+# notebook 06 imports these from here
+__all__ = ["TIED", "ScaledMatmul", "decide", "disturbance", "rivals"]
 
 # ---- The study
 
@@ -164,6 +171,30 @@ def outcomes(runs: Mapping[str, Run]) -> dict[str, Outcome]:
             noise_db=measured_db(seen.get(name, ())),
             backend=runs[name].summary["chosen"]["backend"]["used"])
     return found
+
+
+def unfinished(runs: Mapping[str, Run], configs: Iterable[str]) -> dict[str, str]:
+    """Returns the status of each run that is not complete, by name."""
+    statuses = {name: runs[name].summary["status"] if name in runs else "never begun"
+                for name in configs}
+    return {name: status for name, status in statuses.items() if status != "complete"}
+
+
+def emulated(found: Mapping[str, Outcome]) -> tuple[float | None, float]:
+    """Returns the median step of the emulated recipes, and the step of the slower of the two runs
+    of BASE, both over the step of the quicker one. The first is None where nothing is emulated. The
+    second is the noise of a step: infinite where one of the two runs is missing."""
+    times = sorted(one.step_times for name, one in found.items() if name not in (BASE, AGAIN)
+                   and one.backend == "emulated" and one.step_times is not None)
+    base = [found[name].step_times if name in found else None for name in (BASE, AGAIN)]
+    spread = max(base) if None not in base else math.inf
+    return (times[len(times) // 2] if times else None), spread
+
+
+def in_noise(step: float, spread: float) -> str:
+    """Returns why a step of `step` times BASE's cannot be told from BASE's."""
+    return (f"an emulated step takes {step:.2f} times {BASE}'s, and two runs of {BASE} differ by "
+            f"{spread - 1:.0%}")
 
 
 def band(found: Mapping[str, Outcome]) -> float | None:

@@ -65,12 +65,16 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel
 from lpkit.measure.telemetry import Sample, Telemetry
+from lpkit.precision import backends
 from lpkit.precision.linear import ROLES, ScaledLinear, scaled_linears
 from lpkit.precision.scaled import TRANSFORMS, Scaled, spread
 from lpkit.predict.compare import TIED
 from lpkit.tables import FAINT
-from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast
+from lpkit.techniques.recipes import PRODUCTS, RECIPES, Cast, resolve
 from lpkit.training.training import Training
+
+# notebook 07 imports these from here
+__all__ = ["backends", "resolve"]
 
 # ---- The study
 

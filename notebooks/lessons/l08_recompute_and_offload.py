@@ -23,23 +23,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lessons.activations import kept
 from lessons.colours import ANSWER_COLOURS
 from lessons.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
+from lessons.rivals import rivals
 from lessons.step_bytes import Points, timeline_figure, total_bytes
 from lessons.style import COLOURS
-from lpkit import measure
+from lessons.waiting import progress
+from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick
 from lpkit.measure.tracking import Footprint
+from lpkit.memory import recompute
+from lpkit.predict.compare import TIED
 from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.time import step_time
-from lpkit.predict.units import quantity
+from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT
-from lpkit.techniques.machines import Machine
+from lpkit.techniques.machines import CATALOGUE, Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.timing import Watch, interleaved_seconds
+from lpkit.training.training import RandomTokens, Training
+
+# notebook 08 imports these from here
+__all__ = ["CATALOGUE", "TIED", "RandomTokens", "Training", "duration", "hardware", "kept",
+           "progress", "recompute", "rivals"]
 
 # ---- The study
 

@@ -18,16 +18,28 @@ from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
 from lessons.published import Run, optimism
 from lessons.step_bytes import ROW_COLOURS, limit_of
 from lessons.style import COLOURS
-from lpkit.config import Config
+from lessons.terms import moved_terms, terms_table
+from lessons.timing import in_turns
+from lessons.waiting import progress
+from lpkit import hardware
+from lpkit.commands import machine as find_machine
+from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.predict.compare import Row, percent
+from lpkit.predict.compare import Row, disturbance, percent
+from lpkit.predict.evidence import STACKS, efficiency
+from lpkit.predict.links import Link
 from lpkit.predict.params import parameter_count
 from lpkit.predict.plan import USABLE_MEMORY_SHARE, Option, Plan, plan
 from lpkit.predict.scaling import DEFAULT, FLOPS_PER_PARAMETER_AND_TOKEN, LAWS
-from lpkit.predict.time import StepTime, bill, step_time
+from lpkit.predict.time import StepTime, bill, calibrate, step_time
 from lpkit.predict.units import between, duration, quantity
+from lpkit.presets import PRESETS
 from lpkit.tables import FAINT, INK, html_table
-from lpkit.techniques.machines import Machine, find
+from lpkit.techniques.machines import CATALOGUE, Machine, find
+
+# notebook 09 imports these from here
+__all__ = ["CATALOGUE", "PRESETS", "STACKS", "Link", "calibrate", "disturbance", "efficiency",
+           "find_machine", "hardware", "in_turns", "progress"]
 
 # ---- The study
 
@@ -92,6 +104,13 @@ def grid(configs: Mapping[str, Config], machines: Iterable[str | Machine], devic
                 words = f"{name}, {quantity(many, 'tokens')}, {count:,} {machine.name}"
                 made.append(Candidate(name=words, config=best.config, machine=machine, tokens=many))
     return tuple(made)
+
+
+CANDIDATES = {      # by tier: presets, machines and numbers of devices for `grid`
+    "smoke": (["gpt2-1.5b", "llama-8b"], ["a100-80", "h200"], [8, 64]),
+    "cpu": (["gpt2-350m", "gpt2-1.5b", "llama-1b", "llama-8b", "llama-70b"],
+            ["a100-80", "h100", "h200", "b200"], [8, 64, 512]),
+}
 
 
 def triangle(candidates: Iterable[Candidate], *,
@@ -383,6 +402,17 @@ def _facts(point: Point) -> str:
     return "<br>".join([point.name, *values, point.facts.get("range", ""),
                         point.facts.get("layout", ""),
                         point.facts.get("note", point.where)])
+
+
+def moved_table(models: Mapping[str, ModelConfig], *, batch: int) -> str:
+    """Returns two tables of the bytes that a forward pass of `batch` sequences moves, in letters: in
+    a block and outside of the blocks. 16-bit products and float32 residuals on a GPU, with SDPA."""
+    how = {"kind": "gpu", "attention": "sdpa", "compute_bytes": 2, "residual_bytes": 4}
+    moved = {name: moved_terms(model, batch, **how) for name, model in models.items()}
+    return (terms_table({name: inside for name, (inside, _) in moved.items()},
+                        rows="bytes moved forward, in a block")
+            + terms_table({name: outside for name, (_, outside) in moved.items()},
+                          rows="outside the blocks"))
 
 
 def frontier_view(points: Sequence[Point]) -> tuple[View, dict[str, list]]:
