@@ -19,7 +19,7 @@ import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
-from lessons import goals
+from lessons import drawing, goals
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l17_pipelines as pipelines
@@ -454,6 +454,17 @@ def test_what_is_said_of_batches_is_in_the_record():
     assert record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1) and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1)
     assert batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005) and "power of 0.42" in said
     assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
+
+
+def test_ticks_between_powers_of_ten_are_whole_numbers():
+    """plotly writes those of "D1" and "D2" as 2 and 5, unless they have a format."""
+    record = batches.Record.read()
+    moved = {how: {width: {"mlp": 1.0} for width in widths.WIDTHS} for how in widths.PARAMETRISATIONS}
+    for spec in (batches.steps_figure(record, "adamw"), widths.check_figure(moved)):
+        assert (spec["layout"]["yaxis"]["dtick"], spec["layout"]["yaxis"]["tickformat"]) == ("D2", ",~r")
+    assert drawing.axis("bytes", type="log", dtick="D1", exponentformat="SI")["tickformat"] == "~s"
+    assert drawing.axis("gap", type="log", dtick="D2", tickformat=".0%")["tickformat"] == ".0%"
+    assert "tickformat" not in drawing.axis("x", type="log", dtick=1) and "tickformat" not in drawing.axis("x")
 
 
 def said_in(number):

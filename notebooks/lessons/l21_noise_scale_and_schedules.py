@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from lessons.drawing import axis, figure, note, scatter
+from lessons.index import Moved
 from lessons.judge import adding_to
 from lessons.style import COLOURS
 from lpkit.config import Config
@@ -473,7 +474,7 @@ def rate_exponent(record: Record, optimizer: str) -> float:
 
 # ---- Exercises
 
-EXERCISES: dict = {}
+EXERCISES: dict = Moved()
 exercise = adding_to(EXERCISES)
 
 
