@@ -263,6 +263,8 @@ SAME = (
     ("19.sign_flip", ("product((1, -1)",), "in another order"),
     ("26.step", ("gram @ (2.0315 * gram)",), "a number goes through a product"),
     ("27.mup_rate", ("('head', 'hidden')",), "in another order"),
+    ("28.coin", ("range(more, n + 2)",), "no count is above n"),
+    ("27.power", ("(mean - a) ** 2",), "a square has no sign"),
     ("23.area", ("range(0, layers + 1)",), "the layer before the first would never be left out"),
     ("24.pissa", ("linalg.svd(w)$",), "of vectors that are orthogonal to W the product takes none"),
     ("24.c_attn", ("transpose(1, 0)",), "two axes change places either way"),

@@ -606,7 +606,7 @@ OTHERS = {
     "26.overhead": [by_counted_products],
     "27.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
     "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)), list(map(math.log, changes))).slope],
-    "28.trials": [lambda q, p: math.ceil(math.log(1 - p) / math.log(1 - q)), lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
+    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p), lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
     "28.coin": [by_walking, lambda ahead, behind: sum(
         math.comb(ahead + behind, k) for k in range(ahead + behind + 1) if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],

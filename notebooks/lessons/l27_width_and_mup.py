@@ -214,7 +214,6 @@ def _points(r: Random) -> tuple[list[float], list[float]]:
                         slope(changes, widths))})
 def power(widths: list[float], changes: list[float]) -> float:
     x = [math.log(width) for width in widths]
-    y = [math.log(change) for change in changes]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    return (sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y))
-            / sum((a - mean_x) ** 2 for a in x))
+    mean = sum(x) / len(x)      # of x alone: a constant that is added to all y cancels
+    above = sum((a - mean) * math.log(change) for a, change in zip(x, changes))
+    return above / sum((a - mean) ** 2 for a in x)

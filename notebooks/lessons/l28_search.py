@@ -200,10 +200,7 @@ def _chances(r: Random) -> tuple[float, float]:
                     "1 - p is the probability that all miss": lambda q, p: math.ceil(
                         math.log(p) / math.log(1 - q))})
 def trials_needed(q: float, p: float) -> int:
-    n = 1
-    while 1 - (1 - q) ** n < p:
-        n += 1
-    return n
+    return math.ceil(math.log(1 - p) / math.log(1 - q))
 
 
 @exercise("28.coin", (1, 0), (1, 1), (11, 5), (0, 6), minutes=5, stars=2,
