@@ -306,7 +306,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     (["warm", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"), (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
     (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
     (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"), (["lab", "--reset", "42"], "choose one of 00, 01"),
-    (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, 08, 09, 10, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23, 24, 25, 99"),
+    (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, 08, 09, 10, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 99"),
     (["notebook", "00", "sede=1"], "did you mean 'seed'"), (["data", "prepare", "nowhere"], "nowhere"),
 ])
 def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):

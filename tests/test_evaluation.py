@@ -125,7 +125,7 @@ def test_a_rank_without_tokens_changes_nothing(source, parent):
 
 @pytest.mark.parametrize("policy", ["copy", "recall"])
 def test_a_ramp_of_lengths_that_asks_nothing_at_first_is_no_nan(policy):
-    config = SMALL.replace({"imports": ["lessons.l21_batch_schedule_search", "lessons.tasks"], "sizes": "length-ramp",
+    config = SMALL.replace({"imports": ["lessons.l21_noise_scale_and_schedules", "lessons.tasks"], "sizes": "length-ramp",
                             "data.policy": policy, "model.context": 64, "steps": 20})
     settings = {key: value for key, value in vars(config.data.policy).items() if key != "name"}
     task = POLICIES[policy].load()(batch=8, context=64, **settings)

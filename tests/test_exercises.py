@@ -5,7 +5,9 @@ import itertools
 import math
 import struct
 from collections import deque
+from fractions import Fraction
 from pathlib import Path
+from statistics import linear_regression
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -273,6 +275,35 @@ def by_the_kits_adafactor(rows, columns, g, share):
     length = step.square().mean().sqrt().clamp(min=1)
     torch.testing.assert_close(w, -step / length * 2**-0.5)
     return rows, columns, v
+
+
+def by_the_kits_muon(w, g, m, lr, decay):
+    settings = SimpleNamespace(lr=lr, weight_decay=decay, momentum=0.95, name="muon")
+    w, g, m = w.double().clone(), g.double().clone(), m.double().clone()
+    muon.muon(w, g, [m], settings, 1, Parameter("w", tuple(w.shape)))
+    return w, m
+
+
+def by_singular_values(w, g, m, lr, decay):
+    w, g, m = w.double(), g.double(), m.double()
+    m = m.lerp(g, 0.05)
+    u, s, v = torch.linalg.svd(g.lerp(m, 0.95), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = s * (3.4445 + s**2 * (-4.7750 + 2.0315 * s**2))
+    return (1 - lr * decay) * w - lr * math.sqrt(max(w.shape[0] / w.shape[1], 1)) * (u * s) @ v, m
+
+
+def by_polyfit(widths, changes):
+    return float(np.polyfit(np.log2(widths), np.log2(changes), 1)[0])
+
+
+def by_walking(ahead, behind):
+    """One pair after another: a coin moves the lead up or down."""
+    leads = {0: Fraction(1)}
+    for _ in range(ahead + behind):
+        leads = {lead: (leads.get(lead - 1, 0) + leads.get(lead + 1, 0)) / 2 for lead in {one + step for one in leads for step in (-1, 1)}}
+    return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
 def by_the_kits_lora(w, A, B, alpha):
@@ -548,13 +579,10 @@ OTHERS = {
     "19.sign_flip": [by_convolution],
     "20.adamw": [lambda w, g, m, v, update, lr, decay: by_the_kit("adamw", w, g, (m, v), lr, decay, update)],
     "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
-    "20.orthogonalised": [lambda m: muon.orthogonalised(m.double().clone())],
     "20.factored": [by_the_kits_adafactor],
-    "20.overhead": [by_counted_products],
     "21.noise_scale": [lambda small, large, b, B: b * B * (small - large) / (B * large - b * small)],
     "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
     "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5, *(beta * k + 1 - k for beta in (beta1, beta2)))],
-    "21.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
     "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])], dim=-2)],
     "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
     "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]), 0.0).view_as(w)],
@@ -574,6 +602,13 @@ OTHERS = {
     "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items() if side // block * block < side]],
     "25.input_db": [by_the_kits_int8],
     "25.speedup": [lambda products, rest, casts, times: 1 / (products / (products + rest) / times + (rest + casts) / (products + rest))],
+    "26.step": [by_the_kits_muon, by_singular_values],
+    "26.overhead": [by_counted_products],
+    "27.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
+    "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)), list(map(math.log, changes))).slope],
+    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p), lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
+    "28.coin": [by_walking, lambda ahead, behind: sum(
+        math.comb(ahead + behind, k) for k in range(ahead + behind + 1) if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
     "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],

@@ -13,9 +13,10 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
-from lessons import learner
+from lessons import l20_optimizers, learner
 from lessons.explorer import Explorer
 from lessons.figure import PLOTLY_MIME, WIDGET_MIME, plain
+from lessons.index import RENAMED
 from lessons.judge import Exercise
 from lessons.learner import check
 from lessons.questions import TIED, Guess, Pick
@@ -250,6 +251,24 @@ def test_exercises_are_kept_unless_they_are_still_to_do(mine):
     check(exercise, math.log2)
     assert learner.read().exercises["00.uniform_loss"] == learner.Tried(right=False, attempts=3, first_right=kept.first_right)
     assert set(EXERCISES) == {exercise.name for exercise in EXERCISES.values()}
+
+
+def test_what_moved_to_another_notebook_keeps_its_attempts_and_guesses(mine):
+    """Notebooks 20 and 21 were divided; copies of them from before call exercises by the former names."""
+    update, exercises = learner.update, {"21.mup_rate": learner.Tried(right=True, attempts=2, first_right="2026-01-01"),
+                                         "20.orthogonalised": learner.Tried(right=False, attempts=1)}
+    guess = learner.Answered(name="21.saved", question="How much?", value=30.0, unit="%", date="2026-01-01")
+    assert update(lambda _: learner.Learner((guess,), exercises)) == ""
+    found = learner.read()
+    assert found.exercises == {"27.mup_rate": exercises["21.mup_rate"], "20.orthogonalised": exercises["20.orthogonalised"]}
+    assert found.guess("28.saved", "How much?").value == 30.0 and found.guess("21.saved", "How much?") is None
+    update(lambda one: one.with_attempt("27.mup_rate", False))
+    assert learner.read().exercises["27.mup_rate"] == learner.Tried(right=False, attempts=3, first_right="2026-01-01")
+    assert set(RENAMED.values()) - EXERCISES.keys() == {"26.muon", "28.saved"}, "two of them are guesses"
+    with pytest.raises(ConfigError, match=r"no exercise '20.overhead' any more; it is '26.overhead' now, in notebook 26"):
+        l20_optimizers.EXERCISES["20.overhead"]
+    with pytest.raises(ConfigError, match=r"no exercise '20.orthogonalised' any more; there are 20.adamw, 20.lion, 20.factored"):
+        l20_optimizers.EXERCISES["20.orthogonalised"]
 
 
 def test_several_kernels_write_at_once():

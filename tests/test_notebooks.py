@@ -19,14 +19,18 @@ import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
+from lessons import drawing, goals
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l17_pipelines as pipelines
 from lessons import l19_is_it_progress as chance
 from lessons import l20_optimizers as optimizers
-from lessons import l21_batch_schedule_search as batches
+from lessons import l21_noise_scale_and_schedules as batches
 from lessons import l23_less_of_the_model as less
 from lessons import l24_start_from_a_run as begun_from
+from lessons import l26_muon as muons
+from lessons import l27_width_and_mup as widths
+from lessons import l28_search as search
 from lessons.l03_number_formats import listed
 from lpkit.config import Config
 from lpkit.course import notebooks
@@ -332,7 +336,7 @@ def test_answers_about_optimizers_are_those_of_the_explorer():
         assert f"{tokens:,} it is {drawn('cpu-3m', tokens, 'muon', 1):.2f}%" in said
     assert drawn("cpu-3m", 90_000, "muon", 1) == pytest.approx(1, abs=0.01) and "from 90,000 tokens on" in said
     config = lpkit.preset("cpu-3m").replace({"optimizer": "muon"})
-    assert optimizers.published(config) == 0.3125 and optimizers.published(config) * 4096 / 128_000 == pytest.approx(0.01) and "`T m / B` says 128,000" in said
+    assert muons.published(config) == 0.3125
 
 
 def test_what_is_said_of_a_step_of_lora_is_the_formula():
@@ -422,8 +426,21 @@ def test_exercises_on_pipelines_are_the_kits():
 def test_newton_schulz_of_singular_values_is_muons():
     m, v = torch.randn(48, 20), torch.rand(48, 20)
     steps = muon.orthogonalised(m.double().clone())
-    torch.testing.assert_close(optimizers.newton_schulz(optimizers.spectra(m, v)["momentum"], muon.NEWTON_SCHULZ),
-                               optimizers.over_rms(torch.linalg.svdvals(steps)))
+    torch.testing.assert_close(muons.newton_schulz(muons.spectra(m, v)["momentum"], muon.NEWTON_SCHULZ),
+                               muons.over_rms(torch.linalg.svdvals(steps)))
+
+
+def test_singular_values_end_near_1_from_the_least_on():
+    """By the polynomial, on a fine grid in float64."""
+    values = torch.cat([torch.logspace(-6, 0, 200_001, dtype=torch.float64), torch.linspace(0, 1, 200_001, dtype=torch.float64)]).unique()
+    after = values
+    for _ in range(5):
+        after = 3.4445 * after - 4.7750 * after**3 + 2.0315 * after**5
+    within = (after > 0.5) & (after < 1.5)
+    edge = (values / muons.LEAST - 1).abs() < 1e-3
+    assert torch.equal(within[~edge], values[~edge] > muons.LEAST) and after[values > 0.01].min() > 0.68
+    m = torch.diag(torch.tensor([1.0, 0.5, 2 * muons.LEAST, 0.5 * muons.LEAST]))
+    assert muons.near(m) == muons.Near(0.75, 0.75)
 
 
 def test_what_is_said_of_batches_is_in_the_record():
@@ -437,6 +454,66 @@ def test_what_is_said_of_batches_is_in_the_record():
     assert record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1) and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1)
     assert batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005) and "power of 0.42" in said
     assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
+
+
+def test_ticks_between_powers_of_ten_are_whole_numbers():
+    """plotly writes those of "D1" and "D2" as 2 and 5, unless they have a format."""
+    record = batches.Record.read()
+    moved = {how: {width: {"mlp": 1.0} for width in widths.WIDTHS} for how in widths.PARAMETRISATIONS}
+    for spec in (batches.steps_figure(record, "adamw"), widths.check_figure(moved)):
+        assert (spec["layout"]["yaxis"]["dtick"], spec["layout"]["yaxis"]["tickformat"]) == ("D2", ",~r")
+    assert drawing.axis("bytes", type="log", dtick="D1", exponentformat="SI")["tickformat"] == "~s"
+    assert drawing.axis("gap", type="log", dtick="D2", tickformat=".0%")["tickformat"] == ".0%"
+    assert "tickformat" not in drawing.axis("x", type="log", dtick=1) and "tickformat" not in drawing.axis("x")
+
+
+def said_in(number):
+    return " ".join(text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), 4)).split())
+
+
+def test_what_is_said_of_widths_is_in_the_record():
+    found, said = {how: widths.transfer(widths.width_runs(), how) for how in widths.PARAMETRISATIONS}, said_in("27")
+    standard, mup = found["standard"], found["muP"]
+    assert (standard.best[32], standard.best[256]) == (0.032, 0.002) and "falls from 0.032 to 0.002" in said
+    assert standard.best[32] / standard.best[256] == RIGHT["27.rate"] and max(mup.best.values()) == 2 * min(mup.best.values())
+    assert f"{standard.cost:.0%}" == "14%" and f"{mup.cost:.0%}" == "3%" and "costs the wide one 14% of its loss" in said and "costs 3%" in said
+    assert f"({mup.own:.2f} nats) is worse than the standard one at its own rate ({standard.own:.2f})" in said
+
+
+def test_what_is_said_of_searches_is_in_the_record():
+    found, said = search.searches(), said_in("28")
+    pairs = [(min(one), min(other)) for one, other in zip(found["tpe"], found["random"])]
+    ahead, behind = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+    assert (ahead, behind) == (RIGHT["28.ahead"], 5) and f"ahead in {ahead} pairs, behind in {behind} and level in {20 - ahead - behind}" in said
+    assert f"with a probability of {search.coin(ahead, behind):.2f}" in said
+    gains = [math.log(b / a) for a, b in pairs]
+    drawn = torch.tensor(gains, dtype=torch.float64)[torch.randint(20, (100_000, 20), generator=torch.Generator().manual_seed(0))].mean(1)
+    gain = search.gain(found, 20)
+    assert gain.mean == pytest.approx(fmean(gains)) and f"by {gain.mean:.1%} ({gain.low * 100:.1f} to {gain.high:.1%})" in said and f"p = {gain.p:.3f}" in said
+    assert drawn.quantile(torch.tensor([0.025, 0.975]).double()).tolist() == pytest.approx([gain.low, gain.high], abs=0.001), "by the bootstrap"
+    signs = torch.randint(0, 2, (100_000, 20), generator=torch.Generator().manual_seed(1)).double() * 2 - 1
+    flipped = (signs * torch.tensor(gains, dtype=torch.float64)).mean(1).abs()
+    assert gain.p == pytest.approx((flipped >= gain.mean).double().mean().item(), abs=0.01), "by random signs"
+
+
+def test_a_goal_that_fails_has_a_card_that_says_so():
+    """The card of a claim is green where it holds: also the claim that the goal was missed."""
+    failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)", said_in(path.stem[:2]))}
+    cards = {path.stem[:2] for path in BOOKS if "goal(" in text_of_code(nbformat.read(path, 4))}
+    assert {"20", "21", "26", "28"} <= failed and failed - cards <= {"24", "25"}, failed - cards
+
+
+@pytest.mark.parametrize("met, word, sign", [({"a": True, "b": True}, "The goal is reached", "✓ b"), ({"a": True, "b": False}, "The goal failed", "✗ b"),
+                                             ({"a": None, "b": True}, "This machine cannot tell whether the goal is reached", "? a"),
+                                             ({"a": None, "b": False}, "The goal failed", "? a")])
+def test_the_card_of_a_goal(monkeypatch, met, word, sign):
+    shown = []
+    monkeypatch.setattr(goals, "display", lambda data, raw, **more: shown.append((data, more)))
+    goals.goal("Lion is <faster>.", met)
+    [(data, more)] = shown
+    assert data["text/plain"].splitlines()[0] == f"{word}: Lion is <faster>." and sign in data["text/plain"].splitlines()
+    assert f"<b>{word}</b>: Lion is &lt;faster&gt;." in data["text/html"] and f">{sign}<" in data["text/html"]
+    assert more == {}, "no claim, so no failure of the notebook"
 
 
 def test_minutes_stand_below_the_title(book):
@@ -455,9 +532,9 @@ def test_minutes_stand_below_the_title(book):
 RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96, "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
          "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109, "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
          "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77, "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
-         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67, "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.muon": 140,
-         "21.updates": 183, "21.rate": 4.04, "21.saved": 49, "22.depth": 4, "22.speed": 1.18, "23.area": 18, "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
-         "25.step": 0.036}
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67, "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37, "19.fifty": 2.35, "20.soap": 38.0, "20.update": 101,
+         "21.updates": 183, "21.rate": 4.04, "22.depth": 4, "22.speed": 1.18, "23.area": 18, "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
+         "25.step": 0.036, "26.muon": 140, "26.near": 34, "27.rate": 16, "28.ahead": 11, "28.saved": 49}
 
 
 def test_no_guess_is_right_where_it_starts():

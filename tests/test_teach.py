@@ -104,5 +104,5 @@ def test_answers_to_guesses_are_those_of_the_course():
     from tests.test_notebooks import RIGHT
 
     for key in ("00.loss", "02.mfu", "03.zero", "05.lost", "10.bytes", "11.won", "12.scores", "14.zero_one", "14.zero_two", "15.sent", "15.speed",
-                "16.sent", "17.bubble_share", "19.coin", "19.fifty", "20.muon", "24.peak"):
+                "16.sent", "17.bubble_share", "19.coin", "19.fifty", "24.peak", "26.muon"):
         assert f"{RIGHT[key]:g}" in PAGES[key[:2]].partition(f"## {PARTS[0]}")[2], f"{key} is {RIGHT[key]:g}"

@@ -1,4 +1,4 @@
-"""Notebook 21's own parts: a sweep that is drawn while it goes on, laws of warm-up, and sizes that grow."""
+"""Parts of notebooks 21 and 28: a sweep that is drawn while it goes on, laws of warm-up, and sizes that grow."""
 
 import asyncio
 import itertools
@@ -9,7 +9,8 @@ from dataclasses import replace
 import plotly.graph_objects as go
 import pytest
 
-from lessons import l21_batch_schedule_search as lesson
+from lessons import l21_noise_scale_and_schedules as schedules
+from lessons import l28_search as lesson
 from lpkit.claims import sweep
 from lpkit.errors import ConfigError
 from lpkit.predict import predict
@@ -69,22 +70,22 @@ def test_a_search_runs_in_a_thread_and_may_be_watched(tmp_path):
 
 
 def test_laws_of_warm_up_say_what_their_authors_say():
-    config = lesson.config("adamw", 16, 0.01)
-    assert [lesson.untuned(config.replace({"optimizer.beta2": beta2})) for beta2 in (0.9, 0.95, 0.98, 0.999)] == [20, 40, 100, 2000]
+    config = schedules.config("adamw", 16, 0.01)
+    assert [schedules.untuned(config.replace({"optimizer.beta2": beta2})) for beta2 in (0.9, 0.95, 0.98, 0.999)] == [20, 40, 100, 2000]
     for sizes in ({}, {"sizes": "batch-ramp", "grad_accum_steps": 4}, {"sizes": "length-ramp"}):
-        config = lesson.config("adamw", 16, 0.01).replace({"steps": 200, **sizes})
+        config = schedules.config("adamw", 16, 0.01).replace({"steps": 200, **sizes})
         for tokens in (1, 128, 129, 512, 513, 6_400, 70_000, 10**9):
             read, steps = 0, 0
             while read < tokens and steps < 200:    # by counting
                 read, steps = read + math.prod(config.sizes_at(steps)), steps + 1
-            assert lesson.steps_of(config, tokens) == steps, (sizes, tokens)
-    whole = lesson.config("adamw", 1500, 0.01).replace({"model.context": 1000, "steps": 200_000})     # 300 billion tokens
-    assert lesson.WARMUPS["as GPT-3: 1/800 of the tokens"](whole) == 250
+            assert schedules.steps_of(config, tokens) == steps, (sizes, tokens)
+    whole = schedules.config("adamw", 1500, 0.01).replace({"model.context": 1000, "steps": 200_000})     # 300 billion tokens
+    assert schedules.WARMUPS["as GPT-3: 1/800 of the tokens"](whole) == 250
 
 
 @pytest.mark.parametrize("name, shapes", [("batch-ramp", [(4, 32), (8, 32), (16, 32)]), ("length-ramp", [(16, 8), (16, 16), (16, 32)])])
 def test_updates_that_grow_have_the_sizes_that_are_predicted(name, shapes):
-    config = lesson.config("adamw", 16, 0.01).replace({"sizes": name, "grad_accum_steps": 4, "steps": 200})
+    config = schedules.config("adamw", 16, 0.01).replace({"sizes": name, "grad_accum_steps": 4, "steps": 200})
     training = Training.build(config)
     assert [tuple(training.batch(step).tokens.shape) for step in (0, 49, 50, 99, 100, 199)] == [one for one in shapes for _ in (0, 1)]
     assert math.isfinite(training.update(0).loss.item())

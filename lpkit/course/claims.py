@@ -20,24 +20,21 @@ class _UndecidedError(Exception):
 
 
 def cannot_tell(when: Any, why: str) -> None:
-    """Ends a claim where `when` is true: what stands below is not decided here, and the card says
-    why. An assert above it counts."""
+    """Leave a claim undecided if `when` is true; the card says `why`. Asserts above still count."""
     if when:
         raise _UndecidedError(why)
 
 
 @contextmanager
 def claim(sentence: str) -> Iterator[None]:
-    """Asserts stand within. The card is shown beneath the cell; one that fails still raises its
-    AssertionError, in one line instead of a traceback. With the tag `raises-exception` on the cell
-    JupyterLab then runs the cells below, too."""
+    """Show below the cell whether the asserts within hold. One that fails raises its AssertionError
+    in one line; with the tag `raises-exception` JupyterLab then runs the cells below, too."""
     try:
         yield
     except _UndecidedError as undecided:
         _show(sentence, UNDECIDED, str(undecided))
     except AssertionError as error:
-        # the assert itself, where it says nothing
-        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)
+        why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # or the assert itself
         _show(sentence, FAILS, why)
         error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython asks for it
         raise
@@ -49,14 +46,18 @@ def _show(sentence: str, state: str, why: str = "") -> None:
     from IPython.display import display  # the runner, which reads cards, goes without
 
     report("claim", name=sentence, verdict=state)
-    colour, sign = LOOKS[state]
-    because = why and f"<div style='margin-top:4px'>Because: {escape(why)}</div>"
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
-             "text/html": f"<div style='border-left:3px solid {colour};padding:6px 12px;"
-                          f"font:14px {escape(FONT)};color:{TEXT};line-height:1.5'>"
-                          f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}"
-                          f"</span> <b>{state}</b>: {escape(sentence)}{because}</div>"},
+             "text/html": card(state, state, sentence, [f"Because: {why}"] if why else [])},
             raw=True, metadata={CARD: {"claim": sentence, "state": state, "why": why}})
+
+
+def card(state: str, word: str, sentence: str, below: Iterable[str] = ()) -> str:
+    """Return the HTML of a card in the colour of `state`; `below` are lines under the sentence."""
+    (colour, sign), lines = LOOKS[state], (f"<div style='margin-top:4px'>{escape(line)}</div>"
+                                           for line in below)
+    return (f"<div style='border-left:3px solid {colour};padding:6px 12px;font:14px {escape(FONT)};"
+            f"color:{TEXT};line-height:1.5'><span style='background:{colour};color:#fff;padding:0 4"
+            f"px'>{sign}</span> <b>{word}</b>: {escape(sentence)}{''.join(lines)}</div>")
 
 
 def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
@@ -66,10 +67,9 @@ def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
 
 def verdict(shown: list[dict[str, str]], claims: int) -> tuple[str, str]:
     """The state of `claims` claims together, and the reason: the worst of them."""
-    for state in (FAILS, UNDECIDED):
-        for one in shown:
-            if one["state"] == state:
-                return state, one["why"]
+    worst = [one for state in (FAILS, UNDECIDED) for one in shown if one["state"] == state]
+    if worst:
+        return worst[0]["state"], worst[0]["why"]
     if len(shown) < claims:
         return UNDECIDED, f"{claims - len(shown)} of {claims} claims showed no card"
     return (HOLDS, "") if claims else ("", "")

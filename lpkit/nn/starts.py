@@ -57,7 +57,7 @@ def t_fixup(model: nn.Module) -> None:
 
 @torch.no_grad()
 def mup(model: nn.Module) -> None:
-    """The rates that belong to it go with 1 / width (`lessons.l21_batch_schedule_search.mup`)."""
+    """The rates that belong to it go with 1 / width (`lessons.l27_width_and_mup.mup`)."""
     fan_in(model)
     for table in (model.embed.weight, *model.positions.parameters()):
         nn.init.normal_(table, std=MUP_WIDTH ** -0.5)

@@ -32,7 +32,12 @@ def figure(data: Iterable[dict], title: str, *, others: float = 0.0, **layout: A
 
 
 def axis(title: str, **more: Any) -> dict:
-    return {"title": {"text": title}, **more}
+    """Return an axis. Between powers of ten plotly writes the ticks of "D1" and "D2" as bare digits
+    (5, 100, 2): the format makes them whole numbers (50, 100, 200)."""
+    whole = {}
+    if str(more.get("dtick")).startswith("D"):
+        whole = {"tickformat": "~s" if more.get("exponentformat") == "SI" else ",~r"}
+    return {"title": {"text": title}, **whole, **more}
 
 
 def scatter(x: Iterable, y: Iterable, name: str = "", colour: str | None = None, *,

@@ -17,6 +17,22 @@ if TYPE_CHECKING:
     from lessons.judge import Exercise
 
 
+# Exercises and guesses that moved to another notebook with their question: a learner's file and
+# older copies of notebooks still have the former name.
+RENAMED = {"20.muon": "26.muon", "20.overhead": "26.overhead", "21.mup_rate": "27.mup_rate",
+           "21.saved": "28.saved"}
+
+
+class Moved(dict):
+    """The exercises of a notebook that was divided."""
+
+    def __missing__(self, name: str) -> "Exercise":
+        now = RENAMED.get(name)
+        where = f"it is {now!r} now, in notebook {now[:2]}" if now else (
+            f"there are {', '.join(self)}")
+        raise ConfigError(f"this notebook has no exercise {name!r} any more; {where}")
+
+
 def names() -> list[str]:
     """The modules, in order."""
     return sorted(f"lessons.{found.name}" for found in pkgutil.iter_modules(lessons.__path__)

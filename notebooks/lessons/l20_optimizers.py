@@ -1,8 +1,8 @@
 """Lesson 20, optimizers: its study, its figures and its exercises.
 
-The kit's own model takes updates by every rule: the bytes of what a rule keeps are counted
-beforehand and in a real update, and the seconds of its work are held against its FLOPs and against
-the bytes that it moves.
+The kit's own model takes updates by every rule. The bytes that a rule keeps are counted beforehand
+and in a real update. The seconds of its work are held against the bytes that it moves. (Lesson 26
+holds Muon's against its FLOPs.)
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
+from lessons.drawing import NAMES, axis, bars, figure
 from lessons.draws import normal
+from lessons.index import Moved
 from lessons.judge import adding_to
 from lessons.style import COLOURS
 from lessons.timing import by_phase
-from lpkit import hardware, measure, preset
+from lessons.waiting import progress as progress
+from lpkit import hardware, measure
+from lpkit import preset as preset
 from lpkit.config import Config
 from lpkit.contracts import Parameter
 from lpkit.measure.updates import Bench, take_turns
-from lpkit.optim import muon
+from lpkit.optim.soap import soap as soap
 from lpkit.predict import memory, parameter_count
+from lpkit.predict import quantity as quantity
 from lpkit.predict.compare import disturbance
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import optimizer_work, shapes
-from lpkit.predict.updates import matrices
-from lpkit.tables import FAINT, html_table
-from lpkit.techniques.operation import fused
+from lpkit.tables import html_table
 from lpkit.techniques.optimizers import (
     BLOCK,
     FLOAT32,
@@ -46,16 +48,15 @@ from lpkit.techniques.optimizers import (
     rules_of,
 )
 from lpkit.timing import Watch
-from lpkit.training.training import Training
 
 # ---- The study
+
+ON_A_GPU = "on a GPU each of both is one pass, and a small batch may feel it"
 
 # how a rule's state may be stored between updates
 FORMS = {"float32": {}, "8 bits": {"memory.moment_format": "int8"},
          "on a disk": {"memory.optimizer_state": "disk"}}
 TINY = {"model.layers": 1, "model.context": 32, "global_batch": 2}     # bytes of state, in no time
-# an update of so many sequences, by whom "Tm / B" was published, and their B in tokens
-PUBLISHED = {"gpt2-124m": 524_288, "llama-405b": 16_000_000}
 
 
 def count(config: Config, form: str = "") -> int:
@@ -127,11 +128,6 @@ def overhead(config: Config) -> float:
     return flops(config) / training_flops(config.model, batch=config.global_batch) + drawn(config)
 
 
-def published(config: Config) -> float:
-    """Returns T m / B, the bound of https://kellerjordan.github.io/posts/muon/."""
-    return muon.NEWTON_SCHULZ * config.model.width / config.tokens_per_step
-
-
 # What a rule moves.
 
 PRODUCTS = ("mm", "addmm", "bmm", "geqrf", "orgqr", "_linalg_svd", "_linalg_eigh")
@@ -178,13 +174,12 @@ def passes(name: str, side: int = 128) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """The best of rounds in which all rules took turns. `products`: Newton-Schulz alone, of all
-    matrices that Muon updates. Seconds."""
+    """The best seconds of rounds in which all rules took turns, and with them the runners
+    `beside`."""
 
     forward_backward: float
-    forward_backward_fp32: float
     optimizer: dict[str, float]
-    products: float
+    beside: tuple[float, ...]
     others: float           # share of the cores that other processes took
     where: str
 
@@ -201,78 +196,23 @@ class Timed:
         return (1 + self.share(base)) / (1 + self.share(name))
 
 
-def orthogonalisation(config: Config, device: Any) -> Callable[[], None]:
-    """Makes the runner that orthogonalises one matrix of each that Muon updates."""
-    muons, each = config.replace({"optimizer": "muon"}), shapes(config.model)
-    ruled = rules_of(each, muons.optimizer)
-    whole = [torch.randn(shape, device=device) for name, p in each.items()
-             if ruled[name].name == "muon" for shape in matrices(p, fused(config.model, name))]
-
-    def run() -> None:
-        for x in whole:
-            muon.orthogonalised(x.clone())
-
-    return hardware.synchronised(run, device)
-
-
-def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = iter) -> Timed:
+def timed(config: Config, names: Sequence[str], *, rounds: int, watch: Watch = iter,
+          beside: Sequence[Callable[[], object]] = ()) -> Timed:
+    """Times the rules `names` and the runners `beside` in turns."""
     benches = {name: Bench(config.replace({"optimizer": name})) for name in names}
-    plain = Bench(config.replace({"precision.recipe": "fp32"}))
-    spent: dict[str, list] = {name: [] for name in (*names, "")}
+    spent: dict[str, list] = {name: [] for name in names}
 
     def runner(name: str, bench: Bench) -> Callable[[], None]:
         return lambda: spent[name].append(by_phase(bench))
 
     first = benches[names[0]]
-    each = [*(runner(name, bench) for name, bench in benches.items()), runner("", plain)]
-    times, others = take_turns([*each, orthogonalisation(config, first.device)], rounds, watch)
+    each = [runner(name, bench) for name, bench in benches.items()]
+    times, others = take_turns([*each, *beside], rounds, watch)
     ended = {name: list(zip(*found[1:])) for name, found in spent.items()}  # the first one warms up
-    both = {name: min(map(sum, zip(*phases[:2]))) for name, phases in ended.items()}
-    return Timed(forward_backward=min(both[name] for name in names), forward_backward_fp32=both[""],
-                 optimizer={name: min(ended[name][2]) for name in names}, products=min(times[-1]),
+    return Timed(forward_backward=min(min(map(sum, zip(*found[:2]))) for found in ended.values()),
+                 optimizer={name: min(found[2]) for name, found in ended.items()},
+                 beside=tuple(map(min, times[len(each):])),
                  others=others, where=f"{first.where}, the best of {rounds} rounds")
-
-
-# What orthogonalising does.
-
-def momenta(config: Config, updates: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Returns AdamW's two moments of each matrix of the first block after some updates on text; of
-    queries, keys and values each, as Muon takes them."""
-    training = Training.build(config.replace({"optimizer": "adamw", "system.compile": False}))
-    for step in range(updates):
-        training.update(step)
-    found = {}
-    for name, p in training.model.named_parameters():
-        if name.startswith("blocks.0.") and p.ndim == 2:
-            one = Parameter(name, tuple(p.shape), fused=fused(config.model, name))
-            held, own = training.optimizer.state[p], OPTIMIZERS["muon"].settings
-            parts = [muon.apart(held[slot].float().cpu(), one, own)
-                     for slot in ("exp_avg", "exp_avg_sq")]
-            short = name.removeprefix("blocks.0.").removesuffix(".weight")
-            names = [f"{short}, {what}" for what in ("query", "key", "value")]
-            for each, *pair in zip(names if one.fused else [short], *parts):
-                found[each] = tuple(t.flatten(0, 1) for t in pair)
-    return found
-
-
-def over_rms(values: Tensor) -> Tensor:
-    """1 if all directions move as far."""
-    return values / values.square().mean().sqrt()
-
-
-def spectra(m: Tensor, v: Tensor) -> dict[str, Tensor]:
-    """Returns the singular values of what three rules step by, from the same moments; the largest
-    first, over their root mean square."""
-    steps = {"momentum": m, "AdamW": m / (v.sqrt() + 1e-8), "Lion": m.sign()}
-    return {name: over_rms(torch.linalg.svdvals(step.double())) for name, step in steps.items()}
-
-
-def newton_schulz(values: Tensor, steps: int) -> Tensor:
-    """Returns what Muon's steps make of singular values: they leave the vectors as they are."""
-    x = values / values.norm()
-    for _ in range(steps):
-        x = muon.A * x + muon.B * x**3 + muon.C * x**5
-    return over_rms(x.sort(descending=True).values)
 
 
 # ---- Figures and tables
@@ -322,48 +262,6 @@ def rules_view(models: Mapping[str, Config]) -> Callable[..., dict]:
     return show
 
 
-def spectrum_view(moments: Mapping[str, tuple[Tensor, Tensor]]) -> Callable[..., dict]:
-    """For an Explorer: the singular values of a step, by rule."""
-    known = {matrix: spectra(*pair) for matrix, pair in moments.items()}
-
-    def show(matrix: str, steps: int) -> dict:
-        last = newton_schulz(known[matrix]["momentum"], steps)
-        found = {**known[matrix], f"Muon, {steps} steps": last}
-        colours = (FAINT, COLOURS[0], COLOURS[1], COLOURS[2])
-        share = [100 * (i + 0.5) / len(found["momentum"]) for i in range(len(found["momentum"]))]
-        lines = [scatter(share, values.clamp(min=1e-4).tolist(), name, colour,
-                         line={"width": 4 if name.startswith("Muon") else 2},
-                         hover="%{x:.0f}%: %{y:.3g}")
-                 for (name, values), colour in zip(found.items(), colours)]
-        near = float(((last > 0.5) & (last < 2)).double().mean())
-        return figure(lines, f"{matrix}: {near:.0%} of Muon's directions within a factor of 2 of "
-                             f"their root mean square", height=420,
-                      xaxis=axis("directions, those that move farthest first, %", range=[0, 100]),
-                      yaxis=axis("singular value over the root mean square", type="log",
-                                 range=[-4, 1.2], dtick=1, exponentformat="power"),
-                      shapes=[rule(y=1)],
-                      annotations=[note("all as far", 99, 0.03, "right bottom",
-                                        font={"color": FAINT})])
-
-    return show
-
-
-def overhead_rows(config: Config) -> str:
-    """HTML: Muon's FLOPs over those of forward and backward, as published and counted."""
-    asked = {"cpu-3m": preset("cpu-3m").tokens_per_step, **PUBLISHED}
-    lines = []
-    for name, tokens in asked.items():
-        one = preset(name).replace({"optimizer": "muon"})
-        counted = flops(one) / (training_flops(one.model) * tokens / one.model.context)
-        bound = muon.NEWTON_SCHULZ * one.model.width / tokens
-        lines.append((name, f"{one.model.width:,}", f"{tokens:,}", f"{bound:.3%}",
-                      f"{counted:.3%}"))
-    here = config.replace({"optimizer": "muon"})
-    lines.append(("here", f"{here.model.width:,}", f"{here.tokens_per_step:,}",
-                  f"{published(here):.1%}", f"{overhead(here):.1%}"))
-    return html_table(("", "m, width", "B, tokens an update", "T m / B", "counted"), lines)
-
-
 def seconds_table(found: Timed, config: Config) -> str:
     """HTML: each rule's work beside forward and backward."""
     lines = []
@@ -374,19 +272,6 @@ def seconds_table(found: Timed, config: Config) -> str:
                       f"{found.gain(name, 'adamw'):.3f} times"))
     return html_table(("rule", "its work", "over forward and backward", "of their FLOPs",
                        "a whole update, as fast as AdamW's"), lines, caption=found.caption)
-
-
-def why_table(found: Timed, config: Config) -> str:
-    """HTML: FLOP/s of the parts whose ratio is the prediction's error."""
-    whole = training_flops(config.model, batch=config.global_batch)
-    own = flops(config.replace({"optimizer": "muon"}))
-    lines = [(name, f"{work / 1e9:.1f}", f"{1e3 * seconds:.1f} ms", f"{work / seconds / 1e9:.0f}")
-             for name, work, seconds in (
-                 ("forward and backward", whole, found.forward_backward),
-                 ("the same in float32", whole, found.forward_backward_fp32),
-                 ("Newton-Schulz alone, float32", own, found.products),
-                 ("Muon's whole work", own, found.optimizer["muon"]))]
-    return html_table(("", "GFLOPs", "time", "GFLOP/s"), lines, caption=found.caption)
 
 
 def moved_table(found: Timed) -> str:
@@ -408,7 +293,7 @@ def one_pass(row: Optimizer) -> float:
 
 # ---- Exercises
 
-EXERCISES: dict = {}
+EXERCISES: dict = Moved()
 exercise = adding_to(EXERCISES)
 
 
@@ -470,30 +355,6 @@ def lion(w: Tensor, g: Tensor, m: Tensor, lr: float, decay: float) -> tuple[Tens
     return w * (1 - lr * decay) - lr * direction, 0.99 * m + 0.01 * g
 
 
-def _iterated(x: Tensor, steps: int) -> Tensor:
-    a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
-
-
-@exercise("20.orthogonalised", (torch.tensor([[2.0]]),), (torch.tensor([[3.0, 0.0], [0.0, 1.0]]),),
-          minutes=8, stars=2, drawn=60,
-          draw=lambda r: (normal(r, r.randint(1, 6), r.randint(1, 6)),),
-          mistakes={"divide by the norm first, so that no singular value is above 1":
-                        lambda m: _iterated(m, 5),
-                    "the norm is the root of the sum of all squares":
-                        lambda m: _iterated(m / torch.linalg.matrix_norm(m, 2), 5),
-                    "five steps": lambda m: _iterated(m / m.norm(), 1)})
-def orthogonalised(m: Tensor) -> Tensor:
-    x = m / m.norm()
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x
-
-
 @exercise("20.factored", (torch.zeros(1), torch.zeros(2), torch.tensor([[1.0, 3.0]]), 1.0),
           (torch.ones(2), torch.ones(2), torch.tensor([[1.0, 2.0], [0.0, 4.0]]), 0.5),
           minutes=8, stars=2,
@@ -510,22 +371,3 @@ def factored(rows: Tensor, columns: Tensor, g: Tensor,
     rows = (1 - share) * rows + share * (g**2).mean(1)
     columns = (1 - share) * columns + share * (g**2).mean(0)
     return rows, columns, rows[:, None] * columns / rows.mean()
-
-
-@exercise("20.overhead", ([torch.zeros(4, 4)], 100), ([torch.zeros(8, 2), torch.zeros(2, 2)], 10),
-          minutes=5, drawn=60,
-          draw=lambda r: ([torch.zeros(r.randint(1, 9), r.randint(1, 9))
-                           for _ in range(r.randint(1, 4))], r.randint(10, 1000)),
-          mistakes={"the gram is the smaller of both": lambda weights, tokens: sum(
-                        5 * (4 * w.shape[0]**2 * w.shape[1] + 2 * w.shape[0]**3) for w in weights)
-                        / (6 * tokens * sum(w.numel() for w in weights)),
-                    "five steps": lambda weights, tokens: sum(
-                        4 * min(w.shape) * w.numel() + 2 * min(w.shape)**3 for w in weights)
-                        / (6 * tokens * sum(w.numel() for w in weights))})
-def overhead_of(weights: list[Tensor], tokens: int) -> float:
-    added = whole = 0
-    for w in weights:
-        n, m = sorted(w.shape)
-        added += 5 * (2 * n * n * m + 2 * n**3 + 2 * n * n * m)
-        whole += 6 * n * m * tokens
-    return added / whole

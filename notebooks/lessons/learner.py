@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from traitlets import TraitError
 
+from lessons.index import RENAMED
 from lessons.judge import Exercise, Verdict
 from lessons.questions import Question
 from lessons.solutions import WHEN, shown_when
@@ -126,8 +127,12 @@ def read(path: Path | None = None) -> Learner:
         if told["format"] != FORMAT:
             raise ConfigError(f"its format is {told['format']!r}")
         if told["version"] <= VERSION:
-            return Learner(tuple(Answered(**one) for one in told["guesses"]),
-                           {name: Tried(**one) for name, one in told["exercises"].items()})
+            guesses = [Answered(**one) for one in told["guesses"]]
+            tried = {name: Tried(**one) for name, one in told["exercises"].items()}
+            return Learner(
+                tuple(replace(one, name=RENAMED.get(one.name, one.name)) for one in guesses),
+                {RENAMED[name]: tried[name] for name in RENAMED if name in tried}
+                | {name: one for name, one in tried.items() if name not in RENAMED})
     except (ConfigError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{named(path)} holds no learner's guesses and exercises: "
                            f"{type(error).__name__}: {error}") from None

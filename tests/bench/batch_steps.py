@@ -6,15 +6,16 @@
 
 A model of 35 thousand weights learns from 4 to 128 sequences at a time until it has reached two
 losses, at each rate of a grid, by AdamW and by SGD. At the best rate of the largest batch the noise
-of its gradients is measured on the way. The study is that of lesson 21, and its notebook shows this
-record. Nothing is timed; runs share the cores, one thread each.
+of its gradients is measured on the way. Notebooks 21, 27 and 28 show the three records, and their
+lessons have the studies. Nothing is timed; runs share the cores, one thread each.
 """
 
 import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-from lessons import l21_batch_schedule_search as lesson
+from lessons import l21_noise_scale_and_schedules as lesson
+from lessons import l27_width_and_mup as width
 from lpkit.claims.sweep import SAMPLERS
 from lpkit.machine_facts import cores
 from tests.bench.harness import Result, paired
@@ -66,20 +67,18 @@ def widths(rounds: int = 2) -> list[Result]:
     """One Result for each parametrisation: the loss of the widest model at the rate that is best
     for the narrowest, over the loss at its own best. `rounds`: at most as many seeds of the two."""
     seeds = range(min(rounds, 2))
-    cases = [(how, width, lr, seed) for width in reversed(lesson.WIDTHS)
-             for how in lesson.PARAMETRISATIONS for lr in lesson.WIDTH_RATES for seed in seeds]
+    cases = [(how, wide, lr, seed) for wide in reversed(width.WIDTHS)
+             for how in width.PARAMETRISATIONS for lr in width.WIDTH_RATES for seed in seeds]
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
-        losses = list(pool.map(lesson.loss_of_width, *zip(*cases)))
+        losses = list(pool.map(width.loss_of_width, *zip(*cases)))
     runs = [dict(zip(("how", "width", "lr", "seed", "loss"), (*case, loss)))
             for case, loss in zip(cases, losses)]
     results = []
-    for how in lesson.PARAMETRISATIONS:
-        best = lesson.best_by_width(runs, how)
-        moved = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[0]])
-        own = lesson.mean_loss(runs, how, lesson.WIDTHS[-1], best[lesson.WIDTHS[-1]])
+    for how in width.PARAMETRISATIONS:
+        found = width.transfer(runs, how)
         results.append(paired(
-            "width-rates", ours=[moved], peer=[own], peer_name="its own best rate",
-            case=f"{how}: width {lesson.WIDTHS[-1]} at the best rate of width {lesson.WIDTHS[0]}",
+            "width-rates", ours=[found.moved], peer=[found.own], peer_name="its own best rate",
+            case=f"{how}: width {width.WIDTHS[-1]} at the best rate of width {width.WIDTHS[0]}",
             better="lower", unit="nats per token", facts={"runs": runs}))
     return results
 

@@ -9,7 +9,7 @@ In float32 both multiply in one format; in bf16 forward and backward do, and New
 
 import torch
 
-from lessons import l20_optimizers as lesson
+from lessons import l26_muon as lesson
 from lessons.timing import by_phase
 from lpkit.config import Config
 from lpkit.measure.updates import Bench

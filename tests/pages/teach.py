@@ -108,6 +108,9 @@ NEEDS = {
     "23": {"00": "how a notebook works"},
     "24": {"01": "the rows of a step"},
     "25": {"01": "the rows of a step", "03": "the noise of a cast"},
+    "26": {"20": "what a rule keeps, and the rounds in which rules take turns"},
+    "27": {"00": "how a notebook works"},
+    "28": {"00": "how a notebook works"},
     "99": {"01": "the bytes", "02": "the FLOPs", "03": "the noise of an operand",
            "06": "the noise of a product", "08": "recomputation", "09": "the seconds",
            "10": "bytes of a cast", "12": "the cache", "14": "what ranks send"}}

@@ -1,4 +1,4 @@
-"""Lesson 21, Batch, schedule, search: its study, its figures and its exercises.
+"""Lesson 21, Noise scale and schedules: its study, its figures and its exercises.
 
 How many updates a run needs follows from how noisy its gradients are. With g the gradient of a
 sequence, G its mean and S the trace of its covariance, a batch of B sequences needs
@@ -13,17 +13,13 @@ losses in nats per token.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from random import Random
 from statistics import fmean, linear_regression, stdev
 from time import process_time
@@ -32,22 +28,16 @@ from typing import Any
 import torch
 
 from lessons.drawing import axis, figure, note, scatter
-from lessons.figure import Figure
+from lessons.index import Moved
 from lessons.judge import adding_to
 from lessons.style import COLOURS
-from lpkit import records
-from lpkit.claims import runs
-from lpkit.claims.sweep import Sweep, settle
 from lpkit.config import Config
 from lpkit.contracts import Batch
-from lpkit.nn.starts import MUP_WIDTH
 from lpkit.predict.evidence import MEASURED
 from lpkit.presets import preset
-from lpkit.processes import Children
 from lpkit.tables import FAINT, html_table
 from lpkit.techniques.data import SIZES, Sizes
 from lpkit.techniques.row import Settings
-from lpkit.training.background import Background
 from lpkit.training.training import Training
 from lpkit.values import Count, CountOrZero
 
@@ -68,6 +58,7 @@ SEEDS = 3
 SMALL, PARTS = 4, 16    # sequences of a micro-batch, micro-batches of a group
 GROUPS = 4              # at each look: 50 looks have 3,200 micro-batches
 HELD = 128                          # validation sequences, the same for all
+NOT_COMPARED = "no run here reached the loss, or none of that batch size is recorded"
 
 
 def config(optimizer: str, batch: int, lr: float, seed: int = 0) -> Config:
@@ -305,85 +296,6 @@ def between(known: Sequence[tuple[float, float]], x: float) -> float:
     return known[-1][1]
 
 
-# ---- Width: standard parametrisation, and muP
-
-WIDTHS = (32, 64, 128, 256)
-WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
-HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
-
-
-def mup(width: int) -> dict[str, Any]:
-    """Settings of muP at a width: Adam's rate of what has a width of inputs goes with 1 / width, so
-    that it is the run's own at MUP_WIDTH; the rates of embeddings and vectors stay."""
-    scale = MUP_WIDTH / width
-    return {"model.init": "mup", "optimizer.groups": (
-        f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
-        f"head.weight:lr_scale={scale}")}
-
-
-PARAMETRISATIONS = {"standard": lambda width: {}, "muP": mup}
-
-
-def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
-    return config("adamw", 8, lr, seed).replace(
-        {"model.width": width, "model.heads": width // HEAD_DIM, "model.tied": False, "steps": 60,
-         "eval_batches": 16}
-        | PARAMETRISATIONS[how](width))
-
-
-@torch.no_grad()
-def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
-    """What leaves each part for the same text, by name."""
-    found, hooks = {}, []
-    block = training.model.blocks[-1]
-    parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
-    for name, part in parts.items():
-        hooks.append(part.register_forward_hook(
-            lambda module, inputs, out, name=name: found.update({name: out.clone()})))
-    training.model(held.tokens)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
-                     ) -> dict[str, float]:
-    """Returns the root mean square by which each part's activations have moved after a few updates,
-    the mean over seeds (Yang et al. 2022, appendix D.1)."""
-    moved: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        training = Training.build(of_width(how, width, lr, seed))
-        held = training.val.batch(0)
-        before = activations(training, held)
-        for step in range(steps):
-            training.update(step)
-        for name, after in activations(training, held).items():
-            moved.setdefault(name, []).append((after - before[name]).square().mean().sqrt().item())
-    return {name: fmean(values) for name, values in moved.items()}
-
-
-def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
-    """Returns the validation loss after the config's steps; None: it diverged."""
-    training = Training.build(of_width(how, width, lr, seed))
-    for step in range(training.config.steps):
-        training.update(step)
-    loss = training.evaluate()
-    return round(loss, 4) if loss < 10 else None
-
-
-def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
-    """Over seeds; infinite where one diverged."""
-    found = [run["loss"] for run in runs
-             if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
-    return math.inf if None in found else fmean(found)
-
-
-def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
-    """The best learning rate of the grid for each width."""
-    return {width: min(WIDTH_RATES, key=lambda lr, width=width: mean_loss(runs, how, width, lr))
-            for width in WIDTHS}
-
-
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """The exponent of the power law through the points, by least squares of logarithms."""
     u, v = list(map(math.log, x)), list(map(math.log, y))
@@ -451,102 +363,7 @@ def seconds_of(config: Config) -> float:
     return process_time() - begun
 
 
-# ---- Search: a sweep that is looked at while it goes on
-
-TRIALS, STARTUP, EVERY = 16, 5, 5       # median prunes nothing before STARTUP trials have ended
-SEARCHED = Sweep(
-    base="cpu-3m", trials=TRIALS, target="val_loss", sampler="random", pruner="median",
-    settings=BASE | {"optimizer": "adamw", "global_batch": 8, "steps": 40, "eval_every": EVERY,
-                     "eval_batches": 4, "checkpoint_every": 0},
-    search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
-            "optimizer.beta1": {"low": 0.5, "high": 0.99},
-            "schedule": {"choices": ["constant", "linear", "cosine"]}})
-
-
-class Search(Background):
-    """A sweep in a background thread; its result is what `lpkit sweep` prints. The executor is a
-    thread of this process: whatever has a `submit` that returns a future could be one."""
-
-    def __init__(self, told: Sweep, out: Path):
-        super().__init__("search")
-        self.told, self.out = told, out     # `out`: the journal is `out`-MARK.jsonl
-
-    def _do(self) -> dict[str, Any]:
-        children = Children()
-        with ThreadPoolExecutor(1) as pool, \
-                runs.Workers(self.out.parent, children, 1, partial(pool.submit, runs.make)) as them:
-            return settle(self.told, self.out, lambda what, configs, judges: them.finished(
-                configs, judges=judges))
-
-
-class LiveSweep(Figure):
-    """The trials of a sweep's journal, drawn again when it has more of them, whoever writes it."""
-
-    def __init__(self, told: Sweep, out: Path):
-        super().__init__(parallel_figure([], told))
-        self.told, self.out, self.drawn = told, out, 0
-
-    def look(self) -> None:
-        journals = sorted(self.out.parent.glob(f"{self.out.name}-*.jsonl"), key=os.path.getmtime)
-        trials = records.read_lines(journals[-1])[0] if journals else []
-        if len(trials) != self.drawn:
-            self.drawn = len(trials)
-            self.show(parallel_figure(trials, self.told))
-
-    async def until(self, search: Background) -> Any:
-        """Looks until `search` is done, and returns its result."""
-        while not search.done:
-            self.look()
-            await asyncio.sleep(0.1)
-        self.look()
-        self.refresh_output()
-        return search.result()
-
-
-def last_loss(trial: Mapping[str, Any]) -> float | None:
-    """The loss of a trial's end, where it was pruned too; None: it diverged."""
-    return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
-
-
-def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
-    """The share of all trials' updates that pruning saved."""
-    ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
-    return 1 - fmean(ends) / steps
-
-
 # ---- Figures and tables
-
-
-def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
-    """The plotly spec of a sweep: each trial is a line through its settings and the step at which
-    it ended to its loss there, in the colour of that loss. Axes of settings are as wide as the
-    search; a trial that diverged has no line."""
-    there = [one for one in trials if last_loss(one) is not None]
-    steps, losses = told.config({}).steps, [last_loss(one) for one in there]
-    dimensions = []
-    for key in told.search:
-        domain = told.domain(key)[1]
-        values, ticks = [one["settings"][key] for one in there], {}
-        if choices := domain.get("choices"):
-            values, ends = [choices.index(value) for value in values], (0, len(choices) - 1)
-            ticks = {"tickvals": list(range(len(choices))), "ticktext": list(map(str, choices))}
-        elif domain["log"]:
-            values, ends = list(map(math.log10, values)), tuple(map(math.log10, (
-                domain["low"], domain["high"])))
-            powers = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
-            ticks = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
-        else:
-            ends = domain["low"], domain["high"]
-        dimensions.append({"label": key, "values": values, "range": list(ends), **ticks})
-    ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
-    dimensions += [{"label": "ended after", "values": ended, "range": [0, steps]},
-                   {"label": "loss there, nats", "values": losses}]
-    line = {"color": losses, "colorscale": "Cividis", "showscale": False}
-    pruned = sum(one["pruned"] is not None for one in trials)
-    return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],
-                  f"{len(trials)} of {told.trials} trials, {pruned} pruned", height=420,
-                  margin={"l": 70, "r": 50, "t": 90, "b": 30})
-
 
 TARGET_COLOURS = dict(zip(TARGETS, COLOURS))
 
@@ -597,70 +414,6 @@ def rates_figure(record: Record) -> dict:
                   yaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"))
 
 
-def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
-    """The plotly spec of how far activations moved, over widths. `found`: by parametrisation and
-    width, as `coordinate_check` returns it."""
-    data = []
-    for how, dash in zip(found, ("dot", "solid")):
-        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
-            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
-                                colour, mode="lines+markers", line={"dash": dash},
-                                hover="width %{x}: %{y:.3f}"))
-    return figure(data, "How far activations have moved after four updates at one learning rate",
-                  height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
-                  yaxis=axis("root mean square of the change", type="log", dtick="D2"))
-
-
-def width_runs() -> list[dict[str, Any]]:
-    """Returns the runs of `lpkit bench width-rates`."""
-    return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
-
-
-def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
-    """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
-    data = []
-    for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
-        for width, colour in zip(WIDTHS, (*COLOURS[:3], COLOURS[4])):
-            losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
-            kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
-            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,
-                                mode="lines+markers", line={"dash": dash},
-                                hover="%{x:.4g}: %{y:.3f} nats"))
-    return figure(data, "Loss after 60 updates over learning rates", height=440,
-                  xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
-                  yaxis=axis("validation loss, nats"))
-
-
-def searches() -> dict[str, list[list[float]]]:
-    """Returns the losses of each recorded search by `lpkit bench tpe-random`, in the order of its
-    trials, by sampler."""
-    return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
-
-
-def best_so_far(losses: Sequence[float]) -> list[float]:
-    return list(itertools.accumulate(losses, min))
-
-
-def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
-    """The plotly spec of the best loss after each trial: a search a pale line, and their mean."""
-    data = []
-    for (sampler, losses), colour in zip(found.items(), COLOURS):
-        curves = [best_so_far(one) for one in losses]
-        trials = list(range(1, len(curves[0]) + 1))
-        data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
-                         hover=None, showlegend=False) for curve in curves]
-        data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
-                            f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
-                            hover="%{x} trials: %{y:.3f} nats"))
-    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
-                  yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
-
-
-def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
-    """In how many pairs of searches TPE's best of so many trials is the lower one."""
-    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
-
-
 def cells(record: Record, optimizer: str) -> list[tuple[int, float, Estimate, float]]:
     """Returns batch, target, prediction and measured updates of each cell."""
     return [(batch, target, record.predicted(optimizer, batch, target),
@@ -696,6 +449,10 @@ def law_error(record: Record, optimizer: str, target: float) -> float:
                for batch in BATCHES[1:])
 
 
+def law_errors(record: Record) -> list[float]:
+    return [law_error(record, name, target) for name in RATES for target in TARGETS]
+
+
 def law_table(record: Record) -> str:
     """HTML: the law through the smallest and the largest batch, beside the noise of gradients."""
     rows = []
@@ -715,22 +472,9 @@ def rate_exponent(record: Record, optimizer: str) -> float:
     return slope(list(found), list(found.values()))
 
 
-def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """HTML: the best learning rate of each width, and what the narrowest one's costs the widest."""
-    rows = []
-    for how in PARAMETRISATIONS:
-        best = best_by_width(runs, how)
-        moved, own = (mean_loss(runs, how, WIDTHS[-1], best[width])
-                      for width in (WIDTHS[0], WIDTHS[-1]))
-        rows.append((how, *(f"{lr:g}" for lr in best.values()), f"{own:.3f}", f"{moved:.3f}"))
-    return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
-                       f"loss of width {WIDTHS[-1]} at its own",
-                       f"at that of width {WIDTHS[0]}"), rows)
-
-
 # ---- Exercises
 
-EXERCISES: dict = {}
+EXERCISES: dict = Moved()
 exercise = adding_to(EXERCISES)
 
 
@@ -768,15 +512,3 @@ def price(batch: float, scale: float) -> tuple[float, float]:
                         math.sqrt(k) * lr, beta1, beta2)})
 def adam_at(lr: float, beta1: float, beta2: float, k: float) -> tuple[float, float, float]:
     return math.sqrt(k) * lr, 1 - k * (1 - beta1), 1 - k * (1 - beta2)
-
-
-@exercise("21.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004),
-          ("head", 256, 64, 0.004), ("vector", 256, 64, 0.004), minutes=4,
-          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]),
-                          r.choice([64, 128, 512]), r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
-          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: (
-                        lr * base / width),
-                    "the head has a width of inputs, too": lambda kind, width, base, lr: (
-                        lr * base / width if kind == "hidden" else lr)})
-def mup_rate(kind: str, width: int, base: int, lr: float) -> float:
-    return lr * base / width if kind in ("hidden", "head") else lr

@@ -1,0 +1,219 @@
+"""Lesson 27, Width and muP: its study, its figures and its exercises.
+
+A learning rate that was searched for a narrow model is not the rate of a wide one. muP (Yang et al.
+2022, https://arxiv.org/abs/2203.03466) sets the initialisation and the rate of each parameter by the
+width of its inputs, so that the best rate stays. The model and the text are those of lesson 21; the
+runs are those of data/measured/width-rates-*.json, which `lpkit bench width-rates --out
+data/measured` records. Losses are in nats per token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import fmean, linear_regression
+from typing import Any
+
+import torch
+
+from lessons.drawing import axis, figure, scatter
+from lessons.judge import adding_to
+from lessons.l21_noise_scale_and_schedules import config
+from lessons.l21_noise_scale_and_schedules import slope as slope
+from lessons.style import COLOURS
+from lpkit.config import Config
+from lpkit.contracts import Batch
+from lpkit.nn import starts as starts
+from lpkit.nn.starts import MUP_WIDTH
+from lpkit.predict.evidence import MEASURED
+from lpkit.tables import html_table
+from lpkit.training.training import Training
+
+# ---- The standard parametrisation, and muP
+
+WIDTHS = (32, 64, 128, 256)
+WIDTH_RATES = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128)
+HEAD_DIM = 16       # of every width, so that the scale of attention's scores stays as it is
+
+
+def mup(width: int) -> dict[str, Any]:
+    """Settings of muP at a width: Adam's rate of what has a width of inputs goes with 1 / width, so
+    that it is the run's own at MUP_WIDTH; the rates of embeddings and vectors stay."""
+    scale = MUP_WIDTH / width
+    return {"model.init": "mup", "optimizer.groups": (
+        f"blocks.*.attention.*.weight:lr_scale={scale}", f"blocks.*.mlp.*.weight:lr_scale={scale}",
+        f"head.weight:lr_scale={scale}")}
+
+
+PARAMETRISATIONS = {"standard": lambda width: {}, "muP": mup}
+
+
+def of_width(how: str, width: int, lr: float, seed: int = 0) -> Config:
+    return config("adamw", 8, lr, seed).replace(
+        {"model.width": width, "model.heads": width // HEAD_DIM, "model.tied": False, "steps": 60,
+         "eval_batches": 16}
+        | PARAMETRISATIONS[how](width))
+
+
+@torch.no_grad()
+def activations(training: Training, held: Batch) -> dict[str, torch.Tensor]:
+    """What leaves each part for the same text, by name."""
+    found, hooks = {}, []
+    block = training.model.blocks[-1]
+    parts = {"attention": block.attention, "mlp": block.mlp, "logits": training.model.head}
+    for name, part in parts.items():
+        hooks.append(part.register_forward_hook(
+            lambda module, inputs, out, name=name: found.update({name: out.clone()})))
+    training.model(held.tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def coordinate_check(how: str, width: int, *, lr: float = 0.01, steps: int = 4, seeds: int = 3
+                     ) -> dict[str, float]:
+    """Returns the root mean square by which each part's activations have moved after a few updates,
+    the mean over seeds (Yang et al. 2022, appendix D.1)."""
+    moved: dict[str, list[float]] = {}
+    for seed in range(seeds):
+        training = Training.build(of_width(how, width, lr, seed))
+        held = training.val.batch(0)
+        before = activations(training, held)
+        for step in range(steps):
+            training.update(step)
+        for name, after in activations(training, held).items():
+            moved.setdefault(name, []).append((after - before[name]).square().mean().sqrt().item())
+    return {name: fmean(values) for name, values in moved.items()}
+
+
+def loss_of_width(how: str, width: int, lr: float, seed: int) -> float | None:
+    """Returns the validation loss after the config's steps; None: it diverged."""
+    training = Training.build(of_width(how, width, lr, seed))
+    for step in range(training.config.steps):
+        training.update(step)
+    loss = training.evaluate()
+    return round(loss, 4) if loss < 10 else None
+
+
+def mean_loss(runs: Sequence[Mapping[str, Any]], how: str, width: int, lr: float) -> float:
+    """Over seeds; infinite where one diverged."""
+    found = [run["loss"] for run in runs
+             if (run["how"], run["width"], run["lr"]) == (how, width, lr)]
+    return math.inf if None in found else fmean(found)
+
+
+def best_by_width(runs: Sequence[Mapping[str, Any]], how: str) -> dict[int, float]:
+    """The best learning rate of the grid for each width."""
+    return {width: min(WIDTH_RATES, key=lambda lr, width=width: mean_loss(runs, how, width, lr))
+            for width in WIDTHS}
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Best learning rates by width, and the losses of the widest model: at its `own` best rate, and
+    at the best rate of the narrowest (`moved`)."""
+
+    best: dict[int, float]
+    own: float
+    moved: float
+
+    @property
+    def cost(self) -> float:
+        return self.moved / self.own - 1
+
+
+def transfer(runs: Sequence[Mapping[str, Any]], how: str) -> Transfer:
+    best = best_by_width(runs, how)
+    return Transfer(best, *(mean_loss(runs, how, WIDTHS[-1], best[width])
+                            for width in (WIDTHS[-1], WIDTHS[0])))
+
+
+# ---- Figures and tables
+
+def check_figure(found: Mapping[str, Mapping[int, Mapping[str, float]]]) -> dict:
+    """The plotly spec of how far activations moved, over widths. `found`: by parametrisation and
+    width, as `coordinate_check` returns it."""
+    data = []
+    for how, dash in zip(found, ("dot", "solid")):
+        for name, colour in zip(found[how][WIDTHS[0]], COLOURS):
+            data.append(scatter(WIDTHS, [found[how][w][name] for w in WIDTHS], f"{how}: {name}",
+                                colour, mode="lines+markers", line={"dash": dash},
+                                hover="width %{x}: %{y:.3f}"))
+    return figure(data, "How far activations have moved after four updates at one learning rate",
+                  height=420, xaxis=axis("width", type="log", tickvals=list(WIDTHS)),
+                  yaxis=axis("root mean square of the change", type="log", dtick="D2"))
+
+
+def width_runs() -> list[dict[str, Any]]:
+    """Returns the runs of `lpkit bench width-rates`."""
+    return json.loads(next(MEASURED.glob("width-rates-*.json")).read_text())["runs"]
+
+
+def transfer_figure(runs: Sequence[Mapping[str, Any]]) -> dict:
+    """The plotly spec of the loss over learning rates, a line a width, without what diverged."""
+    data = []
+    for how, dash in zip(PARAMETRISATIONS, ("dot", "solid")):
+        for width, colour in zip(WIDTHS, (*COLOURS[:3], COLOURS[4])):
+            losses = {lr: mean_loss(runs, how, width, lr) for lr in WIDTH_RATES}
+            kept = {lr: loss for lr, loss in losses.items() if math.isfinite(loss)}
+            data.append(scatter(kept, kept.values(), f"{how}, width {width}", colour,
+                                mode="lines+markers", line={"dash": dash},
+                                hover="%{x:.4g}: %{y:.3f} nats"))
+    return figure(data, "Loss after 60 updates over learning rates", height=440,
+                  xaxis=axis("learning rate", type="log", dtick=1, exponentformat="power"),
+                  yaxis=axis("validation loss, nats"))
+
+
+def transfer_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """HTML: the best learning rate of each width, and what the narrowest one's costs the widest."""
+    rows = []
+    for how in PARAMETRISATIONS:
+        one = transfer(runs, how)
+        rows.append((how, *(f"{lr:g}" for lr in one.best.values()), f"{one.own:.3f}",
+                     f"{one.moved:.3f}"))
+    return html_table(("", *(f"best rate, width {width}" for width in WIDTHS),
+                       f"loss of width {WIDTHS[-1]} at its own",
+                       f"at that of width {WIDTHS[0]}"), rows)
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+@exercise("27.mup_rate", ("embedding", 256, 64, 0.004), ("hidden", 256, 64, 0.004),
+          ("head", 256, 64, 0.004), ("vector", 256, 64, 0.004), minutes=4,
+          draw=lambda r: (r.choice(["embedding", "hidden", "head", "vector"]),
+                          r.choice([64, 128, 512]), r.choice([32, 64, 256]), r.uniform(1e-4, 1e-2)),
+          mistakes={"embeddings and vectors keep their rate": lambda kind, width, base, lr: (
+                        lr * base / width),
+                    "the head has a width of inputs, too": lambda kind, width, base, lr: (
+                        lr * base / width if kind == "hidden" else lr)})
+def mup_rate(kind: str, width: int, base: int, lr: float) -> float:
+    return lr * base / width if kind in ("hidden", "head") else lr
+
+
+def _points(r: Random) -> tuple[list[float], list[float]]:
+    widths = sorted(r.sample([16, 32, 64, 128, 256, 512, 1024], r.randint(2, 5)))
+    size, slope = r.uniform(0.01, 1), r.uniform(-1, 1)
+    return list(map(float, widths)), [size * w**slope * r.uniform(0.8, 1.25) for w in widths]
+
+
+@exercise("27.power", ([1.0, 2.0], [3.0, 6.0]), ([64.0, 256.0], [2.0, 4.0]),
+          ([1.0, 2.0, 4.0], [1.0, 1.0, 4.0]), ([32.0, 64.0, 256.0], [1.0, 4.0, 2.0]), minutes=5,
+          draw=_points,
+          mistakes={"both axes are logarithms": lambda widths, changes: (
+                        linear_regression(widths, changes).slope),
+                    "all points count, and not the ends alone": lambda widths, changes: (
+                        math.log(changes[-1] / changes[0]) / math.log(widths[-1] / widths[0])),
+                    "the power of the width, and not of the change": lambda widths, changes: (
+                        slope(changes, widths))})
+def power(widths: list[float], changes: list[float]) -> float:
+    x = [math.log(width) for width in widths]
+    mean = sum(x) / len(x)      # of x alone: a constant that is added to all y cancels
+    above = sum((a - mean) * math.log(change) for a, change in zip(x, changes))
+    return above / sum((a - mean) ** 2 for a in x)

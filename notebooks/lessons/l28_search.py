@@ -1,0 +1,221 @@
+"""Lesson 28, Search: its study, its figures and its exercises.
+
+Where no rule gives a setting, one searches: at random or by TPE, with trials that are ended early by
+the median rule. The model and the text are those of lesson 21; the recorded searches are those of
+data/measured/tpe-random-*.json, which `lpkit bench tpe-random --out data/measured` records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from dataclasses import replace as replace
+from functools import partial
+from math import inf as inf
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any
+
+from lessons.drawing import axis, figure, scatter
+from lessons.figure import Figure
+from lessons.judge import adding_to
+from lessons.l21_noise_scale_and_schedules import BASE
+from lessons.style import COLOURS
+from lpkit import records
+from lpkit.claims import referee, runs
+from lpkit.claims.sweep import Judge as Judge
+from lpkit.claims.sweep import Sweep, settle
+from lpkit.predict.evidence import MEASURED
+from lpkit.processes import Children
+from lpkit.training.background import Background
+from lpkit.training.background import default_folder as default_folder
+
+# ---- Search: a sweep that is looked at while it goes on
+
+TRIALS, STARTUP, EVERY = 16, 5, 5       # median prunes nothing before STARTUP trials have ended
+SEARCHED = Sweep(
+    base="cpu-3m", trials=TRIALS, target="val_loss", sampler="random", pruner="median",
+    settings=BASE | {"optimizer": "adamw", "global_batch": 8, "steps": 40, "eval_every": EVERY,
+                     "eval_batches": 4, "checkpoint_every": 0},
+    search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
+            "optimizer.beta1": {"low": 0.5, "high": 0.99},
+            "schedule": {"choices": ["constant", "linear", "cosine"]}})
+
+
+class Search(Background):
+    """A sweep in a background thread; its result is what `lpkit sweep` prints. The executor is a
+    thread of this process: whatever has a `submit` that returns a future could be one."""
+
+    def __init__(self, told: Sweep, out: Path):
+        super().__init__("search")
+        self.told, self.out = told, out     # `out`: the journal is `out`-MARK.jsonl
+
+    def _do(self) -> dict[str, Any]:
+        children = Children()
+        with ThreadPoolExecutor(1) as pool, \
+                runs.Workers(self.out.parent, children, 1, partial(pool.submit, runs.make)) as them:
+            return settle(self.told, self.out, lambda what, configs, judges: them.finished(
+                configs, judges=judges))
+
+
+class LiveSweep(Figure):
+    """The trials of a sweep's journal, drawn again when it has more of them, whoever writes it."""
+
+    def __init__(self, told: Sweep, out: Path):
+        super().__init__(parallel_figure([], told))
+        self.told, self.out, self.drawn = told, out, 0
+
+    def look(self) -> None:
+        journals = sorted(self.out.parent.glob(f"{self.out.name}-*.jsonl"), key=os.path.getmtime)
+        trials = records.read_lines(journals[-1])[0] if journals else []
+        if len(trials) != self.drawn:
+            self.drawn = len(trials)
+            self.show(parallel_figure(trials, self.told))
+
+    async def until(self, search: Background) -> Any:
+        """Looks until `search` is done, and returns its result."""
+        while not search.done:
+            self.look()
+            await asyncio.sleep(0.1)
+        self.look()
+        self.refresh_output()
+        return search.result()
+
+
+def last_loss(trial: Mapping[str, Any]) -> float | None:
+    """The loss of a trial's end, where it was pruned too; None: it diverged."""
+    return trial["val_loss"] if trial["pruned"] is None else trial["pruned"]["val_loss"]
+
+
+def saved_steps(trials: Sequence[Mapping[str, Any]], steps: int) -> float:
+    """The share of all trials' updates that pruning saved."""
+    ends = [steps if one["pruned"] is None else one["pruned"]["step"] for one in trials]
+    return 1 - fmean(ends) / steps
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The mean share by which TPE's best loss is below the other sampler's, its 95% interval, and
+    the two-sided probability of so large a gain without a difference, by a paired t-test."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
+    each = [math.log(min(other[:trials]) / min(one[:trials]))
+            for one, other in zip(found["tpe"], found["random"])]
+    mean, error, df = fmean(each), statistics.stdev(each) / math.sqrt(len(each)), len(each) - 1
+    reach = referee.t_quantile(0.975, df) * error
+    return Gain(mean, mean - reach, mean + reach, 2 * referee.t_cdf(-abs(mean) / error, df))
+
+
+# ---- Figures and tables
+
+def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
+    """The plotly spec of a sweep: each trial is a line through its settings and the step at which
+    it ended to its loss there, in the colour of that loss. Axes of settings are as wide as the
+    search; a trial that diverged has no line."""
+    there = [one for one in trials if last_loss(one) is not None]
+    steps, losses = told.config({}).steps, [last_loss(one) for one in there]
+    dimensions = []
+    for key in told.search:
+        domain = told.domain(key)[1]
+        values, ticks = [one["settings"][key] for one in there], {}
+        if choices := domain.get("choices"):
+            values, ends = [choices.index(value) for value in values], (0, len(choices) - 1)
+            ticks = {"tickvals": list(range(len(choices))), "ticktext": list(map(str, choices))}
+        elif domain["log"]:
+            values, ends = list(map(math.log10, values)), tuple(map(math.log10, (
+                domain["low"], domain["high"])))
+            powers = range(math.ceil(ends[0]), math.floor(ends[1]) + 1)
+            ticks = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
+        else:
+            ends = domain["low"], domain["high"]
+        dimensions.append({"label": key, "values": values, "range": list(ends), **ticks})
+    ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
+    dimensions += [{"label": "ended after", "values": ended, "range": [0, steps]},
+                   {"label": "loss there, nats", "values": losses}]
+    line = {"color": losses, "colorscale": "Cividis", "showscale": False}
+    pruned = sum(one["pruned"] is not None for one in trials)
+    return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],
+                  f"{len(trials)} of {told.trials} trials, {pruned} pruned", height=420,
+                  margin={"l": 70, "r": 50, "t": 90, "b": 30})
+
+
+def searches() -> dict[str, list[list[float]]]:
+    """Returns the losses of each recorded search by `lpkit bench tpe-random`, in the order of its
+    trials, by sampler."""
+    return json.loads(next(MEASURED.glob("tpe-random-*.json")).read_text())["losses"]
+
+
+def best_so_far(losses: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(losses, min))
+
+
+def search_figure(found: Mapping[str, Sequence[Sequence[float]]]) -> dict:
+    """The plotly spec of the best loss after each trial: a search a pale line, and their mean."""
+    data = []
+    for (sampler, losses), colour in zip(found.items(), COLOURS):
+        curves = [best_so_far(one) for one in losses]
+        trials = list(range(1, len(curves[0]) + 1))
+        data += [scatter(trials, curve, sampler, colour, opacity=0.2, line={"width": 1},
+                         hover=None, showlegend=False) for curve in curves]
+        data.append(scatter(trials, [fmean(column) for column in zip(*curves)],
+                            f"{sampler}, mean of {len(curves)} searches", colour, line={"width": 3},
+                            hover="%{x} trials: %{y:.3f} nats"))
+    return figure(data, "The best loss of a search", height=400, xaxis=axis("trials"),
+                  yaxis=axis("validation loss after 40 updates, nats", range=[2.65, 3.2]))
+
+
+def wins(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> int:
+    """In how many pairs of searches TPE's best of so many trials is the lower one."""
+    return sum(min(a[:trials]) < min(b[:trials]) for a, b in zip(found["tpe"], found["random"]))
+
+
+# ---- Exercises
+
+EXERCISES: dict = {}
+exercise = adding_to(EXERCISES)
+
+
+def _chances(r: Random) -> tuple[float, float]:
+    return r.uniform(0.01, 0.5), r.uniform(0.5, 0.999)
+
+
+@exercise("28.trials", (0.5, 0.5), (0.5, 0.9), (0.05, 0.95), (0.1, 0.95), minutes=4, draw=_chances,
+          mistakes={"all miss with the probability (1 - q)^n": lambda q, p: math.ceil(p / q),
+                    "at least p: round up": lambda q, p: math.floor(
+                        math.log(1 - p) / math.log(1 - q)),
+                    "1 - p is the probability that all miss": lambda q, p: math.ceil(
+                        math.log(p) / math.log(1 - q))})
+def trials_needed(q: float, p: float) -> int:
+    return math.ceil(math.log(1 - p) / math.log(1 - q))
+
+
+@exercise("28.coin", (1, 0), (1, 1), (11, 5), (0, 6), minutes=5, stars=2,
+          draw=lambda r: (r.randint(0, 15), r.randint(1, 15)),
+          mistakes={"either side may win": lambda ahead, behind: sum(
+                        math.comb(ahead + behind, k)
+                        for k in range(max(ahead, behind), ahead + behind + 1))
+                        / 2 ** (ahead + behind),
+                    "all counts that are at least as uneven": lambda ahead, behind: min(
+                        1.0, 2 * math.comb(ahead + behind, ahead) / 2 ** (ahead + behind)),
+                    "at most 1": lambda ahead, behind: 2 * sum(
+                        math.comb(ahead + behind, k)
+                        for k in range(max(ahead, behind), ahead + behind + 1))
+                        / 2 ** (ahead + behind)})
+def coin(ahead: int, behind: int) -> float:
+    n, more = ahead + behind, max(ahead, behind)
+    one_side = sum(math.comb(n, k) for k in range(more, n + 1)) / 2**n
+    return min(1.0, 2 * one_side)
