@@ -24,7 +24,7 @@ from lessons.drawing import POWERS, axis, figure, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.signals import Curves
-from lessons.style import COLOURS as HOUSE
+from lessons.style import DISTINCT as COLOURS
 from lpkit.config import Config, ModelConfig
 from lpkit.nn.transformer import Block
 from lpkit.predict.flops import training_flops
@@ -51,7 +51,6 @@ blocks.BLOCKS["unshaped"] = Kind(
 
 # ---- Depth
 
-COLOURS = [HOUSE[i] for i in (0, 1, 2, 4, 5)]
 STUDIED = {     # by what figures call it: the block, the form of it, norms
     "pre-norm": ("pre-norm", "pre-norm", "layernorm"),
     "no norm": ("pre-norm", "without norm", "none"),

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons.drawing import axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.judge import adding_to
-from lessons.style import COLOURS
+from lessons.style import DISTINCT
 from lessons.timing import PHASES, by_phase
 from lpkit import hardware
 from lpkit.claims import referee
@@ -371,7 +371,7 @@ def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
 def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
     """The mean training loss by the share of the FLOPs that is spent."""
     lines = []
-    for (name, arm), colour in zip(found.items(), COLOURS):
+    for (name, arm), colour in zip(found.items(), DISTINCT):
         price = Price.of(arm.config.model)
         spent = [*itertools.accumulate(map(price.update, picture(arm.config)))]
         parts = min(most, len(spent))

@@ -1,0 +1,135 @@
+"""What the text of notebooks 19 and 22 to 25 says in numbers: each sentence beside its record, its formula or its figure."""
+
+import itertools
+import json
+import math
+import re
+from statistics import NormalDist, fmean, stdev
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+
+from lessons import l19_is_it_progress as chance
+from lessons.l06_fp8_training import LiveRuns
+from lessons.race import race_figure
+from lpkit import records
+from lpkit.config import Config
+from lpkit.predict.evidence import MEASURED
+from tests.test_notebooks import BOOKS
+
+
+def text(number, kind="markdown"):
+    """All text of a notebook, in one line."""
+    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4)
+    return " ".join(" ".join(cell.source for cell in book.cells if cell.cell_type == kind).split())
+
+
+def record(name):
+    found = json.loads((MEASURED / name).read_text())
+    return found, {case["case"]: case for case in found["cases"]}
+
+
+# ---- figures: one legend, one colour for each series
+
+def lab(colour):
+    """L, a and b of a colour as #rrggbb (CIE 1976, D65)."""
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)))
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505, 0.2126 * r + 0.7152 * g + 0.0722 * b, (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089))
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def apart(spec):
+    """Series of a legend that look alike: under 25 in CIE Lab, which is a step that one sees without both side by side, and the same dash."""
+    shown = [trace for trace in spec["data"] if trace.get("name") and trace.get("showlegend") is not False and trace["type"] != "heatmap"]
+    return [(a["name"], b["name"]) for a, b in itertools.combinations(shown, 2)
+            if math.dist(lab(colour_of(a)), lab(colour_of(b))) < 25 and dash_of(a) == dash_of(b)]
+
+
+def colour_of(trace):
+    return trace["line"]["color"] if trace.get("line", {}).get("color") else trace["marker"]["color"]
+
+
+def dash_of(trace):
+    return trace.get("line", {}).get("dash", "solid")
+
+
+def test_series_of_19_have_a_colour_each():
+    _, losses = chance.pool()
+    seeds = {f"seed {seed}": {1: 2.0, 2: 1.0 + seed} for seed in range(12)}
+    for spec in (chance.verdict_figure(chance.replayed(chance.LION)), chance.progress_of_nothing(losses),
+                 chance.difference_view(losses)(3, 0.5), race_figure(seeds, paired=["seed 0"])):
+        assert not apart(spec), spec["layout"]["title"]
+
+
+def test_runs_that_share_no_batch_have_no_panel_of_differences():
+    """Of the seeds of 19 each reads other batches: there is no difference to draw, only a line at zero."""
+    runs = {name: {1: 3.0, 2: 2.0 + i} for i, name in enumerate(("a", "b", "c"))}
+    alone, two = race_figure(runs, paired=["a"], planned_steps=2), race_figure(runs, paired=["a", "b"], planned_steps=2)
+    assert [trace["name"] for trace in alone["data"]] == list(runs) and "yaxis2" not in alone["layout"]
+    assert two["layout"]["yaxis2"] and [trace["y"] for trace in two["data"] if trace.get("yaxis") == "y2"] == [[0, 0], [0, pytest.approx(50)], []]
+
+    def live(*seeds):
+        handle = SimpleNamespace(handles={"a": SimpleNamespace(records=[SimpleNamespace(step=1, loss=2.0)])}, planned_steps=2, title="a",
+                                 configs=dict(zip("abc", (Config(seed=seed) for seed in seeds))))
+        return LiveRuns._spec(SimpleNamespace(handle=handle, _read=None))
+
+    assert "yaxis2" not in live(0, 1, 2)["layout"] and "yaxis2" in live(0, 0, 1)["layout"]
+
+
+# ---- 19
+
+def test_what_19_says_of_searches_is_what_they_are():
+    said, (_, losses) = text("19"), chance.pool()
+    searches = [chance.best_so_far(losses, seed=seed) for seed in range(500)]
+    ends = [gains[-1] for gains in searches]
+    over = sum(end > 0.02 for end in ends)
+    assert f"In {over} of 500 searches the best looks more than 2% better, and in {500 - over} it does not" in said and over == 321
+    assert f"its best looks {fmean(ends):.1%} better than its first run" in said
+    assert f"On average a search keeps {fmean(map(chance.changes_kept, searches)):.1f} changes" in said
+    again = fmean(1 - b / a for a, b in itertools.permutations(losses[:60], 2))      # the best config once more: any run beside any other
+    assert abs(again) < 0.001 and "its loss is on average the loss of the first run" in said
+    n = chance.TRIES + 1
+    assert 1 - (n - 0.375) / (n + 0.25) == pytest.approx(0.6 / n, rel=0.05) and "about `0.6 / n` of all runs would be better still" in said
+
+
+def test_what_19_says_that_seeds_can_see_is_the_test_that_it_names():
+    """Both columns by simulation: pairs of Gaussians whose gain is what the text says are found 80 times in 100."""
+    said, sigma = text("19"), chance.sigma_of(chance.pool()[1])
+    for n, by_t, known in ((3, "4.93%", "2.49%"), (40, "0.70%", "0.68%")):
+        assert f"{chance.found_by_t(sigma, n):.2%}" == by_t and f"{chance.found_if_known(sigma, n):.2%}" == known and by_t in said and known in said
+        assert chance.seeds(chance.found_if_known(sigma, n) + 1e-9, sigma) == n, "what exercise 2 asks for"
+    assert "three seeds find a gain of 4.93% 80 times in 100. If sigma were known exactly, 2.49% would do" in said
+    draw = NormalDist(0, 1)
+    rolls = draw.samples(3 * 20_000, seed=0)
+    for gain, critical in ((-math.log1p(-chance.found_by_t(sigma, 3)), None), (chance.found_if_known(sigma, 3), 1.959964)):
+        found = 0
+        for three in zip(*[iter(rolls)] * 3):
+            pairs = [gain + math.sqrt(2) * sigma * one for one in three]
+            sd = stdev(pairs) if critical is None else math.sqrt(2) * sigma
+            found += abs(fmean(pairs)) * math.sqrt(3) / sd > (critical or 4.302653)      # the t of two degrees of freedom
+        assert found / 20_000 == pytest.approx(0.8, abs=0.01)
+
+
+def test_what_19_says_of_other_runs_is_in_their_records():
+    said = text("19")
+    losses, _ = record("recipe-losses-amd-epyc.json")
+    bf16 = losses["losses"]["bf16"]
+    assert f"(300 steps of `cpu-3m`: {stdev(map(math.log, bf16)):.2%}, from three seeds)" in said and (losses["steps"], len(bf16)) == (300, 3)
+    means = {name: fmean(of) for name, of in losses["losses"].items()}
+    assert max(means.values()) - min(means.values()) < max(bf16) - min(bf16) and "differ by less than three seeds of one recipe do" in said
+    _, kept = record("decisions-amd-epyc.json")
+    nothing = "runs carried on: 500 sequences, what does nothing is kept"
+    for who, words in (("the referee", "that do nothing it keeps {:.2f} on average"), ("the lower of two runs", 'lower of two runs" keeps {:.1f} (')):
+        assert words.format(50 * kept[f"{who}, {nothing}"]["ratio"]) in said
+    lion = records.read(chance.LION)
+    assert f"({lion['runs']} runs, {lion['seconds'] / 60:.1f} minutes on two cores of an AMD EPYC)" in said
+
+
+def test_no_code_of_these_notebooks_is_wider_than_100():
+    for number in ("19",):
+        for cell in nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4).cells:
+            if cell.cell_type == "code":
+                assert max(map(len, cell.source.splitlines())) <= 100, cell.source
+                assert not re.search("source_hidden", str(cell.metadata)) or len(cell.source.splitlines()) <= 8, cell.source
