@@ -145,6 +145,10 @@ class Study:
     def at(self, rank: int, lr: float) -> Went:
         return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
 
+    def forgot(self, one: Went) -> float:
+        """Return by how much the loss of the first text rose."""
+        return one.remembered - self.code
+
     @property
     def ranks(self) -> list[int]:
         return sorted({one.rank for one in self.went})
@@ -307,7 +311,7 @@ def ladder_table(study: Study) -> str:
         one = study.best(rank)
         lines.append((one.name, f"{one.trained:,}", f"{one.lr:g}", f"{one.learned:.3f}",
                       f"{one.learned - study.manual:+.3f}", f"{one.remembered:.3f}",
-                      f"{one.remembered - study.code:+.3f}"))
+                      f"{study.forgot(one):+.3f}"))
     return html_table(("", "trained numbers", "its best rate", "manual", "learned", "code",
                        "forgotten"), lines)
 
