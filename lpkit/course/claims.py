@@ -49,14 +49,18 @@ def _show(sentence: str, state: str, why: str = "") -> None:
     from IPython.display import display  # the runner, which reads cards, goes without
 
     report("claim", name=sentence, verdict=state)
-    colour, sign = LOOKS[state]
-    because = why and f"<div style='margin-top:4px'>Because: {escape(why)}</div>"
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
-             "text/html": f"<div style='border-left:3px solid {colour};padding:6px 12px;"
-                          f"font:14px {escape(FONT)};color:{TEXT};line-height:1.5'>"
-                          f"<span style='background:{colour};color:#fff;padding:0 4px'>{sign}"
-                          f"</span> <b>{state}</b>: {escape(sentence)}{because}</div>"},
+             "text/html": card(state, state, sentence, [f"Because: {why}"] if why else [])},
             raw=True, metadata={CARD: {"claim": sentence, "state": state, "why": why}})
+
+
+def card(state: str, word: str, sentence: str, below: Iterable[str] = ()) -> str:
+    """Return the HTML of a card in the colour of `state`; `below` are lines under the sentence."""
+    (colour, sign), lines = LOOKS[state], (f"<div style='margin-top:4px'>{escape(line)}</div>"
+                                           for line in below)
+    return (f"<div style='border-left:3px solid {colour};padding:6px 12px;font:14px {escape(FONT)};"
+            f"color:{TEXT};line-height:1.5'><span style='background:{colour};color:#fff;padding:0 4"
+            f"px'>{sign}</span> <b>{word}</b>: {escape(sentence)}{''.join(lines)}</div>")
 
 
 def cards(outputs: Iterable[dict[str, Any]]) -> list[dict[str, str]]:

@@ -8,6 +8,7 @@ from IPython.display import HTML
 from lessons.comparison import comparison_figure
 from lessons.explorer import Explorer
 from lessons.figure import Figure
+from lessons.goals import goal
 from lessons.learner import check, keep
 from lessons.questions import Guess, Pick
 from lessons.reading import source
@@ -16,4 +17,4 @@ from lpkit.predict.compare import Comparison, Row
 from lpkit.tables import html_table
 
 __all__ = ["HTML", "Comparison", "Explorer", "Figure", "Guess", "Pick", "Row", "cannot_tell", "check", "claim",
-           "comparison_figure", "html_table", "keep", "source"]
+           "comparison_figure", "goal", "html_table", "keep", "source"]

@@ -1,0 +1,26 @@
+"""The card of a notebook's goal: whether it was reached, condition by condition."""
+
+from collections.abc import Mapping
+
+from IPython.display import display
+
+from lpkit.course.claims import FAILS, HOLDS, LOOKS, UNDECIDED, card
+
+WORDS = {HOLDS: "The goal is reached", FAILS: "The goal failed",
+         UNDECIDED: "This machine cannot tell whether the goal is reached"}
+
+
+def goal(sentence: str, conditions: Mapping[str, bool | None]) -> None:
+    """Show whether a goal was reached, and which of its conditions hold.
+
+    sentence: the goal, as the notebook's first cell states it
+    conditions: whether each sentence, with its measured value, holds; None: this machine cannot tell
+
+    A goal is set before the run and may fail; a claim states what was found. So a failed goal stops
+    no cell, and the runner of notebooks does not count it as a failure."""
+    met = list(conditions.values())
+    state = FAILS if not all(one is not False for one in met) else UNDECIDED if None in met else HOLDS
+    signs = {True: LOOKS[HOLDS][1], False: LOOKS[FAILS][1], None: LOOKS[UNDECIDED][1]}
+    lines = [f"{signs[one]} {condition}" for condition, one in conditions.items()]
+    display({"text/plain": "\n".join([f"{WORDS[state]}: {sentence}", *lines]),
+             "text/html": card(state, WORDS[state], sentence, lines)}, raw=True)
