@@ -3,7 +3,8 @@
     lpkit bench forgetting --out data/measured      five minutes
 
 A case is a rank at a learning rate; `ours` is the loss of the first text after training minus the loss before, by seed of the base. `peer` is the same of all
-weights at the rate at which they learn most. `learned`: by how much the loss of the new text fell. `rounds`: a third of them, and at least three, seeds.
+weights at the rate at which they learn most. `points` has each case by seed, `learned` by how much the loss of the new text fell. `rounds`: a third of them,
+and at least three, seeds.
 """
 
 import tempfile
@@ -24,11 +25,8 @@ def run(rounds: int, updates: tuple[int, int] = (BASE_UPDATES, UPDATES), ranks: 
             base = lpkit.train(lesson.base(updates[0]).replace({"seed": seed}), out=Path(folder) / str(seed))
             studies.append(lesson.go_on(base, ranks, updates[1]))
     peer = [study.best(0) for study in studies]
-    return [paired("forgetting", case=f"{one.name} at {one.lr:g}", better="lower", unit="nats", peer_name=PEER,
-                   ours=[study.forgot(study.at(one.rank, one.lr)) for study in studies],
-                   peer=[study.forgot(best) for study, best in zip(studies, peer)],
-                   facts={"rank": one.rank, "lr": one.lr, "trained": one.trained,
-                          "forgotten": [study.forgot(study.at(one.rank, one.lr)) for study in studies],
-                          "learned": [study.manual - study.at(one.rank, one.lr).learned for study in studies],
-                          "peer_lr": [best.lr for best in peer]})
-            for one in studies[0].went]
+    at = {f"{one.name} at {one.lr:g}": [study.at(one.rank, one.lr) for study in studies] for one in studies[0].went}
+    points = {case: {"forgotten": [study.forgot(one) for study, one in zip(studies, ones)],
+                     "learned": [study.manual - one.learned for study, one in zip(studies, ones)]} for case, ones in at.items()}
+    return [paired("forgetting", case=case, better="lower", unit="nats", peer_name=PEER, ours=points[case]["forgotten"],
+                   peer=[study.forgot(best) for study, best in zip(studies, peer)], facts={"points": points}) for case in at]
