@@ -25,12 +25,15 @@ from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.signals import Curves
 from lessons.style import DISTINCT as COLOURS
+from lessons.timing import in_turns as in_turns
 from lpkit.config import Config, ModelConfig
+from lpkit.nn import blocks as blocks
 from lpkit.nn.transformer import Block
+from lpkit.predict.compare import disturbance as disturbance
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import of
 from lpkit.presets import preset
-from lpkit.techniques import blocks
+from lpkit.techniques import blocks as block_rows
 from lpkit.techniques.operation import Kind
 from lpkit.training.training import Training
 
@@ -45,8 +48,8 @@ class Unshaped(Block):
         return x + self.mlp(self.norm2(x))
 
 
-blocks.BLOCKS["unshaped"] = Kind(
-    operations=lambda s: [op for op in blocks.pre_norm(s) if op.name != "add1"],
+block_rows.BLOCKS["unshaped"] = Kind(
+    operations=lambda s: [op for op in block_rows.pre_norm(s) if op.name != "add1"],
     implementation=f"{__name__}:Unshaped", why="pre-norm without the skip around attention")
 
 # ---- Depth
