@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
+import torch
 
 from lessons import l19_is_it_progress as chance
+from lessons import l22_blocks as blocks
+from lessons import signals
 from lessons.l06_fp8_training import LiveRuns
 from lessons.race import race_figure
 from lpkit import records
@@ -133,3 +136,59 @@ def test_no_code_of_these_notebooks_is_wider_than_100():
             if cell.cell_type == "code":
                 assert max(map(len, cell.source.splitlines())) <= 100, cell.source
                 assert not re.search("source_hidden", str(cell.metadata)) or len(cell.source.splitlines()) <= 8, cell.source
+
+
+# ---- 22
+
+def cells(number):
+    return {cell.id: cell.source for cell in nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4).cells}
+
+
+def test_the_recursion_by_hand_is_the_kits():
+    there = {"torch": torch, "nn": torch.nn, "layers": 24, "lesson": blocks}
+    of = signals.predicted(blocks.small("pre-norm", 24), blocks.tokens())
+    exec(cells("22")["blocks-hand-recursion"], there | {"found": {"pre-norm": (of, of)}})
+
+
+def test_what_22_answers_is_its_figure():
+    said = cells("22")["blocks-15"]
+    of = {name: signals.predicted(blocks.small(block, 24, norm=norm), blocks.tokens(), form) for name, (block, form, norm) in blocks.STUDIED.items()}
+    first = {name: one.variance[0] for name, one in of.items()}
+    assert of["gain of 0"].variance == [first["gain of 0"]] * 25 and f"stays at {first['gain of 0']:g}" in " ".join(said.split())
+    shaped = of["no skip, shaped"].variance
+    assert first["no skip, shaped"] < 0.001 and shaped[1:] == pytest.approx([1] * 24, rel=0.02) and "raises the variance to 1" in said
+    assert f"grows by {of['no norm'].variance[-1] / first['no norm'] - 1:.0%} in 24 layers" in said
+    bare = of["no skip"].variance
+    assert f"to {bare[-1] / bare[0]:.1f} times its first value" in said and bare[4] > 0.95 * bare[-1] and "most of it in four layers" in said
+    pre = of["pre-norm"]
+    assert f"Pre-norm grows to {pre.variance[-1] / pre.variance[0]:.0f} times" in said
+    steps = [b - a for a, b in itertools.pairwise(pre.variance)]
+    assert max(steps) < 1.6 * min(steps) and "by about as much in each layer" in said
+    assert f"mean cosine is {pre.cosine[-1]:.2f} after 24 layers" in said
+    gpt2 = signals.predicted(blocks.small("pre-norm", 24, init="gpt2"), blocks.tokens())
+    assert f"the cosine is {gpt2.cosine[-1]:.2f}" in said
+
+
+@pytest.mark.prove
+def test_where_22_says_that_its_formula_is_furthest_off():
+    m = blocks.small("unshaped", 24)
+    both = signals.predicted(m, blocks.tokens(), "without skip"), signals.measured(m, blocks.tokens(), 4)
+    assert f"({blocks.off(both)[0]:.0%} with four models)" in cells("22")["blocks-15"]
+    m = blocks.small("pre-norm", 2, init="fan-in")
+    formula, models = signals.predicted(m, blocks.tokens()).cosine[1], signals.measured(m, blocks.tokens(), 8).cosine[1]
+    assert f"the formula says a mean cosine of {formula:.2f}, and real models have {models:.2f}" in text("22")
+
+
+def test_what_22_says_of_speed_is_in_its_record():
+    said, (bench, rows) = text("22"), record("blocks-amd-epyc.json")
+    fast = {(name, recipe): rows[f"{name}, 6 x 384, {recipe}"]["ratio"] for name in ("sas-p", "skipless") for recipe in ("fp32", "bf16")}
+    assert f"`sas-p` is {fast['sas-p', 'fp32']:.2f} times as fast as pre-norm, and FLOPs say {rows['sas-p, 6 x 384, fp32']['by_flops']:.2f}" in said
+    assert f"in bf16 it is {fast['sas-p', 'bf16']:.2f} times as fast" in said and fast["sas-p", "fp32"] < rows["sas-p, 6 x 384, fp32"]["by_flops"]
+    assert f"it has {fast['skipless', 'fp32']:.2f} times the speed of pre-norm in float32, and {fast['skipless', 'bf16']:.2f} in bf16" in said
+    assert bench["cores"] == 2 and bench["others_share"] < 0.05 and "worth less than their FLOPs" in said and "worth more" not in said
+    [one] = records.read(MEASURED / "claim-sas-p.verdict")["verdicts"]
+    same = one["equal_seconds"]
+    for gain, (low, high), form in ((one["gain"], one["interval"], "{:.1%} lower than that of pre-norm (95% interval: {:.1%} to {:.1%})"),
+                                    (same["gain"], same["interval"], "at equal seconds {:.1%} lower ({:.1%} to {:.1%})")):
+        assert form.format(gain, low, high) in said
+    assert (one["seeds"], one["steps"]["sas-p"]) == (10, 100)
