@@ -30,7 +30,9 @@ from lessons.draws import normal
 from lessons.judge import adding_to
 from lessons.style import DISTINCT
 from lessons.timing import PHASES, by_phase
+from lessons.waiting import progress as progress
 from lpkit import hardware
+from lpkit import train as train
 from lpkit.claims import referee
 from lpkit.config import Config, ModelConfig
 from lpkit.measure.updates import Bench
@@ -40,6 +42,8 @@ from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.timing import Watch
+from lpkit.training.depth import Partly as Partly
+from lpkit.training.depth import Stacking as Stacking
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
