@@ -11,9 +11,11 @@ import nbformat
 import pytest
 import torch
 
+from lessons import goals, signals
 from lessons import l19_is_it_progress as chance
 from lessons import l22_blocks as blocks
-from lessons import signals
+from lessons import l23_less_of_the_model as less
+from lessons import l24_start_from_a_run as begun_from
 from lessons.l06_fp8_training import LiveRuns
 from lessons.race import race_figure
 from lpkit import records
@@ -131,7 +133,7 @@ def test_what_19_says_of_other_runs_is_in_their_records():
 
 
 def test_no_code_of_these_notebooks_is_wider_than_100():
-    for number in ("19",):
+    for number in ("19", "22", "23", "24"):
         for cell in nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4).cells:
             if cell.cell_type == "code":
                 assert max(map(len, cell.source.splitlines())) <= 100, cell.source
@@ -192,3 +194,88 @@ def test_what_22_says_of_speed_is_in_its_record():
                                     (same["gain"], same["interval"], "at equal seconds {:.1%} lower ({:.1%} to {:.1%})")):
         assert form.format(gain, low, high) in said
     assert (one["seeds"], one["steps"]["sas-p"]) == (10, 100)
+
+
+# ---- 23
+
+def test_series_of_22_and_23_have_a_colour_each():
+    arms = less.arms(8)
+    spent = {name: less.Arm(config=config, losses=(2.0,), curves=((2.0,) * config.steps,)) for name, config in arms.items()}
+    runs = {name: ([2.0, 1.9], 1.9) for name in blocks.RUNS}
+    for spec in (less.curves_figure(spent), blocks.losses_figure(runs), blocks.speed_figure(["a", "b"], [1.0, 2.0], [1.0, 2.0], 0.0)):
+        assert len(spec["data"]) > 1 and not apart(spec), spec["layout"]["title"]
+
+
+def test_what_23_answers_is_the_picture():
+    said = cells("23")["less-14"]
+    config = less.preset("cpu-3m").replace(less.SMALL | {"steps": 60})
+
+    def area(name, layers, steps=60):
+        return fmean(itertools.chain(*less.picture(less.scheduled(config.replace({"model.layers": layers, "steps": steps}), name, share=0.5))))
+
+    assert f"`token-drop` goes from {area('token-drop', 4):.0%} to {area('token-drop', 24):.0%}" in " ".join(said.split())
+    whole = {name for name in less.SCHEDULES if set(less.picture(less.scheduled(config, name))[-1]) == {1.0}}
+    assert {"stack", "random-ltd"} <= whole and "progressive-layer-drop" not in whole and "`stack` and `random-ltd` end with it" in said
+    ltd = less.picture(less.scheduled(config, "random-ltd"))
+    full = next(step for step, shares in enumerate(ltd) if set(shares) == {1.0})
+    assert full / len(ltd) == pytest.approx(2 / 3, abs=0.05) and "over two thirds of the run" in said
+    more = less.arms(150)[less.DROPPED].steps / 150
+    assert more == pytest.approx(4 / 3, abs=0.05) and "Progressive layer dropping has a third more updates" in text("23")
+    assert "0.7 to 1.7% above that of the copies" in text("23") and "copies are 0.7 to 1.2% (deeper) and 1.7% (wider) ahead" in " ".join(
+        (MEASURED.parents[1] / "docs/log.md").read_text().split())
+
+
+# ---- 24
+
+def test_what_24_says_of_the_share_is_counted_by_hand():
+    said, config = text("24"), begun_from.preset("cpu-3m").replace({"model.context": 128})
+    D, F, r = config.model.width, config.model.F, 2
+    block = r * (3 * (D + D) + (D + D) + (D + F) + (F + D))         # q, k and v have an A and a B each
+    trained = begun_from.trained_count(begun_from.adapted(config, r).model)
+    assert trained == config.model.layers * block == 36_864 and f"{trained:,} numbers" in said
+    whole = begun_from.parameter_count(config.model)
+    assert f"{trained / whole:.2%} of the model's {whole:,} weights" in said
+    assert "queries, keys and values, and each of the three has an `A` and a `B` of its own" in said
+
+
+def test_what_24_says_is_forgotten_is_in_the_record():
+    said, (bench, _) = text("24"), record("forgetting-amd-epyc.json")
+    points = bench["points"]
+
+    def best(rank, seed):
+        """(what was forgotten at the rate at which most was learned, that)."""
+        name = f"rank {rank} at" if rank else "all weights at"
+        one = max((case for case in points if case.startswith(name)), key=lambda case: points[case]["learned"][seed])
+        return points[one]["forgotten"][seed], points[one]["learned"][seed]
+
+    ranks, seeds = (1, 2, 4, 8, 16), range(3)
+    assert all(best(rank, seed)[1] < best(0, seed)[1] for rank in ranks for seed in seeds) and "LoRA learns less at every rank" in said
+    first = {rank: best(rank, 0)[0] for rank in (0, *ranks)}
+    assert max(first[1], first[2]) < first[0] < min(first[4], first[8], first[16])
+    assert "ranks 1 and 2 forget less than all weights, and ranks 4 to 16 forget more" in said and "forgets no less" not in said
+    assert f"{first[1]:.2f}, 0.11 to 0.13, and {min(first[4], first[8], first[16]):.2f} to {max(first[4], first[8], first[16]):.2f} nats; all weights {first[0]:.2f}" in said
+    assert 0.105 < first[2] < 0.135
+    for seed in (1, 2):
+        assert max(best(rank, seed)[0] for rank in ranks) < best(0, seed)[0]
+    assert "from two other bases all weights did best at a higher rate, and every rank forgot less" in said
+    for seed in seeds:
+        low, high = (points[f"all weights at {lr}"] for lr in ("0.0015", "0.005"))
+        assert abs(low["learned"][seed] - high["learned"][seed]) < 0.03 and 1.7 < high["forgotten"][seed] / low["forgotten"][seed] < 2.2
+        gentle, rank_2 = points["all weights at 0.0005"], points["rank 2 at 0.005"]
+        assert abs(gentle["learned"][seed] - rank_2["learned"][seed]) < 0.05 and gentle["forgotten"][seed] < rank_2["forgotten"][seed]
+    assert gentle["forgotten"][0] < rank_2["forgotten"][0] / 2 and "forgot less than half as much of the code" in said
+    assert all(points[f"rank 16 at {lr}"]["learned"][seed] < low["learned"][seed] for lr in ("0.0015", "0.005", "0.015") for seed in seeds)
+
+
+def test_24_says_of_its_goal_that_it_failed():
+    """A failed goal has a card of its own, above the card of what was found instead."""
+    of = cells("24")
+    assert 'goal("LoRA needs a small part of the memory and of the time' in of["start-31"] and "The goal failed." in of["start-32"]
+    assert [name for name in of if name in ("start-31", "start-31-claim", "start-32")] == ["start-31", "start-31-claim", "start-32"]
+
+
+def test_a_failed_condition_makes_a_goals_card_red(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(goals, "display", lambda data, raw: shown.append(data))
+    goals.goal("It is small.", {"a half or less: 67%": False, "seconds": None})
+    assert shown[0]["text/plain"].startswith("The goal failed: It is small.") and "#b91c1c" in shown[0]["text/html"]
