@@ -279,3 +279,8 @@ def test_a_failed_condition_makes_a_goals_card_red(capsys, monkeypatch):
     monkeypatch.setattr(goals, "display", lambda data, raw: shown.append(data))
     goals.goal("It is small.", {"a half or less: 67%": False, "seconds": None})
     assert shown[0]["text/plain"].startswith("The goal failed: It is small.") and "#b91c1c" in shown[0]["text/html"]
+
+
+def test_the_sentence_on_the_page_of_claims_is_the_recorded_one():
+    page, lion = " ".join((MEASURED.parents[1] / "docs/claim.md").read_text().replace("> ", "").split()), records.read(chance.LION)
+    assert lion["sentence"] in page and f"{lion['runs']} runs of 1 million weights, 100 steps of 512 tokens, in {lion['seconds'] / 60:.1f} minutes" in page
