@@ -1,5 +1,6 @@
 """What the text of notebooks 19 and 22 to 25 says in numbers: each sentence beside its record, its formula or its figure."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from lessons.l06_fp8_training import LiveRuns
 from lessons.race import race_figure
 from lpkit import records
 from lpkit.config import Config
+from lpkit.course import claims
 from lpkit.predict.evidence import MEASURED
 from tests.test_notebooks import BOOKS
 
@@ -284,3 +286,16 @@ def test_a_failed_condition_makes_a_goals_card_red(capsys, monkeypatch):
 def test_the_sentence_on_the_page_of_claims_is_the_recorded_one():
     page, lion = " ".join((MEASURED.parents[1] / "docs/claim.md").read_text().replace("> ", "").split()), records.read(chance.LION)
     assert lion["sentence"] in page and f"{lion['runs']} runs of 1 million weights, 100 steps of 512 tokens, in {lion['seconds'] / 60:.1f} minutes" in page
+
+
+@pytest.mark.parametrize("speed, others, verdict", [(1.3, 0.0, "holds"), (0.9, 0.0, "fails"), (1.3, 0.9, "cannot tell"), (0.9, 0.9, "cannot tell")])
+def test_noise_does_not_decide_what_22_claims_of_seconds(speed, others, verdict, capsys):
+    alike = ([1.0, 1.0], [0.0, 0.99]), ([1.0, 1.0], [0.0, 0.0])
+    found = {name: (SimpleNamespace(variance=v, cosine=c),) * 2 for name, (v, c) in zip(("no skip", "no skip, shaped"), alike)}
+    there = {"found": found, "lesson": blocks, "tier": "cpu", "updates": 60, "runs": {"unshaped": ([], 3.0), "sas-p": ([], 2.5)}, "speed": speed,
+             "turns": SimpleNamespace(other_cpu_share=others), "disturbance": blocks.disturbance, "goal": lambda *_: None, "claim": claims.claim,
+             "cannot_tell": claims.cannot_tell}
+    for cell in ("blocks-28", "blocks-28-claim"):
+        with contextlib.suppress(AssertionError):
+            exec(cells("22")[cell], there)
+    assert f"'text/plain': '{verdict}: " in capsys.readouterr().out
