@@ -538,3 +538,14 @@ def test_the_table():
     assert first.split() == ["00_a", "1.2", "300", "it", "holds", "holds"]
     assert second.endswith("failed in cell 7: AssertionError: 2 > 1") and counts == "claims: 1 holds, 1 fails"
     assert [line.split() for line in files[1:]] == [["out/00_a.ipynb", "/elsewhere/00_a.json"]] * 2
+
+
+def test_a_corpus_is_prepared_without_a_red_line(tmp_path, monkeypatch):
+    """What a kernel writes to standard error is red: in a notebook the bar of the first preparation is a widget."""
+    (tmp_path / "text.txt").write_text("".join(f"line {i}\n" for i in range(20_000)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cell = f'from lpkit import config, datasets\ndatasets.prepare(config.DataConfig(source="{tmp_path}/text.txt"), vocab=256)'
+    go(write(tmp_path / "first.ipynb", cell), out=tmp_path / "out")
+    shown = [output for one in nbformat.read(tmp_path / "out" / "first.ipynb", as_version=4).cells for output in one.get("outputs", [])]
+    assert not [output for output in shown if output.get("name") == "stderr"]
+    assert any("tokens of text.txt" in output.get("data", {}).get("text/plain", "") for output in shown)

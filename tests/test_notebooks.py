@@ -345,7 +345,7 @@ def test_what_is_said_of_a_step_of_lora_is_the_formula():
                                              "system.compile": False})
     three = begun_from.three(config, rank=2)
     full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
-    assert f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the weights" in said and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said
+    assert f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the model's" in said and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said
     few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes for one in list(three.values())[:2]]
     assert f"with 2 sequences of 64 instead of 4 of 128 it is {few[1] / few[0]:.0%}" in said
     kept = [one.operations for one in (full, lora, qkv)]

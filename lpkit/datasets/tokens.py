@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from lpkit import files, records
 from lpkit.config import DataConfig

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from lessons.style import COLOURS
+from lessons.style import DISTINCT
 
 WARNING = "#a3293d"
 ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}
@@ -30,8 +30,8 @@ def _format(name: str) -> str:
 
 def lines_of(names: Iterable[str]) -> dict[str, dict]:
     """A line for each name: in the colour of the format or recipe that it begins with, others in
-    the next of COLOURS. What comes again in one colour is dashed."""
-    spare, seen, lines = itertools.cycle(COLOURS), collections.Counter(), {}
+    the next of DISTINCT. What comes again in one colour is dashed."""
+    spare, seen, lines = itertools.cycle(DISTINCT), collections.Counter(), {}
     for name in names:
         colour = FORMAT_COLOURS.get(_format(name)) or next(spare)
         lines[name] = {"color": colour, "width": 2, "dash": DASHES[seen[colour] % len(DASHES)]}

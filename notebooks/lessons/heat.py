@@ -184,7 +184,7 @@ def beside_race(race: dict, samples: Mapping[str, Samples]) -> dict:
     """`race`, the plotly spec of `lessons.race.race_figure`, with room on its right for how noisy each
     layer is at the last sampled step, from samples by run; without any the room is empty."""
     layout = {**race["layout"]}
-    for name in ("xaxis", "xaxis2"):
+    for name in layout.keys() & {"xaxis", "xaxis2"}:
         layout[name] = {**layout[name], "domain": [0, 0.46]}
     small = {"type": "category", "showgrid": False, "ticks": "", "tickfont": {"size": 11}}
     return {"data": [*race["data"], *([_noise_map(samples)] if samples else [])], "layout": {

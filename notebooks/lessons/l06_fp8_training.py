@@ -372,7 +372,7 @@ class LiveRuns(LiveRun):
         first = next(iter(configs.values())).seed
         race = race_figure(losses, planned_steps=self.handle.planned_steps,
                            title=f"{len(begun)} of {len(configs)}: {self.handle.title}",
-                           paired=[name for name in begun if configs[name].seed == first])
+                           paired=[name for name in configs if configs[name].seed == first])
         return beside_race(race, self._samples(begun)) if self._read else race
 
     def _samples(self, begun: Mapping[str, Any]) -> dict[str, Sequence[Any]]:

@@ -19,8 +19,11 @@ from typing import Any
 
 from lessons.drawing import NAMES, axis, box, columns, figure, note, rule, scatter
 from lessons.judge import adding_to
+from lessons.l06_fp8_training import LiveRuns as LiveRuns
 from lessons.style import COLOURS
+from lpkit import preset as preset
 from lpkit import records
+from lpkit import start_each as start_each
 from lpkit.claims import referee
 from lpkit.errors import ConfigError, named
 from lpkit.predict.evidence import MEASURED
@@ -68,6 +71,11 @@ def best_so_far(losses: Sequence[float], tries: int = TRIES, *, seed: int = 0) -
     kept as soon as it looks better than the best."""
     drawn = Random(seed).sample(losses, tries + 1)
     return [1 - best / drawn[0] for best in itertools.accumulate(drawn, min)]
+
+
+def changes_kept(gains: Sequence[float]) -> int:
+    """Return how many changes of a search were kept. `gains`: those of `best_so_far`."""
+    return sum(after > before for before, after in itertools.pairwise(gains))
 
 
 def expected_best(n: int) -> float:
@@ -121,8 +129,8 @@ def verdict_figure(found: Mapping[str, Any]) -> dict:
               "array": [high - gain for gain, (_, high) in zip(gains, ends)],
               "arrayminus": [gain - low for gain, (low, _) in zip(gains, ends)]}
     effect = 100 * found["effect"]
-    unseen = [box(-100 * one["could_see"], 100 * one["could_see"], i - 0.4, i + 0.4, fill=FAINT,
-                  opacity=0.2, layer="below") for i, one in enumerate(rows.values())]
+    unseen = [box(-100 * one["could_see"], 100 * one["could_see"], i - 0.4, i + 0.4,
+                  fill=COLOURS[4], opacity=0.25, layer="below") for i, one in enumerate(rows.values())]
     return figure(
         [scatter([gain for _, gain in pairs], [name for name, _ in pairs], "a pair of one seed", FAINT,
                  mode="markers", marker={"symbol": "line-ns-open", "size": 10},
@@ -131,7 +139,7 @@ def verdict_figure(found: Mapping[str, Any]) -> dict:
                  marker={"size": 10}, error_x=across, hover="%{x:+.2f}%"),
          # the shapes below have no words of their own
          scatter([None], [None], "smallest effect of interest", COLOURS[1], line={"dash": "dash"}),
-         scatter([None], [None], "could not have been seen", FAINT, mode="markers", opacity=0.3,
+         scatter([None], [None], "could not have been seen", COLOURS[4], mode="markers", opacity=0.5,
                  marker={"symbol": "square", "size": 14})],
         "; ".join(f"{one['arm']} beside {one['against']}: {one['verdict']}"
                   for one in found["verdicts"]),
@@ -182,12 +190,24 @@ def progress_of_nothing(losses: Sequence[float], searches: int = 20) -> dict:
                                     xref="paper", yref="paper", font={"color": FAINT})])
 
 
+def found_by_t(sigma: float, n: int) -> float:
+    """Return the gain that a t-test over n pairs finds 80 times in 100 at 5%; it estimates sigma."""
+    return referee.visible(n, math.sqrt(2) * sigma, referee.levels(1)[0])
+
+
+def found_if_known(sigma: float, n: int) -> float:
+    """Return the gain that n seeds of each arm find 80 times in 100 at 5%, if sigma is known: what
+    exercise `seeds` solves for n."""
+    z = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
+    return z * of_nothing(sigma, n).stdev
+
+
 def sights(sigma: float) -> str:
     """HTML: what some numbers of seeds can see."""
-    level = referee.levels(1)[0]
-    rows = [(n, f"{referee.visible(n, math.sqrt(2) * sigma, level):.2%}",
+    rows = [(n, f"{found_by_t(sigma, n):.2%}", f"{found_if_known(sigma, n):.2%}",
              f"{of_nothing(sigma, n).cdf(-0.005):.0%}") for n in (3, 5, 10, 19, 40)]
-    return html_table(("seeds of each arm", "gain that is found 80 times in 100",
+    return html_table(("seeds of each arm", "gain that a t-test finds 80 times in 100",
+                       "the same, if sigma were known",
                        "changes that do nothing and look 0.5% better"), rows)
 
 

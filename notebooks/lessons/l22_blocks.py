@@ -24,13 +24,16 @@ from lessons.drawing import POWERS, axis, figure, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
 from lessons.signals import Curves
-from lessons.style import COLOURS as HOUSE
+from lessons.style import DISTINCT as COLOURS
+from lessons.timing import in_turns as in_turns
 from lpkit.config import Config, ModelConfig
+from lpkit.nn import blocks as blocks
 from lpkit.nn.transformer import Block
+from lpkit.predict.compare import disturbance as disturbance
 from lpkit.predict.flops import training_flops
 from lpkit.predict.params import of
 from lpkit.presets import preset
-from lpkit.techniques import blocks
+from lpkit.techniques import blocks as block_rows
 from lpkit.techniques.operation import Kind
 from lpkit.training.training import Training
 
@@ -45,13 +48,12 @@ class Unshaped(Block):
         return x + self.mlp(self.norm2(x))
 
 
-blocks.BLOCKS["unshaped"] = Kind(
-    operations=lambda s: [op for op in blocks.pre_norm(s) if op.name != "add1"],
+block_rows.BLOCKS["unshaped"] = Kind(
+    operations=lambda s: [op for op in block_rows.pre_norm(s) if op.name != "add1"],
     implementation=f"{__name__}:Unshaped", why="pre-norm without the skip around attention")
 
 # ---- Depth
 
-COLOURS = [HOUSE[i] for i in (0, 1, 2, 4, 5)]
 STUDIED = {     # by what figures call it: the block, the form of it, norms
     "pre-norm": ("pre-norm", "pre-norm", "layernorm"),
     "no norm": ("pre-norm", "without norm", "none"),

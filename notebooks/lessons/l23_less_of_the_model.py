@@ -28,9 +28,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons.drawing import axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.judge import adding_to
-from lessons.style import COLOURS
+from lessons.style import DISTINCT
 from lessons.timing import PHASES, by_phase
+from lessons.waiting import progress as progress
 from lpkit import hardware
+from lpkit import train as train
 from lpkit.claims import referee
 from lpkit.config import Config, ModelConfig
 from lpkit.measure.updates import Bench
@@ -40,6 +42,8 @@ from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.timing import Watch
+from lpkit.training.depth import Partly as Partly
+from lpkit.training.depth import Stacking as Stacking
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
@@ -371,7 +375,7 @@ def seconds_table(found: Timed, configs: Mapping[str, Config]) -> str:
 def curves_figure(found: Mapping[str, Arm], most: int = 25) -> dict:
     """The mean training loss by the share of the FLOPs that is spent."""
     lines = []
-    for (name, arm), colour in zip(found.items(), COLOURS):
+    for (name, arm), colour in zip(found.items(), DISTINCT):
         price = Price.of(arm.config.model)
         spent = [*itertools.accumulate(map(price.update, picture(arm.config)))]
         parts = min(most, len(spent))

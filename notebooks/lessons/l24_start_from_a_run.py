@@ -23,12 +23,18 @@ from lessons.draws import normal
 from lessons.judge import adding_to
 from lessons.style import COLOURS
 from lessons.timing import by_phase
+from lessons.waiting import progress as progress
+from lpkit import hardware as hardware
+from lpkit import measure as measure
+from lpkit import train as train
 from lpkit.config import Config
 from lpkit.measure.tracking import Footprint
 from lpkit.measure.updates import Bench, take_turns
+from lpkit.nn.adapters import Lora as Lora
 from lpkit.predict.compare import disturbance
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import Memory, memory
+from lpkit.predict.params import parameter_count as parameter_count
 from lpkit.predict.params import trained_count
 from lpkit.predict.units import quantity
 from lpkit.presets import preset
@@ -144,6 +150,10 @@ class Study:
 
     def at(self, rank: int, lr: float) -> Went:
         return next(one for one in self.went if (one.rank, one.lr) == (rank, lr))
+
+    def forgot(self, one: Went) -> float:
+        """Return by how much the loss of the first text rose."""
+        return one.remembered - self.code
 
     @property
     def ranks(self) -> list[int]:
@@ -268,6 +278,9 @@ def rented_table(models: Mapping[str, Mapping[str, tuple[Memory, Memory]]]) -> s
     return html_table(("", "how", "full", "LoRA", "full over LoRA", "LoRA fits"), lines)
 
 
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+
+
 def rates_figure(study: Study) -> dict:
     """The loss of the new text by learning rate, a line a rank."""
     lines = []
@@ -277,6 +290,7 @@ def rates_figure(study: Study) -> dict:
         faint = 1.0 if not rank else 0.25 + 0.75 * i / (len(study.ranks) - 1)
         lines.append(scatter([lr for lr, _ in own], [loss for _, loss in own],
                              study.best(rank).name, shade, mode="lines+markers", opacity=faint,
+                             marker={"symbol": SYMBOLS[i % len(SYMBOLS)], "size": 9},
                              hover="learning rate %{x}: %{y:.3f} nats"))
     return figure(lines, "The manual's loss, by learning rate", height=420,
                   xaxis=axis("learning rate", type="log", tickvals=[GENTLE, *RATES],
@@ -307,7 +321,7 @@ def ladder_table(study: Study) -> str:
         one = study.best(rank)
         lines.append((one.name, f"{one.trained:,}", f"{one.lr:g}", f"{one.learned:.3f}",
                       f"{one.learned - study.manual:+.3f}", f"{one.remembered:.3f}",
-                      f"{one.remembered - study.code:+.3f}"))
+                      f"{study.forgot(one):+.3f}"))
     return html_table(("", "trained numbers", "its best rate", "manual", "learned", "code",
                        "forgotten"), lines)
 

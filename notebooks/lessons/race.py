@@ -11,8 +11,10 @@ from lessons.drawing import axis, figure, scatter
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
                 planned_steps: int | None = None, paired: Collection[str] | None = None) -> dict:
     """The plotly spec of runs as they go: training losses by step; what each lies above the first.
-    `paired`: the runs that met the batches of the first; None: all."""
+    `paired`: the runs that met the batches of the first; None: all. If no other run has, no
+    difference can be drawn, and the losses have the whole height."""
     base, first = next(iter(losses.items()), ("the first", {}))
+    compared = paired is None or len(paired) > 1
     data: list[dict] = []
     lines = lines_of(losses)
     for name, curve in losses.items():
@@ -21,12 +23,16 @@ def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",
             above = {step: 100 * (loss / first[step] - 1)
                      for step, loss in curve.items() if step in first}
         shared = {"name": escape(name), "line": lines[name], "legendgroup": name}
-        data += [scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared),
-                 scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%", showlegend=False,
-                         xaxis="x2", yaxis="y2", **shared)]
+        data.append(scatter(curve, curve.values(), hover="step %{x}: %{y:.4f}", **shared))
+        if compared:
+            data.append(scatter(above, above.values(), hover="step %{x}: %{y:+.2f}%",
+                                showlegend=False, xaxis="x2", yaxis="y2", **shared))
     left: dict[str, Any] = {"domain": [0, 1]}
     if planned_steps:
         left |= {"range": [0, planned_steps], "autorange": False}
+    if not compared:
+        return figure(data, title, height=380, uirevision="race", margin={"t": 112},
+                      legend={"y": 1.07}, xaxis=axis("step", **left), yaxis=axis("training loss"))
     return figure(
         data, title, height=500, uirevision="race", margin={"t": 112, "r": 70}, legend={"y": 1.07},
         xaxis={**left, "anchor": "y", "matches": "x2", "showticklabels": False},

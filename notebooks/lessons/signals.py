@@ -4,7 +4,7 @@ Of T tokens at one depth there is one matrix, the Gram matrix G = x x^T / D, (T,
 is how alike two tokens are. A random matrix of standard deviation s keeps it but for a factor: (W x)(W x)^T = s^2 D G on average, and the wider, the closer
 to that (Lee et al. 2018, https://arxiv.org/abs/1711.00165). So a model of any width and any number of layers is a recursion of a T x T matrix:
 
-    norm         G -> K, K_ij = G_ij / sqrt(G_ii G_jj)
+    norm         G -> K, K_ij = G_ij / sqrt((G_ii + eps) (G_jj + eps))
     attention    K -> a A K A^T     a = s_v^2 s_o^2 D^2; scores begin near 0, so that A is the mean over the past (Noci et al. 2022, arXiv:2206.03126)
     MLP          K -> b Phi(K)      b = s_2^2 F; Phi_ij = E[phi(z_i) phi(z_j)], of Gaussians with the covariance s_1^2 D K
     skip         G -> G + branch
@@ -59,8 +59,9 @@ def powers(coefficients: Matrix, correlation: Matrix) -> Matrix:
     return total
 
 
-def correlation(G: Matrix) -> Matrix:
-    size = np.sqrt(np.diag(G))
+def correlation(G: Matrix, eps: float = 0.0) -> Matrix:
+    """Return G over the deviations of its rows and columns. `eps`: what a norm adds to a variance."""
+    size = np.sqrt(np.diag(G) + eps)
     return G / (size[:, None] * size)
 
 
@@ -98,7 +99,7 @@ class Depth:
         self.start, self.A = STARTS[m.init.name](m), past(len(self.G))
 
     def normed(self, norm: bool = True) -> Matrix:
-        return correlation(self.G) if norm else self.G
+        return correlation(self.G, self.model.norm_eps) if norm else self.G
 
     def attention(self, K: Matrix) -> Matrix:
         return (self.start.values * self.start.out * self.model.D) ** 2 * self.A @ K @ self.A.T
@@ -120,8 +121,8 @@ def parallel(d: Depth) -> None:
 
 def sandwich(d: Depth) -> None:
     """Each branch has a variance of 1."""
-    d.G = d.G + correlation(d.attention(d.normed()))
-    d.G = d.G + correlation(d.mlp(d.normed()))
+    d.G = d.G + correlation(d.attention(d.normed()), d.model.norm_eps)
+    d.G = d.G + correlation(d.mlp(d.normed()), d.model.norm_eps)
 
 
 def gained(gain: float, norm: bool) -> Callable[[Depth], None]:
@@ -203,7 +204,7 @@ def _slope(z: Matrix) -> Matrix:
 def _through(d: Depth, gradient: Matrix, G: Matrix, branch: Literal["attention", "mlp"], norm: bool) -> Matrix:
     """The gradients' Gram matrix behind a branch that read the stream of G: in front of it."""
     m, s = d.model, d.start
-    K, size = (correlation(G), np.sqrt(np.diag(G))) if norm else (G, np.ones(len(G)))
+    K, size = (correlation(G, m.norm_eps), np.sqrt(np.diag(G) + m.norm_eps)) if norm else (G, np.ones(len(G)))
     if branch == "attention":
         inner = (s.values * s.out * m.D) ** 2 * d.A.T @ gradient @ d.A
     else:

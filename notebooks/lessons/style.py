@@ -15,6 +15,8 @@ below the title.
 from lpkit.tables import FONT, GRID, INK
 
 COLOURS = ("#004488", "#ad7a00", "#bb5566", "#2b6c99", "#2ca392", "#222222", "#575757")
+# for the series of one legend: the fourth of COLOURS looks like the first, the last like a note
+DISTINCT = tuple(COLOURS[i] for i in (0, 1, 2, 4, 5))
 
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": "#9ca3af", "showline": True,
          "ticks": "outside", "ticklen": 4, "tickcolor": "#9ca3af", "ticklabelstandoff": 3,

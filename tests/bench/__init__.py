@@ -21,6 +21,7 @@ BENCHES = {     # module of this folder and function, and what is beside what
     "decisions": ("decisions:run", "50 changes kept or discarded in a row, by referee or by one run"),
     "decode": ("decode:run", "a generated token beside transformers.generate, with the same cache"),
     "evidence": ("evidence:run", "everything that only a GPU can tell, for minutes on one"),
+    "forgetting": ("forgetting:run", "what adapters and all weights forget of the first text, in nats"),
     "fp8-linear": ("fp8:linear", "a Linear in FP8 with its casts beside bf16, on a GPU"),
     "fp8-products": ("fp8:products", "the three FP8 products of a Linear beside bf16's, on a GPU"),
     "fp8-step": ("fp8:step", "whole training steps in FP8 beside bf16, on a GPU"),
