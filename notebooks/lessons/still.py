@@ -120,6 +120,8 @@ def draw(spec: Mapping[str, Any]) -> Any:
     log.setLevel(logging.ERROR)
     try:
         return _Drawing(spec).figure
+    except ConfigError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(f"a static picture of this figure cannot be drawn: "
                           f"{type(error).__name__}: {error}") from error
@@ -317,7 +319,21 @@ class _Axis:
                 return places, [_words(text) for _, _, text in pairs]
             return places, ticks.words(spec, places)
         found = ticks.positions(spec, self.letter, low, high, pixels)
-        return found, ticks.words(spec, found)
+        words = ticks.words(spec, found)
+        if self.letter == "x" and not spec.get("tickangle"):
+            words = self.apart(found, words, pixels)
+        return found, words
+
+    def apart(self, places: list[float], words: list[str], pixels: float) -> list[str]:
+        """The words without those that would touch words to their left."""
+        scale = math.log10 if self.is_log else float
+        low, high = map(scale, sorted(self.range))
+        end, kept = -math.inf, []
+        for place, word in zip(places, words):
+            middle, half = (scale(place) - low) / (high - low) * pixels, 3.7 * len(word)
+            kept.append(word if middle - half > end else "")
+            end = max(end, middle + half + 3 if kept[-1] else end)
+        return kept
 
 
 def _long(name: str) -> str:
@@ -617,7 +633,7 @@ class _Drawing:
             labels = seen and spec.get("showticklabels", True)
             length = spec.get("ticklen", 4) if spec.get("ticks") == "outside" and seen else 0
             own.set_tick_params(
-                length=length, width=1, color=spec.get("tickcolor"), pad=3,
+                length=length, width=1, color=spec.get("tickcolor", "#444444"), pad=3,
                 labelsize=tickfont.get("size", size - 1) * SCALE, labelfontfamily=FONT,
                 labelcolor=tickfont.get("color", self.font.get("color", "#24292f")),
                 labelrotation=-(spec.get("tickangle") or 0),
@@ -632,7 +648,7 @@ class _Drawing:
             if spec.get("visible", True) and spec.get("showgrid", True):
                 own.grid(True, color=spec.get("gridcolor", "#e5e7eb"), linewidth=1, zorder=0.5)
             if seen and spec.get("showline"):
-                panel.spines[side].set(visible=True, color=spec.get("linecolor"), linewidth=1)
+                panel.spines[side].set(visible=True, color=spec.get("linecolor", "#444444"), linewidth=1)
             if spec.get("visible", True) and spec.get("zeroline", True) and not axis.is_log \
                     and axis.kind != "category" and min(axis.range) < 0 < max(axis.range):
                 line = panel.axvline if axis is across else panel.axhline
@@ -866,13 +882,13 @@ class _Drawing:
         if "lines" in mode and width:
             [drawn] = panel.plot(
                 x, y, color=colour, linewidth=width, drawstyle=steps, zorder=zorder + 0.0003,
-                linestyle=_pick(DASHES, line.get("dash") or "solid", "dash"), label="_line")
+                linestyle=_pick(DASHES, line.get("dash") or "solid", "dash"), label=_label(number))
             handle = handle or self.line_handle(drawn)
         for letter in "xy":
             self.whiskers(panel, trace.get(f"error_{letter}"), x, y, letter, base, zorder)
         if "markers" in mode:
-            self.markers(panel, marker, x, y, base, opacity, zorder + 0.0005,
-                         trace.get("_clip", trace.get("cliponaxis", True)))
+            self.markers(panel, marker, x, y, base, opacity, zorder + 0.0005, _label(number),
+                         trace.get("cliponaxis", True))
             handle = self.marker_handle(marker, base, opacity, handle)
         if "text" in mode:
             self.point_texts(panel, trace, x, y, base if "markers" not in mode else None)
@@ -942,7 +958,7 @@ class _Drawing:
                 for colour in _each(colours, count)]
 
     def markers(self, panel: Any, marker: Mapping[str, Any], x: list, y: list, base: str,
-                opacity: float, zorder: float, clip: bool) -> None:
+                opacity: float, zorder: float, label: str, clip: bool) -> None:
         count = len(x)
         edge = marker.get("line") or {}
         if isinstance(edge.get("width"), list) and not any(edge["width"]):
@@ -963,7 +979,7 @@ class _Drawing:
                    (*colours[i][:3], colours[i][3] * opacities[i]) for i in mine]
             drawn = panel.scatter(
                 [x[i] for i in mine], [y[i] for i in mine], marker=sign, zorder=zorder,
-                s=[(sizes[i] * (0.8 if sign == "D" else 1)) ** 2 for i in mine],
+                label=label, s=[(sizes[i] * (0.8 if sign == "D" else 1)) ** 2 for i in mine],
                 **({"color": rim} if thin else {
                     "facecolors": "none" if hollow else paint,
                     "edgecolors": rim if hollow or framed else "none"}),
@@ -1041,6 +1057,7 @@ class _Drawing:
                 corner, size = self.above_zero(corner, size, flat)
             sides = (size, width) if flat else (width, size)
             patch = Rectangle(corner, *sides, facecolor=paint, zorder=2 + number / 1000,
+                              label=_label(number),
                               linewidth=edge.get("width", 0) or 0,
                               edgecolor=_colour(edge.get("color"), opacity))
             panel.add_patch(patch)
@@ -1110,7 +1127,7 @@ class _Drawing:
         scale = _scale(trace.get("colorscale", "cividis"))
         edges = [_edges(x), _edges(y)]
         panel.pcolormesh(*edges, np.ma.masked_invalid(z), cmap=scale, vmin=low, vmax=high,
-                         zorder=2 + number / 1000, edgecolors="#ffffff", rasterized=z.size > 400,
+                         zorder=2 + number / 1000, edgecolors="#ffffff", label=_label(number), rasterized=z.size > 400,
                          linewidth=min(trace.get("xgap", 0), trace.get("ygap", 0)))
         across.reach(edges[0], False)
         up.reach(edges[1], False)
@@ -1177,6 +1194,11 @@ def _nothing() -> Any:
 TRACES: dict[str, Callable] = {"scatter": _Drawing.scatter, "scattergl": _Drawing.scatter,
                                "bar": _Drawing.bar, "heatmap": _Drawing.heatmap,
                                "parcoords": _Drawing.parcoords}
+
+
+def _label(number: int) -> str:
+    """By which a trace's artist is found again."""
+    return f"trace {number}"
 
 
 def _listed(trace: Mapping[str, Any], letter: str) -> list:

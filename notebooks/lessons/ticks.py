@@ -100,6 +100,7 @@ def number(value: float, form: str, power: int, step: float = 0) -> str:
         digits = max(0, math.ceil(-math.log10(step / 10.0**power) - 1e-9))
         digits += round(step / 10.0**power * 10**digits, 6) % 1 > 0
         text = f"{scaled:.{digits}f}"
+        text = text.rstrip("0").rstrip(".") if "." in text else text
     else:
         text = f"{scaled:.6g}" if "e" not in f"{scaled:.6g}" else f"{scaled:f}".rstrip("0")
     text = "0" if not float(text) else text.replace("-", "\N{MINUS SIGN}")
