@@ -80,7 +80,7 @@ def picture(spec: Mapping[str, Any]) -> dict[str, str]:
     if len(svg := _svg(drawing, title).encode()) <= MOST:
         return {"image/svg+xml": svg.decode()}
     for dots in SHARP:
-        png = _png(drawing, dots)
+        png = _png(drawing, dots, title)
         if len(png) <= MOST:
             return {"image/png": base64.b64encode(png).decode()}
     raise ConfigError(f"the picture of {shown(title)} takes {len(png):,} bytes, more than {MOST:,}")
@@ -99,15 +99,17 @@ def _svg(drawing: Any, title: str) -> str:
     return text.replace(">", f' role="img">\n <title>{escape(title)}</title>', 1)
 
 
-def _png(drawing: Any, dots: int) -> bytes:
+def _png(drawing: Any, dots: int, title: str) -> bytes:
     """In 64 colours: a line drawing needs no more, and takes a third of the bytes."""
-    from PIL import Image
+    from PIL import Image, PngImagePlugin
 
     stream, small = io.BytesIO(), io.BytesIO()
     drawing.savefig(stream, format="png", dpi=dots, metadata={"Software": None})
     image = Image.open(stream).convert("RGB")
     palette = image.quantize(64, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    palette.save(small, "png", compress_level=9)
+    words = PngImagePlugin.PngInfo()
+    words.add_text("Title", title)
+    palette.save(small, "png", compress_level=9, pnginfo=words)
     return small.getvalue()
 
 
