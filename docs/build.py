@@ -75,6 +75,8 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
     """An output as a static page can show it; None for one that only a living kernel could fill."""
     data = output.get("data", {})
     if PLOTLY in data:
+        if " static picture" in data.get("text/plain", ""):
+            raise ConfigError(f"{name}: {data['text/plain']}")
         spec = {key: data[PLOTLY].get(key, {}) for key in ("data", "layout")}
         title = re.sub("<[^>]*>", " ", (spec["layout"].get("title") or {}).get("text") or "")
         shown = FIGURE.format(name=html.escape(name), title=html.escape(html.unescape(title)),

@@ -131,6 +131,15 @@ def test_a_figure_that_would_vanish_is_refused(shown):
         build.drawn(output, "figure-1")
 
 
+def test_a_figure_without_a_static_picture_is_refused():
+    """So that the figures of the course, all of which the site draws, have one."""
+    from lessons.figure import Figure
+
+    output = nbformat.v4.new_output("display_data", Figure({"data": [{"type": "pie", "values": [1]}]})._repr_mimebundle_())
+    with pytest.raises(ConfigError, match="figure-1: .* cannot draw the trace type 'pie'"):
+        build.drawn(output, "figure-1")
+
+
 @pytest.mark.slow
 def test_nothing_comes_from_another_host(site):
     pages = sorted(site.rglob("*.html"))
