@@ -5,6 +5,7 @@
 # make isa     the numeric tests and the notebooks' claims as other processors round: hours
 # make isa-quick what decides an exercise's verdict, as one other processor rounds and as `auto` chooses on others: minutes
 # make docs    build the site into docs/_build/html
+# make pictures renew the picture of each notebook's main figure; on a quiet machine
 # make ledger  measure how far off the memory ledger is, into data/measured and docs/ledger.md
 # make upgrade renew constraints.txt
 # make clean   remove the environment and what was built
@@ -20,7 +21,7 @@ READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CU
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
 
-.PHONY: help lab test prove flakes isa isa-quick docs ledger upgrade clean setup install
+.PHONY: help lab test prove flakes isa isa-quick docs pictures ledger upgrade clean setup install
 .NOTPARALLEL:
 
 help:
@@ -58,6 +59,9 @@ isa-quick: setup
 
 docs: setup
 	$(PY) docs/build.py
+
+pictures: setup
+	$(PY) docs/make_pictures.py
 
 ledger: setup
 	$(PY) -m lpkit bench ledger --out data/measured

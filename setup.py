@@ -12,7 +12,7 @@ setup(
     package_dir=BESIDE,
     package_data={
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
-        "lpkit.notebooks": ["*.ipynb"],
+        "lpkit.notebooks": ["*.ipynb", "pictures/*"],
         "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css", "*.html"],
         "lpkit.notebooks.experiments": ["*"],
         "lpkit.data.measured": ["*"],

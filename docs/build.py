@@ -38,7 +38,7 @@ PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 FIGURE = """\
 <div class="lpkit-room"><div class="lpkit-title">{title}</div>
-<div class="lpkit-scroll"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div></div>
+<div class="lpkit-box"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div></div>
 <script type="application/json" id="{name}-spec">{spec}</script>
 <script>
 window.addEventListener("load", () => {{
@@ -46,7 +46,15 @@ window.addEventListener("load", () => {{
   const phone = matchMedia("(max-width: 720px)").matches, layout = spec.layout;
   if (phone) layout.dragmode = false;     // a finger scrolls, and does not zoom
   const config = {{displaylogo: false, responsive: true, displayModeBar: phone ? false : "hover"}};
-  Plotly.newPlot("{name}", spec.data, layout, config);
+  const place = document.getElementById("{name}"), box = place.parentElement;
+  const fit = () => {{       // as figure.js does in the lab
+    const scale = Math.min(1, box.clientWidth / 520);
+    place.style.width = scale < 1 ? "520px" : "";
+    place.style.transform = scale < 1 ? `scale(${{scale}})` : "";
+    box.style.height = scale < 1 ? `${{Math.ceil(place.offsetHeight * scale)}}px` : "";
+  }};
+  fit();
+  Plotly.newPlot(place, spec.data, layout, config).then(() => new ResizeObserver(fit).observe(box));
 }});
 </script>"""
 FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
@@ -67,6 +75,8 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
     """An output as a static page can show it; None for one that only a living kernel could fill."""
     data = output.get("data", {})
     if PLOTLY in data:
+        if " static picture" in data.get("text/plain", ""):
+            raise ConfigError(f"{name}: {data['text/plain']}")
         spec = {key: data[PLOTLY].get(key, {}) for key in ("data", "layout")}
         title = re.sub("<[^>]*>", " ", (spec["layout"].get("title") or {}).get("text") or "")
         shown = FIGURE.format(name=html.escape(name), title=html.escape(html.unescape(title)),

@@ -29,8 +29,9 @@ def look(notebook: Path, picture: Path, *, seconds: float = 300, widths=(1200,),
         course = Path(temporary) / "course" / "notebooks"
         course.mkdir(parents=True)
         shutil.copy(notebook, course)
-        if (lessons := notebook.parent / "lessons").is_dir():
-            shutil.copytree(lessons, course / "lessons")
+        for beside in ("lessons", "pictures"):
+            if (notebook.parent / beside).is_dir():
+                shutil.copytree(notebook.parent / beside, course / beside)
         if (data := notebook.parent.parent / "data").is_dir():
             (course.parent / "data").symlink_to(data)
         with served(course, Path(temporary) / "state") as server, chromium(width=widths[0]) as context:

@@ -97,7 +97,7 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
     for path in (ROOT.parent / "notebooks" / "lessons").glob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
         assert outside <= {"lessons", "lpkit", "nbconvert", "nbformat", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors",
-                           "traitlets", "IPython", "jupyterhub", "tornado"}, (path.name, outside)
+                           "traitlets", "IPython", "PIL", "jupyterhub", "matplotlib", "tornado"}, (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])

@@ -420,9 +420,25 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     assert found[0][0] >= 4.5, found[:5]
 
 
-def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_a_table(notebook):
+def test_the_lab_shows_the_live_figure_and_the_pictures_of_a_folder(notebook, lab):
+    """The output holds a still as well, for viewers without a kernel: the lab must not show it."""
+    folder = lab[1] / "pictures"
+    folder.mkdir(exist_ok=True)
+    shutil.copy(COURSE / "pictures" / "03.svg", folder)
+    opened = notebook("both.ipynb", ["# md\n# A title\n\n![what it shows](pictures/03.svg)", "from lessons.explorer import Explorer\n"
+                                     "Explorer(lambda n: {'data': [{'y': [n, 2]}], 'layout': {'title': 'live'}}, n=[1, 2])"])
+    opened.run()
+    opened.settle()
+    [output] = opened.outputs()
+    assert {"image/svg+xml", "application/vnd.jupyter.widget-view+json"} <= output["data"].keys()
+    page = opened.page
+    assert page.locator(".jp-OutputArea .lpkit-figure .main-svg").count() and not page.locator(".jp-OutputArea .jp-RenderedSVG").count()
+    assert page.locator(".jp-RenderedMarkdown img").evaluate("image => image.decode().then(() => [image.naturalWidth, image.alt])") == [800, "what it shows"]
+
+
+def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scrolls(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lessons.figure import Figure\nfrom lpkit.tables import html_table\nFigure({{'data': [{{'y': [1, 3]}}], 'layout': {{'title': '{words}'}}}})",
+    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lessons.figure import Figure\nfrom lpkit.tables import html_table\nfigure = Figure({{'data': [{{'y': [1, 3, 2], 'mode': 'markers', 'marker': {{'size': 40}}}}], 'layout': {{'title': '{words}'}}}})\nfigure",
                                        "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
                                        "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()
@@ -431,10 +447,21 @@ def test_on_a_narrow_page_a_figure_scrolls_under_a_title_that_wraps_and_so_does_
     assert not title.is_visible() and page.locator(".gtitle").is_visible()
     page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
     page.set_viewport_size({"width": 390, "height": 900})
-    page.wait_for_function("() => document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect().width === 760")
+    page.wait_for_function("""() => {
+        const box = document.querySelector('.lpkit-box'), figure = document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect();
+        return box.clientWidth < 390 && Math.abs(figure.width - box.clientWidth) < 2 && Math.abs(figure.height - box.clientHeight) < 2 }""")
     assert title.inner_text() == words.replace("&lt;", "<") and not page.locator(".gtitle").is_visible()
     assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === e.clientWidth")
-    assert page.locator(".lpkit-scroll").evaluate("e => e.clientWidth < 390 && e.scrollWidth === 760 && getComputedStyle(e).overflowX === 'auto'")
+    middle = page.locator(".lpkit-figure .point").nth(1).bounding_box()
+    page.mouse.move(middle["x"] + middle["width"] / 2, middle["y"] + middle["height"] / 2, steps=4)
+    page.locator(".lpkit-figure .hovertext").wait_for()
+    page.mouse.click(middle["x"] + middle["width"] / 2, middle["y"] + middle["height"] / 2)
+    page.wait_for_timeout(300)
+    assert printed(page, "print(figure.clicked)") == "{'curve': 0, 'x': 1, 'y': 3}", "a scaled figure hears clicks where its points are"
+    page.set_viewport_size({"width": 1200, "height": 900})
+    page.wait_for_function("() => document.querySelector('.lpkit-figure').style.transform === ''")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function("() => document.querySelector('.lpkit-figure').style.transform !== ''")
     page.get_by_role("button", name="Show it without a guess").click()
     assert page.locator("table").evaluate("""e => { const box = e.closest('.widget-vbox');
         return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth && getComputedStyle(box).overflowX === 'auto' }""")

@@ -80,6 +80,24 @@ def test_a_copy_is_the_courses_file_and_stays_what_it_is(folder, course):
     assert copies.update(folder) == [] and (folder / NAME).stat().st_mtime_ns == before
 
 
+def test_pictures_come_beside_the_notebooks_and_are_the_courses(folder, course):
+    there, mine = course(FIRST).parent / "pictures", folder / "pictures"
+    there.mkdir()
+    for content in (b"<svg/>", b"\x89PNG\xff"):
+        (there / "03.svg").write_bytes(content)
+        assert copies.update(folder) == []
+        assert {path.name: path.read_bytes() for path in mine.iterdir()} == {"03.svg": content}
+    (mine / "03.svg").write_bytes(b"cut sh")
+    (mine / "own.png").write_bytes(b"a learner's")
+    copies.update(folder)
+    assert (mine / "03.svg").read_bytes() == b"\x89PNG\xff" and (mine / "own.png").read_bytes() == b"a learner's"
+    (mine / "03.svg").unlink()
+    (mine / "03.svg").symlink_to(folder / NAME)
+    with pytest.raises(ConfigError):
+        copies.update(folder)
+    assert (folder / NAME).read_text().startswith("{")
+
+
 def test_the_course_changes_what_the_learner_left_alone(folder, course):
     edit(folder, put("e", "def one(): return 1"))
     edit(folder, lambda cells: cells.insert(3, new_code_cell("my own note", id="own")))

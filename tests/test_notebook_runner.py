@@ -178,7 +178,7 @@ def test_a_run_and_its_record(tmp_path):
     on_disk = json.loads((tmp_path / "{out}" / "05_small.json").read_text())
     assert on_disk == json.loads(json.dumps(record))
     assert (record["status"], record["error"], record["claim"]) == ("done", None, "Few steps are enough")
-    assert (record["tier"], record["cell"], record["cells"]) == ("smoke", 4, 4)
+    assert (record["tier"], record["cell"], record["ran"], record["cells"]) == ("smoke", 4, 4, 4)
     assert record["asked"] == {"steps": "20", "compiled": "yes", "widths": "1,2"}
     assert record["parameters"]["steps"] == 20 and record["parameters"]["lr"] == 1e-3
     assert record["start"] <= record["end"] and record["seconds"] > 0

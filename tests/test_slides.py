@@ -18,7 +18,7 @@ CLAIM = new_output("display_data", {"text/html": "<b>"}, metadata={"lpkit_claim"
 
 def book(*outputs):
     return new_notebook(cells=[
-        new_markdown_cell("# Title\n\nWhat for.\n\n## Goal\n\nIt may be false."), new_code_cell("secret = 1"), new_markdown_cell("## Run"),
+        new_markdown_cell("# Title\n\n![what it shows](pictures/00.svg)\n\nWhat for.\n\n## Goal\n\nIt may be false."), new_code_cell("secret = 1"), new_markdown_cell("## Run"),
         new_code_cell("code", outputs=list(outputs)), new_markdown_cell(f"Short.\n\nLook for:\n\n- one\n\n{'long ' * 100}"),
         new_markdown_cell("<details>\n\nfolded\n\n</details>"), new_markdown_cell("## Exercises\n\nnone"), new_code_cell("x", outputs=[FIGURE])])
 
@@ -30,7 +30,7 @@ def test_headings_prose_questions_figures_and_claims_become_slides():
     assert "How much is it?" in made[2].source and "a &lt; b" in made[4].source
     assert made[5].source == "## Run\n\nShort.\n\nLook for:\n\n- one"
     said = "".join(one.source for one in made)
-    assert not any(word in said for word in ("secret", "folded", "none", "long", "code"))
+    assert not any(word in said for word in ("secret", "folded", "none", "long", "code", "pictures"))
     spec = re.search("data-spec='([^']*)'", made[3].source)[1]
     assert "<" not in spec and json.loads(spec.replace("&lt;", "<").replace("&gt;", ">").replace("&quot;", '"').replace("&#x27;", "'"))
 

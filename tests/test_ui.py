@@ -106,7 +106,7 @@ def test_plotly_js_goes_out_once_and_figures_are_small():
     assert state["library"] == f"IPY_MODEL_{library().model_id}"
     assert len(json.dumps({key: value for key, value in state.items() if key != "layout"}, default=str)) < 10_000
     bundle = first._repr_mimebundle_()
-    assert set(bundle) == {"text/plain", WIDGET_MIME, PLOTLY_MIME}
+    assert set(bundle) == {"text/plain", WIDGET_MIME, PLOTLY_MIME, "image/svg+xml"}
     assert len(json.dumps(bundle)) < 50_000
     assert bundle["text/plain"] == "Figure: a line (it); loss (nats) over step"
 

@@ -4,7 +4,7 @@ arrives.
 A work folder holds the notebooks and, in PRISTINE, each of them as the course had it when it was
 last brought here. A cell that differs from that is the learner's and keeps its text; the others
 take the course's. Cells are known by their ids. A lesson, the module beside a notebook, is one
-piece: changed by the learner it stays as it is. The course itself is only read, other files are
+piece: changed by the learner it stays as it is. Pictures are always the course's. Other files are
 left alone, and every file is written whole, by one process at a time.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 PRISTINE = ".pristine"
-LESSONS = "lessons"     # a folder beside the notebooks
+LESSONS, PICTURES = "lessons", "pictures"       # folders beside the notebooks
 BESIDE = "-beside"      # after the id of a cell that both had changed
 
 
@@ -51,6 +51,10 @@ def update(folder: Path) -> list[dict[str, Any]]:
     """Bring each notebook of the course to `folder`. Those where there was something to do:
     `notebook`, `done` (copied, updated, left), `notes` (sentences). Raises ConfigError, OSError."""
     with _alone(folder):
+        for path in (files.resource("notebooks") / PICTURES).glob("*.*"):
+            here = files.own_folder(folder / PICTURES) / path.name
+            if not _is_there(here) or here.read_bytes() != path.read_bytes():
+                _copy(path, here)
         changes = [_update(path, folder) for path in _course()]
         return [change for change in (*changes, *map(partial(_lesson, folder), _lessons())) if change]
 
@@ -152,8 +156,7 @@ def _content(cell: "NotebookNode") -> tuple[str, str]:
 
 
 def _course() -> list[Path]:
-    ours = files.resource("notebooks")
-    if paths := sorted(ours.glob("*.ipynb")):
+    if paths := sorted((ours := files.resource("notebooks")).glob("*.ipynb")):
         return paths
     raise ConfigError(f"there is no notebook in {named(ours)}; install lpkit again")
 
@@ -201,10 +204,13 @@ def _reset_lesson(folder: Path, path: Path) -> list[str]:
 
 def _beside_today(mine: Path) -> Path:
     """A copy of the learner's file, under today's date."""
-    backup = files.free(mine.with_stem(f"{mine.stem}-{date.today()}"))
-    with files.whole_file(backup) as temporary:
-        shutil.copyfile(mine, temporary)
-    return backup
+    return _copy(mine, files.free(mine.with_stem(f"{mine.stem}-{date.today()}")))
+
+
+def _copy(path: Path, to: Path) -> Path:
+    with files.whole_file(to) as temporary:
+        shutil.copyfile(path, temporary)
+    return to
 
 
 @contextmanager
@@ -213,7 +219,7 @@ def _alone(folder: Path) -> Iterator[None]:
     pristine = files.own_folder(folder / PRISTINE)
     files.refuse_links(pristine)
     with files.locked(pristine / ".lock"):
-        for place in (pristine, pristine / LESSONS, folder / LESSONS):
+        for place in (pristine, pristine / LESSONS, folder / LESSONS, folder / PICTURES):
             files.sweep(place)
         for path in _course():
             files.sweep(folder, f".{path.name}.????????.tmp")

@@ -311,8 +311,7 @@ def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[s
     axes: dict[str, list[str]] = {}
     for setting in settings:
         key, value = key_and_value(setting)
-        kind = known[key].kind if key in known else str
-        kinds = (kind, *get_args(kind))
+        kinds = (kind := known[key].kind if key in known else str, *get_args(kind))
         whole = str in kinds or tuple in map(get_origin, kinds)
         parts = [value] if whole else value.split(",")
         axes.setdefault(key, []).extend(part.strip() for part in parts)
@@ -328,8 +327,7 @@ def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "Notebook
     known = parameters(book)
     values = choose(known, asked)
     lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
-    book = copy.deepcopy(book)
-    earlier = tagged(book, INJECTED)
+    book, earlier = copy.deepcopy(book), tagged(book, INJECTED)
     book.cells = [cell for cell in book.cells if cell not in earlier]
     if lines:
         at = book.cells.index(tagged(book, "parameters")[0]) + 1
@@ -401,8 +399,9 @@ class Attempt:
     def update(self, **changes: Any) -> None:
         with self.lock:
             if self.record["end"] is None:
-                self.record.update(changes, seconds=time.perf_counter() - self.started,
-                                   ran=len(self.ran), peak_rss_bytes=self.kernel.peak_rss_bytes)
+                ran = len(self.ran.intersection(self.code))     # not the cell that sets parameters
+                self.record.update(changes, seconds=time.perf_counter() - self.started, ran=ran,
+                                   peak_rss_bytes=self.kernel.peak_rss_bytes)
                 _save(self.job, self.record)
 
     def end(self, **ending: Any) -> None:

@@ -35,10 +35,20 @@ function inTurn(work, rests) {
   return done;
 }
 
+// A figure is laid out for this many pixels at least. Where there are fewer, as on a phone, it is drawn smaller as a whole.
+const LEAST = 520;
+
+function fit(box, place) {
+  const scale = Math.min(1, box.clientWidth / LEAST);
+  place.style.width = scale < 1 ? `${LEAST}px` : "";
+  place.style.transform = scale < 1 ? `scale(${scale})` : "";
+  box.style.height = scale < 1 ? `${Math.ceil(place.offsetHeight * scale)}px` : "";
+}
+
 async function render({ model, el }) {
   const part = name => model.widget_manager.get_model(model.get(name).replace("IPY_MODEL_", ""));
   const shown = await part("shown");
-  const [title, box, place] = ["title", "scroll", "figure"].map(name => {
+  const [title, box, place] = ["title", "box", "figure"].map(name => {
     const made = document.createElement("div");
     made.className = `lpkit-${name}`;
     return made;
@@ -65,15 +75,18 @@ async function render({ model, el }) {
     }, place.dataset.drawn);
   }
   const resized = new ResizeObserver(() => {
+    if (box.clientWidth) fit(box, place);
     if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
   });
   shown.on("change:spec", draw);
+  if (box.clientWidth) fit(box, place);
   await draw();
   place.on?.("plotly_click", ({ points: [{ curveNumber, x, y }] }) => {
     model.set("clicked", { curve: curveNumber, x, y });
     model.save_changes();
   });
   resized.observe(place);
+  resized.observe(box);
   return () => {
     gone = true;
     shown.off("change:spec", draw);

@@ -6,8 +6,10 @@ plotly's own packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 
 it. Nothing comes from another host.
 
 Where nothing is live (an executed notebook, a published page) the output also holds plotly's own
-mime type, which JupyterLab and plotly draw, and a sentence in plain text. An output is stored when
-it is displayed: after updates, `refresh_output` stores the figure as it is now.
+mime type, which JupyterLab and plotly draw; a static picture (`lessons.still`), which GitHub,
+nbconvert and every other viewer shows; and a sentence in plain text. An output is stored when it is
+displayed: after updates, `refresh_output` stores the figure as it is now. In between no picture is
+drawn.
 """
 
 import gzip
@@ -26,6 +28,7 @@ import numpy as np
 import traitlets
 from IPython.display import display
 
+from lessons.still import picture
 from lessons.style import TEMPLATE
 from lpkit.course.notebooks import WIDGET_MIME
 from lpkit.errors import ConfigError
@@ -73,8 +76,14 @@ class Stored:
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
         view = {"version_major": 2, "version_minor": 0, "model_id": self.model_id}
-        return {"text/plain": describe(self.figure.spec, type(self).__name__), WIDGET_MIME: view,
-                PLOTLY_MIME: {**self.figure.spec, "config": CONFIG}}
+        spec = self.figure.spec
+        sentence, still = describe(spec, type(self).__name__), {}
+        try:
+            still = picture(spec)
+        except ConfigError as error:        # the live figure shows it all the same
+            sentence += f". It has no static picture: {error}"
+        return {"text/plain": sentence, WIDGET_MIME: view, **still,
+                PLOTLY_MIME: {**spec, "config": CONFIG}}
 
     def _ipython_display_(self, update: bool = False) -> None:
         self._display_id = self._display_id or uuid.uuid4().hex

@@ -103,9 +103,10 @@ def _slide(source: str, new: bool) -> Any:
 
 def _short(source: str) -> str:
     """Whole paragraphs up to PROSE characters, at least one, and what follows a colon or a comma.
-    No folded answers."""
+    No folded answers, and no picture of a figure that has a slide of its own."""
     kept: list[str] = []
-    for one in re.sub(r"<details>.*?</details>", "", source, flags=re.S).strip().split("\n\n"):
+    source = re.sub(r"<details>.*?</details>|!\[[^]]*\]\(pictures/[^)]*\)", "", source, flags=re.S)
+    for one in source.strip().split("\n\n"):
         if kept and sum(map(len, kept)) + len(one) > PROSE and kept[-1][-1:] not in ":,":
             break
         kept.append(one)

@@ -7,7 +7,7 @@ scale is cividis.
 One colour for each answer, format and role goes through the course (`lessons.colours`), and the
 ends of every map of colours are fixed, so that a small difference looks small. `figure.css` turns
 figures from white to dark in a dark theme, in the lab and on the site. Where there is less room
-than 520 pixels, as on a phone, a figure keeps its 760 and scrolls under a title that wraps. Figures
+than 520 pixels, as on a phone, a figure is scaled to the width, under a title that wraps. Figures
 of measured seconds are pale where other programs took more than a tenth of the cores, and say so
 below the title.
 """
