@@ -197,11 +197,11 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
         given = copy.deepcopy(case)
         if exercise.most_bytes is None:
             with Unsaturated():
-                got = exercise.called(attempt, given)
+                got = _at_hand(exercise.called(attempt, given))
             return Answer(got, changed(exercise, case, given))
         from lpkit.measure.tracking import Tracker  # seconds to import, for few exercises
         with Tracker(nn.Module()) as tracker:
-            got = exercise.called(attempt, given)
+            got = _at_hand(exercise.called(attempt, given))
         peak = max(itertools.accumulate(change for _, change, *_ in tracker.log), default=0)
         most = exercise.most_bytes(*case)
         return Answer(got, changed(exercise, case, given) if peak <= most else (
@@ -209,6 +209,11 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
             f"the limit"))
     except Exception as error:      # whatever it is, it is the learner's: show it
         return Answer.raised(error)
+
+
+def _at_hand(made: Any) -> Any:
+    """Return an answer whose tensors can be read here. Raises for those that have no numbers."""
+    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), made)
 
 
 def changed(exercise: Exercise, case: tuple, given: tuple) -> str:

@@ -220,7 +220,7 @@ def _zero_q(w: Tensor, heads: int, part: int) -> Tensor:
 
 
 @exercise("22.identity", (torch.arange(1.0, 5.0)[:, None], 1), (torch.arange(1.0, 9.0)[:, None], 2),
-          draw=_qk, tolerance=0, minutes=6, stars=2,
+          draw=_qk, minutes=6, stars=2,
           mistakes={"heads take turns: q and k of the first, then of the second": lambda w, heads: torch.cat(
                         (torch.zeros_like(w[:len(w) // 2]), w[len(w) // 2:])),
                     "queries, and not keys, so that keys still learn":
@@ -232,7 +232,7 @@ def zero_queries(w: Tensor, heads: int) -> Tensor:
 
 
 def _gram(r: Random) -> tuple[Tensor, float]:
-    x = normal(r, r.randint(2, 6), 4)
+    x = normal(r, r.randint(1, 6), 4)
     return x @ x.mT / 4, r.uniform(0.1, 2)
 
 
