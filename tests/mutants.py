@@ -245,7 +245,6 @@ def is_same(mutant: Mutant) -> bool:
 FP8_CLAMPS = ("clamp(-448, 449)", "clamp(-448, 447)", "clamp(-449, 448)", "clamp(-447, 448)")
 # an exercise, what stands in the first line that is another, why it is the definition all the same: each found by a survivor, and thought about
 SAME = (
-    ("16.nats", (".exp()[None]).sum()",), "the sum of all that was gathered"),
     ("00.clip", ("else 2.0", "else 0.5"), "0 times whatever factor"),
     ("00.clip", ("most / norm)",), "a number, or a tensor of one"),
     ("00.cross_entropy", ("amax(1,", "gather(1,", "sum(1)"), "the last of two axes"),

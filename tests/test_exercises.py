@@ -684,6 +684,8 @@ def test_the_first_case_that_fails_is_named():
     (lambda x: x > 1, "got True"),
     (lambda x: math.nan, "got nan"),
     (lambda x: [4.0], "got [4]"),
+    (lambda x: torch.zeros(2, device="meta"), "it raised NotImplementedError: Cannot copy out of meta tensor"),
+    (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2, dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
 ])
 def test_whatever_an_attempt_does_is_a_verdict(attempt, said):
     verdict = check(squares, attempt)
