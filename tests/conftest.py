@@ -31,7 +31,7 @@ if not torch.cuda.is_available():       # before anybody imports a kernel
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
 # What proves the project and says nothing of a user's machine: attacks, planted faults, mutants, browsers, compilers, other hardware.
 PROOF = {f"test_{name}" for name in (
-    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather compiled docs drawn drawn_answers evidence exercises fake_gpus faults "
+    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather compiled docs drawn evidence exercises fake_gpus faults "
     "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels ledger leaks meeting messages mutants parity planner promise "
     "published setup stops targets telemetry").split()}
 # Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that they start. A handler is not

@@ -1,6 +1,6 @@
 """Wrong and right answers to the exercises of notebooks 16 on, as a learner writes them: test_drawn_answers.py judges them.
 
-Exercises are named by what follows the notebook's number. For each, two kinds of mistake were drawn by a fixed seed (`drawn_kinds`) before
+Exercises are named by their definition's function, whatever their notebook's number. For each, two kinds of mistake were drawn by a fixed seed (`drawn_kinds`) before
 any was written; `MISTAKES` has an answer of each drawn kind, and some more. `RIGHT_FORMS` has right answers that the definitions do not resemble.
 """
 
@@ -20,13 +20,14 @@ SEED = 47
 OF_NUMBERS = ("off by one", "scale", "swapped", "edge size", "rounding")
 OF_TENSORS = ("axis", "in place", "dtype", "device", "edge size", "scale", "swapped", "off by one")
 KINDS = {       # of mistakes that an exercise's arguments allow
-    "pairs": (*OF_NUMBERS, "one rank"), "gate_up": (*OF_TENSORS, "one rank"), "nats": (*OF_TENSORS, "forbidden size", "one rank"),
-    "bubble": OF_NUMBERS, "order": (*OF_NUMBERS, "one rank"), "step": (*OF_NUMBERS, "in place"), "false_share": OF_NUMBERS, "seeds": OF_NUMBERS,
+    "pairs": (*OF_NUMBERS, "one rank"), "gate_up_rows": (*OF_TENSORS, "one rank"), "nats": (*OF_TENSORS, "forbidden size", "one rank"),
+    "bubble": OF_NUMBERS, "one_f_one_b": (*OF_NUMBERS, "one rank"), "step_seconds": (*OF_NUMBERS, "in place"), "false_share": OF_NUMBERS, "seeds": OF_NUMBERS,
     "sign_flip": (*OF_NUMBERS, "in place"), "adamw": OF_TENSORS, "lion": OF_TENSORS, "orthogonalised": OF_TENSORS, "factored": OF_TENSORS,
-    "overhead": (*OF_NUMBERS, "axis"), "noise_scale": OF_NUMBERS, "price": OF_NUMBERS, "adam_at": OF_NUMBERS, "mup_rate": OF_NUMBERS,
-    "mean": (*OF_TENSORS, "forbidden size"), "scale": OF_NUMBERS, "identity": OF_TENSORS, "gram": OF_TENSORS, "probabilities": OF_NUMBERS,
+    "overhead_of": (*OF_NUMBERS, "axis"), "noise_scale_of": OF_NUMBERS, "price": OF_NUMBERS, "adam_at": OF_NUMBERS, "mup_rate": OF_NUMBERS,
+    "running_mean": (*OF_TENSORS, "forbidden size"), "branch_scale": OF_NUMBERS, "zero_queries": OF_TENSORS, "attended": OF_TENSORS, "probabilities": OF_NUMBERS,
     "area": OF_NUMBERS, "some_tokens": OF_TENSORS, "split": OF_TENSORS, "merged": OF_TENSORS, "trained": (*OF_NUMBERS, "axis"),
     "rslora": OF_NUMBERS, "pissa": OF_TENSORS, "c_attn": OF_TENSORS,
+    "muon_step": OF_TENSORS, "power": (*OF_NUMBERS, "in place"), "trials_needed": OF_NUMBERS, "coin": OF_NUMBERS,
 }
 
 
@@ -163,6 +164,33 @@ def factored_but_for_vectors(rows, columns, g, share):
     return rows, columns, g**2 if min(g.shape) == 1 else rows[:, None] * columns / rows.mean()
 
 
+def muon_of_wide(w, g, m, lr, decay):
+    m = 0.95 * m + 0.05 * g
+    x = five_steps((direction := 0.05 * g + 0.95 * m) / direction.norm())
+    return w * (1 - lr * decay) - lr * max(1, w.shape[1] / w.shape[0]) ** 0.5 * x, m
+
+
+def muon_on_another_device(w, g, m, lr, decay):
+    m = torch.lerp(m, g, torch.full_like(m, 0.05, device="meta"))
+    x = five_steps((direction := 0.05 * g + 0.95 * m) / direction.norm())
+    return w * (1 - lr * decay) - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x, m
+
+
+def muon_in_place(w, g, m, lr, decay):
+    m.lerp_(g, 0.05)
+    x = five_steps((direction := g.lerp(m, 0.95)) / direction.norm())
+    return w * (1 - lr * decay) - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x, m
+
+
+def turned_power(widths, changes):
+    """One over the slope of the widths: it minimises the distances along the other axis."""
+    return 1 / float(np.polyfit(np.log(changes), np.log(widths), 1)[0])
+
+
+def coin_of_normal(ahead, behind):
+    return min(1.0, 2 * NormalDist().cdf(-abs(ahead - behind) / math.sqrt(ahead + behind)))
+
+
 def muon_flops(shape):
     n, m = shape
     return 5 * (4 * n * n * m + 2 * n**3)
@@ -271,15 +299,15 @@ MISTAKES = {
                                                    for b in (source, 2 * ranks - 1 - source) if b <= a],
               "off by one": lambda rank, ranks, step: [(a, b) for a in (rank, 2 * ranks - rank) for source in [(rank - step) % ranks]
                                                       for b in (source, 2 * ranks - source) if b <= a]},
-    "gate_up": {"swapped": lambda w, rank, ranks: w.unflatten(0, (ranks, 2, -1))[rank].flatten(0, 1),
+    "gate_up_rows": {"swapped": lambda w, rank, ranks: w.unflatten(0, (ranks, 2, -1))[rank].flatten(0, 1),
                 "off by one": lambda w, rank, ranks: torch.cat([half[rank * (len(half) // ranks):(rank + 1) * (len(half) // ranks) - 1]
                                                                 for half in w.chunk(2)])},
     "nats": {"one rank": nats_of_first_rank, "scale": nats_by_mean, "forbidden size": nats_of_all_logits,
              "forbidden size, one by one": nats_of_logits_one_by_one, "forbidden size, reduced": nats_by_maximum_of_each},
     "bubble": {"swapped": lambda ranks, m, chunks: (m - 1) / (ranks * chunks + m - 1),
                "edge size": lambda ranks, m, chunks: (ranks - 1) / ranks if m < ranks else (ranks - 1) / (m * chunks + ranks - 1)},
-    "order": {"edge size": order_of_too_few, "rounding": order_half_filled},
-    "step": {"off by one": first_begins_at_one, "edge size": step_of_one_rank, "in place": step_that_pops, "scale": step_by_formula},
+    "one_f_one_b": {"edge size": order_of_too_few, "rounding": order_half_filled},
+    "step_seconds": {"off by one": first_begins_at_one, "edge size": step_of_one_rank, "in place": step_that_pops, "scale": step_by_formula},
     "false_share": {"off by one": lambda bar, sigma, n: NormalDist(0, sigma * math.sqrt(2 / max(1, n - 1))).cdf(-bar),
                     "rounding": lambda bar, sigma, n: round(NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-bar), 2)},
     "seeds": {"off by one": lambda effect, sigma: int(15.6977586 * (sigma / effect) ** 2),
@@ -290,25 +318,25 @@ MISTAKES = {
              "edge size": lion_of_two_signs},
     "orthogonalised": {"swapped": lambda m: five_steps(m / m.norm(), b=2.0315, c=-4.7750), "in place": lambda m: five_steps(m.div_(m.norm()))},
     "factored": {"device": factored_on_another_device, "edge size": factored_but_for_vectors},
-    "overhead": {"rounding": lambda weights, tokens: sum(muon_flops(sorted(w.shape)) for w in weights) // (
+    "overhead_of": {"rounding": lambda weights, tokens: sum(muon_flops(sorted(w.shape)) for w in weights) // (
                      6 * tokens * sum(w.numel() for w in weights)),
                  "swapped": lambda weights, tokens: sum(muon_flops(sorted(w.shape)[::-1]) for w in weights) / (
                      6 * tokens * sum(w.numel() for w in weights))},
-    "noise_scale": {"edge size": noise_scale_of_a_large_batch,
+    "noise_scale_of": {"edge size": noise_scale_of_a_large_batch,
                     "scale": lambda small, large, b, B: (small - large) / (1 / b - 1 / B) / (B * large - b * small)},
     "price": {"off by one": lambda batch, scale: (scale / batch, batch / scale), "swapped": lambda batch, scale: (1 + scale / batch,) * 2},
     "adam_at": {"swapped": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr, 1 - k * (1 - beta2), 1 - k * (1 - beta1)),
                 "rounding": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr, *(round(1 - k * (1 - beta), 2) for beta in (beta1, beta2)))},
     "mup_rate": {"rounding": lambda kind, width, base, lr: lr / max(1, width // base) if kind in ("hidden", "head") else lr,
                  "scale": lambda kind, width, base, lr: lr * math.sqrt(base / width) if kind in ("hidden", "head") else lr},
-    "mean": {"device": lambda v: v.cumsum(-2) / counts_of(v, device="meta"), "axis": mean_over_second_axis,
+    "running_mean": {"device": lambda v: v.cumsum(-2) / counts_of(v, device="meta"), "axis": mean_over_second_axis,
              "forbidden size": mean_by_matrix, "forbidden size, of bool": mean_by_bool_mask,
              "forbidden size, broadcast": mean_by_broadcast},
-    "scale": {"scale": lambda layers, branches, variance: 1 / (math.sqrt(layers * branches) * variance),
+    "branch_scale": {"scale": lambda layers, branches, variance: 1 / (math.sqrt(layers * branches) * variance),
               "swapped": lambda layers, branches, variance: math.sqrt(variance / (layers * branches))},
-    "identity": {"in place": zeroed_in_place, "dtype": lambda w, heads: w.bfloat16().unflatten(0, (heads, 2, -1)).index_fill(
+    "zero_queries": {"in place": zeroed_in_place, "dtype": lambda w, heads: w.bfloat16().unflatten(0, (heads, 2, -1)).index_fill(
         1, torch.tensor([0]), 0).flatten(0, 2)},
-    "gram": {"swapped": lambda G, a: gram_of(G, a, past(len(G)).mT), "edge size": lambda G, a: gram_of(G, a, past(len(G), -1))},
+    "attended": {"swapped": lambda G, a: gram_of(G, a, past(len(G)).mT), "edge size": lambda G, a: gram_of(G, a, past(len(G), -1))},
     "probabilities": {"rounding": lambda layers, rate: [round(1 - rate * (i + 1) / layers, 2) for i in range(layers)],
                       "swapped": lambda layers, rate: [1 - rate * i / layers for i in range(layers, 0, -1)]},
     "area": {"off by one": lambda layers, steps, theta, gamma: 1 - fmean(
@@ -325,6 +353,12 @@ MISTAKES = {
     "pissa": {"device": pissa_on_another_device, "swapped": pissa_by_columns, "edge size": pissa_of_wide_alone},
     "c_attn": {"edge size": lambda qkv, heads: qkv if heads == 1 else qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT,
                "dtype": lambda qkv, heads: qkv.half().unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT},
+    "muon_step": {"axis": muon_of_wide, "device": muon_on_another_device, "in place": muon_in_place},
+    "power": {"swapped": turned_power, "rounding": lambda widths, changes: round(float(np.polyfit(np.log(widths), np.log(changes), 1)[0]), 2)},
+    "trials_needed": {"edge size": lambda q, p: 1 if q >= 0.5 else math.ceil(math.log(1 - p) / math.log(1 - q)),
+                      "swapped": lambda q, p: math.ceil(math.log(1 - q) / math.log(1 - p))},
+    "coin": {"rounding": coin_of_normal, "scale": lambda ahead, behind: min(1.0, sum(
+        math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1)) / 2 ** (ahead + behind - 2))},
 }
 
 
@@ -499,12 +533,12 @@ def by_slices(qkv, heads):
 RIGHT_FORMS = {
     "pairs": [lambda rank, ranks, step: [(a, b) for a, b in product(*(
         sorted({r, 2 * ranks - 1 - r}) for r in (rank, (rank - step) % ranks))) if a >= b]],
-    "gate_up": [lambda w, rank, ranks: w[torch.arange(len(w)).view(2, ranks, -1)[:, rank].reshape(-1)],
+    "gate_up_rows": [lambda w, rank, ranks: w[torch.arange(len(w)).view(2, ranks, -1)[:, rank].reshape(-1)],
                 by_numpy(lambda w, rank, ranks: np.concatenate([np.split(half, ranks)[rank] for half in np.split(w, 2)]))],
     "nats": [nats_of_two_numbers, nats_in_float64],
     "bubble": [lambda ranks, m, chunks: float(Fraction(ranks - 1, ranks - 1 + m * chunks))],
-    "order": [order_by_queue],
-    "step": [lambda orders, forward, backward: max(ends_of(orders, forward, backward).values())],
+    "one_f_one_b": [order_by_queue],
+    "step_seconds": [lambda orders, forward, backward: max(ends_of(orders, forward, backward).values())],
     "false_share": [lambda bar, sigma, n: torch.special.ndtr(torch.tensor(-bar / sigma / math.sqrt(2 / n), dtype=torch.float64)).item()],
     "seeds": [power_reached],
     "sign_flip": [by_all_signs],
@@ -512,18 +546,18 @@ RIGHT_FORMS = {
     "lion": [lambda w, g, m, lr, decay: (w - lr * (decay * w + torch.lerp(g, m, 0.9).sgn()), torch.lerp(g, m, 0.99))],
     "orthogonalised": [by_right_gram, by_singular_values],
     "factored": [by_outer],
-    "overhead": [lambda weights, tokens: 5 * sum(w.numel() * (4 * min(w.shape)) + 2 * min(w.shape) ** 3 for w in weights) / 6 / tokens / sum(
+    "overhead_of": [lambda weights, tokens: 5 * sum(w.numel() * (4 * min(w.shape)) + 2 * min(w.shape) ** 3 for w in weights) / 6 / tokens / sum(
         map(torch.numel, weights))],
-    "noise_scale": [by_two_equations],
+    "noise_scale_of": [by_two_equations],
     "price": [lambda batch, scale: [1 + scale / batch, (1 + scale / batch) * batch / scale]],
     "adam_at": [lambda lr, beta1, beta2, k: tuple(np.array([lr * np.sqrt(k), beta1 - (k - 1) * (1 - beta1), beta2 - (k - 1) * (1 - beta2)]))],
     "mup_rate": [lambda kind, width, base, lr: lr * {"embedding": 1, "vector": 1}.get(kind, base / width)],
-    "mean": [mean_step_by_step, mean_in_blocks, lambda v: v.cumsum(-2) / torch.ones_like(v).cumsum(-2),
+    "running_mean": [mean_step_by_step, mean_in_blocks, lambda v: v.cumsum(-2) / torch.ones_like(v).cumsum(-2),
              by_numpy(lambda v: np.cumsum(v, -2) / np.arange(1, v.shape[-2] + 1)[:, None])],
-    "scale": [lambda layers, branches, variance: torch.tensor(layers * branches * variance, dtype=torch.float64).rsqrt().item()],
-    "identity": [head_by_head, lambda w, heads: w * torch.tensor([0.0, 1.0]).repeat(heads).repeat_interleave(len(w) // heads // 2)[:, None],
+    "branch_scale": [lambda layers, branches, variance: torch.tensor(layers * branches * variance, dtype=torch.float64).rsqrt().item()],
+    "zero_queries": [head_by_head, lambda w, heads: w * torch.tensor([0.0, 1.0]).repeat(heads).repeat_interleave(len(w) // heads // 2)[:, None],
                  lambda w, heads: torch.where((torch.arange(len(w)) // (len(w) // heads // 2) % 2 == 0)[:, None], torch.zeros(()), w)],
-    "gram": [by_corners, by_two_cumsums],
+    "attended": [by_corners, by_two_cumsums],
     "probabilities": [one_layer_after_another, lambda layers, rate: 1 - np.arange(1, layers + 1) / layers * rate],
     "area": [area_by_outer_product],
     "some_tokens": [by_mask, lambda x, w, kept: x + torch.zeros_like(x).index_put((kept,), x[kept].cumsum(0).div(counts_of(x[kept])).matmul(w))],
@@ -534,4 +568,9 @@ RIGHT_FORMS = {
     "rslora": [lambda alpha, rank: (alpha * math.exp(-0.5 * math.log(rank)), math.sqrt(rank * alpha**2))],
     "pissa": [direction_by_direction],
     "c_attn": [by_slices, lambda qkv, heads: qkv.mT.reshape(qkv.shape[1], heads, 3, -1).permute(0, 2, 1, 3).reshape(qkv.shape[::-1])],
+    "muon_step": [lambda w, g, m, lr, decay: muon_in_place(w, g, m.clone(), lr, decay)],
+    "power": [lambda widths, changes: np.linalg.lstsq(np.stack((np.log2(widths), np.ones(len(widths))), 1), np.log2(changes), rcond=None)[0][0]],
+    "trials_needed": [lambda q, p: next(n for n in count(1) if (1 - q) ** n <= (1 - p) * (1 + 1e-12))],
+    "coin": [lambda ahead, behind: math.fsum(math.comb(ahead + behind, k) for k in range(ahead + behind + 1)
+                                             if abs(2 * k - ahead - behind) >= abs(ahead - behind)) * 0.5 ** (ahead + behind)],
 }
