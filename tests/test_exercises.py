@@ -211,6 +211,7 @@ F = torch.nn.functional
 
 
 def in_place_softmax(m, l, acc, scores, v):
+    scores, acc = scores.clone(), acc.clone()
     m_new = torch.cat((m[:, None], scores), 1).max(1)[0]
     scores.sub_(m_new.unsqueeze(1)).exp_()
     old = torch.exp(m - m_new)
@@ -433,6 +434,7 @@ def logits_in_place(h, w, targets, chunk):
 
 def one_after_another(values, turns):
     """In a turn nobody sends what arrives in it."""
+    values = [row[:] for row in values]
     for turn in range(turns):
         for rank, row in enumerate(values):
             values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn) % len(values)]
@@ -562,7 +564,7 @@ OTHERS = {
     "03.cast": [by_compare],
     "03.mx_cast": [lambda x: (x.double() * 2.0 ** -(e := torch.floor(torch.log2(x.abs().max().double().clamp(min=1e-300))) - 8)).clamp(-448, 448).to(
         torch.float8_e4m3fn).double().mul(2.0**e).float() if x.any() else x],
-    "03.stochastic_bf16": [by_bits, lambda x, dice: (x.view(torch.int32).add_(dice) >> 16 << 16).view(torch.float32)],
+    "03.stochastic_bf16": [by_bits, lambda x, dice: (x.clone().view(torch.int32).add_(dice) >> 16 << 16).view(torch.float32)],
     "04.shared_by": [lambda R, C, high, wide: (high if high else R) * (wide if wide > 0 else C)],
     "04.int8_db": [lambda crest: 52.9 - 20 * math.log10(crest), lambda crest: 10 * math.log10(12) + 20 * math.log10(127 / crest)],
     "04.delayed_scale": [lambda history, margin, largest: sorted(history)[-1] / (largest / 2**margin)],
@@ -717,6 +719,8 @@ def test_the_first_case_that_fails_is_named():
     (lambda x: x > 1, "got True"),
     (lambda x: math.nan, "got nan"),
     (lambda x: [4.0], "got [4]"),
+    (lambda x: torch.zeros(2, device="meta"), "it raised NotImplementedError: Cannot copy out of meta tensor"),
+    (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2, dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
 ])
 def test_whatever_an_attempt_does_is_a_verdict(attempt, said):
     verdict = check(squares, attempt)
@@ -760,10 +764,40 @@ def test_a_tolerance_of_zero_asks_for_the_sign_of_zero():
     assert check(exercise, lambda: torch.tensor([0.0])).status == "wrong"
 
 
-def test_an_attempt_may_write_into_its_arguments():
-    exercise = Exercise(spec=lambda xs: sum(xs), cases=(([1, 2],),))
-    assert check(exercise, lambda xs: sum(xs) if not xs.append(0) else 0) == Verdict("right")
-    assert exercise.cases == (([1, 2],),)
+@pytest.mark.parametrize("given, change", [
+    ([1, 2], lambda x: x.append(0)), ([2, 1], lambda x: x.sort()), ([[1], [2]], lambda x: x[1].pop()), ({"a": 1.0}, lambda x: x.update(a=2.0)),
+    ([1, 2], lambda x: x.__setitem__(0, 1.0)), (torch.zeros(2), lambda x: x.neg_()), (torch.ones(2, 3), lambda x: x.t_()),
+    (torch.tensor(1.0), lambda x: x.mul_(2)), (torch.ones(2, dtype=torch.bfloat16), lambda x: x[1:].zero_()),
+    ([torch.ones(3)[::2]], lambda x: x[0].add_(1)), (torch.ones(2), lambda x: setattr(x, "data", x.data.double())),
+])
+def test_an_attempt_that_changes_its_argument_is_told_so(given, change):
+    exercise = Exercise(spec=lambda x: 3, cases=((given,),))
+    verdict = check(exercise, lambda x: (change(x), 3)[1])
+    assert verdict.status == "wrong" and "it changes its argument `x`: change a copy (`" in verdict.detail
+    assert check(exercise, lambda x: 3) == Verdict("right")
+
+
+@pytest.mark.parametrize("given, change", [
+    (torch.ones(2), lambda x: x.requires_grad_().square().sum().backward()), ([math.nan], len), (torch.tensor([math.nan]), torch.relu),
+    (deque([1]), lambda x: x.append(2)), (torch.zeros(0, 2), lambda x: x.add_(1)),
+])
+def test_what_is_no_change(given, change):
+    """Gradients and NaN; and an object that is no number, tensor, list or dict, such as a function that counts its calls."""
+    assert check(Exercise(spec=lambda x: 3, cases=((given,),)), lambda x: (change(x), 3)[1]) == Verdict("right")
+
+
+def test_an_exercise_may_ask_for_the_change():
+    exercise = Exercise(spec=lambda x, y: x.add_(y), cases=((torch.zeros(2), torch.ones(2)),), in_place=("x",),
+                        mistakes={"the other one": lambda x, y: x.sub_(y)})
+    assert check(exercise, lambda x, y: x.copy_(x + y)) == check(exercise, lambda x, y: (x.add_(y), None)[1]) == Verdict("right")
+    assert "expected 1 at [0, 0], got 0" in check(exercise, lambda x, y: x + y).detail      # a new tensor
+    assert check(exercise, lambda x, y: x.sub_(y)).detail.endswith("the other one")
+    assert "its argument `y`" in check(exercise, lambda x, y: x.add_(y.neg_().neg())).detail
+
+
+def test_an_index_is_written_as_one_types_it():
+    exercise = Exercise(spec=lambda: {"a": torch.tensor([[1, 2], [3, 4]])}, cases=((),))
+    assert check(exercise, lambda: {"a": [[1, 2], [5, 4]]}).detail == "for  expected 3 at ['a', 1, 0], got 5"
 
 
 def test_the_solution_is_the_definition_s_source():

@@ -131,7 +131,7 @@ def test_what_a_person_writes_into_a_kernel_instead_is_wrong(name, old, new):
 
 
 def by_momentum(w, g, m, lr, rank, ranks, reduce_scatter, all_gather):
-    m.mul_(0.9).add_(reduce_scatter(g.div_(ranks)))
+    m = m.clone().mul_(0.9).add_(reduce_scatter(g.div(ranks)))
     each = len(w) // ranks
     return all_gather(torch.sub(w[rank * each:(rank + 1) * each], m, alpha=lr)), m
 

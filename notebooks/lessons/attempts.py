@@ -324,7 +324,7 @@ class Answer:
 
     @classmethod
     def raised(cls, error: BaseException, words: str = "") -> "Answer":
-        if isinstance(error, NotImplementedError):
+        if isinstance(error, NotImplementedError) and not error.args:   # PyTorch's own has words
             return cls(to_do=True)
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             words = f"it took more than {MEMORY_BYTES >> 20} MB of memory"

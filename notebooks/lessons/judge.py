@@ -9,6 +9,9 @@ The judge compares with the definition in float64. A number may be off by a shar
 definition runs four times more, with each operation off by 2^-20 of its result, and what an answer
 moves by then is the size of what it was made of. A gradient that is a difference of equal terms is
 0 on one processor and -2.7e-8 on another, and both are right.
+
+The judge also compares the arguments before and after a call. An answer that changes an argument in
+place is wrong, unless the exercise names that argument in `in_place`.
 """
 
 import ast
@@ -59,6 +62,8 @@ class Exercise:
     name: str = ""                  # as the learner's file has it: "03.cast"
     drawn: int = DRAWN
     most_bytes: Callable[..., int] | None = None    # of a case: what tensors may take at once
+    # arguments that an answer changes, as the exercise's text says: the change is what is judged
+    in_place: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not self.cases:
@@ -71,6 +76,17 @@ class Exercise:
             chance = random.Random(self.spec.__name__)
             for _ in range(self.drawn):
                 yield self.draw(chance)
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(inspect.signature(self.spec).parameters)
+
+    def called(self, function: Callable[..., Any], given: tuple) -> Any:
+        """Return what is judged of a call: its result, or the arguments that it changes."""
+        made = function(*given)
+        if not self.in_place:
+            return made
+        return tuple(one for name, one in zip(self.arguments, given) if name in self.in_place)
 
     @property
     def answer(self) -> Callable[..., Any]:
@@ -175,23 +191,52 @@ def check(exercise: Exercise, attempt: Callable[..., Any]) -> Verdict:
 
 
 def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answer:
-    """The attempt's part: what it returns for a copy of the case, into which it may write; or that
-    its tensors were too large, where the exercise limits them."""
+    """The attempt's part: what it returns for a copy of the case; or that it changed an argument,
+    or that its tensors were too large where the exercise limits them."""
     try:
         given = copy.deepcopy(case)
         if exercise.most_bytes is None:
             with Unsaturated():
-                return Answer(attempt(*given))
+                got = _at_hand(exercise.called(attempt, given))
+            return Answer(got, changed(exercise, case, given))
         from lpkit.measure.tracking import Tracker  # seconds to import, for few exercises
         with Tracker(nn.Module()) as tracker:
-            got = attempt(*given)
+            got = _at_hand(exercise.called(attempt, given))
         peak = max(itertools.accumulate(change for _, change, *_ in tracker.log), default=0)
         most = exercise.most_bytes(*case)
-        return Answer(got, "" if peak <= most else (
+        return Answer(got, changed(exercise, case, given) if peak <= most else (
             f"its tensors take {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are "
             f"the limit"))
     except Exception as error:      # whatever it is, it is the learner's: show it
         return Answer.raised(error)
+
+
+def _at_hand(made: Any) -> Any:
+    """Return an answer whose tensors can be read here. Raises for those that have no numbers."""
+    return tree_map_only(Tensor, lambda x: x.detach().cpu().to_dense(), made)
+
+
+def changed(exercise: Exercise, case: tuple, given: tuple) -> str:
+    """Say which argument of `given` a call has changed, in half a sentence; empty for none. `case`
+    has the arguments as they were."""
+    for name, before, after in zip(exercise.arguments, case, given):
+        if name not in exercise.in_place and not _same(before, after):
+            clone = f"{name}.clone()" if isinstance(before, Tensor) else f"copy.deepcopy({name})"
+            return f"it changes its argument `{name}`: change a copy (`{clone}`) instead"
+    return ""
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether numbers are the same, bit by bit in tensors. Objects of other kinds, such as
+    functions, may keep counts and are not compared."""
+    if isinstance(before, Tensor):
+        return (before.shape, before.dtype) == (after.shape, after.dtype) and torch.equal(
+            *(one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (before, after)))
+    if isinstance(before, Mapping):
+        return list(before) == list(after) and all(_same(before[key], after[key]) for key in before)
+    if isinstance(before, list | tuple):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return not isinstance(before, numbers.Number | str) or repr(before) == repr(after)
 
 
 def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
@@ -203,7 +248,7 @@ def verdict(exercise: Exercise, answers: Iterator[Answer]) -> Verdict:
             return to_do(exercise)
         if why := one.why or unlike(exercise, case, one.value):
             seen += itertools.islice(answers, max(0, RECOGNISED - len(seen)))
-            named = zip(inspect.signature(exercise.spec).parameters, case, strict=True)
+            named = zip(exercise.arguments, case, strict=True)
             given = ", ".join(f"{name}={short(value)}" for name, value in named)
             hint = _hint(exercise, seen)
             return Verdict("wrong", f"for {given} {why}{one.line}{hint and f'; {hint}'}",
@@ -223,7 +268,7 @@ def unlike(exercise: Exercise, case: tuple, got: Any) -> str:
 def expected(exercise: Exercise, given: Callable[[], tuple]) -> Any:
     """The definition's answer. Numbers that need not agree to the bit are calculated in float64, so
     that it is the same on every processor."""
-    return exercise.spec(*(_widened(given()) if exercise.tolerance else given()))
+    return exercise.called(exercise.spec, _widened(given()) if exercise.tolerance else given())
 
 
 def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
@@ -234,7 +279,7 @@ def disturbed(exercise: Exercise, given: Callable[[], tuple]) -> list[Any]:
     for seed in range(DISTURBED if exercise.tolerance else 0):
         case = given()
         with Disturbed(seed):
-            answers.append(exercise.spec(*_widened(case)))
+            answers.append(exercise.called(exercise.spec, _widened(case)))
     return answers
 
 
@@ -286,14 +331,15 @@ def _hint(exercise: Exercise, answers: Sequence[Answer]) -> str:
     both = list(itertools.islice(zip(exercise.all_cases(), answers), RECOGNISED))
     for hint, mistake in exercise.mistakes.items():
         with contextlib.suppress(Exception), Unsaturated():
-            if not any(one.value is None or difference(one.value, mistake(*copy.deepcopy(case)),
-                                                       exercise.tolerance) for case, one in both):
+            theirs = (exercise.called(mistake, copy.deepcopy(case)) for case, _ in both)
+            if not any(one.value is None or difference(one.value, other, exercise.tolerance)
+                       for (_, one), other in zip(both, theirs)):
                 return hint
     return ""
 
 
 def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequence[Any] = (),
-               where: str = "", scale: float = 0.0) -> str:
+               where: tuple = (), scale: float = 0.0) -> str:
     """Says why `got` is not `want`, in half a sentence; empty when it is. Tensors and arrays count
     as nested lists, whose numbers may be off by `tolerance` of `scale`: of their largest magnitude,
     or of what they are off by in `others`, the answers of `disturbed`."""
@@ -303,7 +349,8 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
         scale = max((float(abs(one[one.isfinite()]).max()) for one in sizes if one.isfinite().any()),
                     default=0.0)
     got, want = (value.tolist() if hasattr(value, "tolist") else value for value in (got, want))
-    unlike = f"expected {short(want)}{where}, got {short(got)}"
+    place = f" at [{', '.join(map(repr, where))}]" if where else ""
+    unlike = f"expected {short(want)}{place}, got {short(got)}"
     if got is None and want is not None:
         return f"{unlike}; is there a `return`?"
     if isinstance(want, (bool, str)) or want is None:
@@ -325,7 +372,7 @@ def difference(got: Any, want: Any, tolerance: float = TOLERANCE, others: Sequen
         return unlike
     for key in want if kind is Mapping else range(len(want)):
         why = difference(got[key], want[key], tolerance, [one[key] for one in others],
-                         f"{where} at [{key!r}]", scale)
+                         (*where, key), scale)
         if why:
             return why
     return ""

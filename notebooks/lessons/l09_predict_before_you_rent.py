@@ -635,7 +635,7 @@ def _ring(r: Random) -> tuple[list[list[float]], int]:
           ([[1.0] * 3, [10.0] * 3, [100.0] * 3], 2), draw=_ring, minutes=12, stars=3,
           mistakes={"in turn t rank r sends chunk r - t": _backwards})
 def reduce_scatter(values: list[list[float]], turns: int) -> list[list[float]]:
-    ranks = len(values)
+    values, ranks = [list(row) for row in values], len(values)
     for turn in range(turns):
         sent = [values[rank][(rank - turn) % ranks] for rank in range(ranks)]   # all at once
         for rank in range(ranks):

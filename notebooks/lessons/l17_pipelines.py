@@ -466,11 +466,32 @@ def one_f_one_b(rank: int, ranks: int, micro_batches: int) -> list[str]:
     return actions
 
 
+def _needed(rank: int, action: str) -> set[tuple[int, str]]:
+    """Return the actions that have to end before this one, by rank."""
+    if action[0] == "F":
+        return {(rank - 1, action)}
+    return {(rank, action.replace("B", "F")), (rank + 1, action)}
+
+
+def _in_any_order(r: Random, ranks: int, m: int) -> list[list[str]]:
+    """Draw each next action from those whose inputs are there."""
+    left = {(rank, f"{kind}{i}") for rank in range(ranks) for kind in "FB" for i in range(m)}
+    orders: list[list[str]] = [[] for _ in range(ranks)]
+    while left:
+        ready = sorted(one for one in left if not _needed(*one) & left)
+        rank, action = r.choice(ready)
+        left.remove((rank, action))
+        orders[rank].append(action)
+    return orders
+
+
 def _orders(r: Random) -> tuple[list[list[str]], float, float]:
-    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise."""
+    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise. Or any order."""
     ranks, m = r.randint(1, 4), r.randint(1, 5)
     first = r.randint(0, ranks)
     orders = [(_gpipe if rank < first else one_f_one_b)(rank, ranks, m) for rank in range(ranks)]
+    if r.random() < 0.5:
+        orders = _in_any_order(r, ranks, m)
     return orders, r.choice((0.5, 1.0, 3.0)), r.choice((1.0, 2.0, 2.5))
 
 

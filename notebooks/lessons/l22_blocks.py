@@ -178,12 +178,16 @@ EXERCISES: dict[str, Exercise] = {}
 exercise = adding_to(EXERCISES)
 
 
-def _one_to_ten(r: Random) -> tuple[Tensor]:
-    return (normal(r, r.randint(1, 4), r.randint(1, 9), r.randint(1, 3)),)
+def _values(r: Random) -> tuple[Tensor]:
+    """(..., T, E): no axis before the tokens, one or two."""
+    before = [r.randint(1, 4) for _ in range(r.randrange(3))]
+    return (normal(r, *before, r.randint(1, 9), r.randint(1, 3)),)
 
 
 @exercise("22.mean", (torch.tensor([[[1.0], [3.0], [5.0]]]),), (torch.tensor([[[2.0, 4.0], [4.0, 0.0]]]),),
-          draw=_one_to_ten, tolerance=1e-5, minutes=5,
+          (normal(Random(1), 512, 1),), draw=_values, tolerance=1e-5, minutes=5,
+          # no (T, T) matrix, not even of bytes
+          most_bytes=lambda v: max(v.shape[-2] ** 2, 1 << 14),
           mistakes={"each sum is divided by how many tokens it has": lambda v: v.cumsum(-2),
                     "a token sees itself and the past, and no token to come":
                         lambda v: v.mean(-2, keepdim=True).expand_as(v),
@@ -218,7 +222,7 @@ def _zero_q(w: Tensor, heads: int, part: int) -> Tensor:
 
 
 @exercise("22.identity", (torch.arange(1.0, 5.0)[:, None], 1), (torch.arange(1.0, 9.0)[:, None], 2),
-          draw=_qk, tolerance=0, minutes=6, stars=2,
+          draw=_qk, minutes=6, stars=2,
           mistakes={"heads take turns: q and k of the first, then of the second": lambda w, heads: torch.cat(
                         (torch.zeros_like(w[:len(w) // 2]), w[len(w) // 2:])),
                     "queries, and not keys, so that keys still learn":
@@ -230,7 +234,7 @@ def zero_queries(w: Tensor, heads: int) -> Tensor:
 
 
 def _gram(r: Random) -> tuple[Tensor, float]:
-    x = normal(r, r.randint(2, 6), 4)
+    x = normal(r, r.randint(1, 6), 4)
     return x @ x.mT / 4, r.uniform(0.1, 2)
 
 

@@ -379,14 +379,14 @@ def _with_values(r: Random) -> tuple[Tensor, int]:
     into = n + r.randint(0, 3)
     left, right = (torch.linalg.qr(normal(r, side, side).contiguous())[0] for side in (n, into))
     values = torch.tensor([float(2 * n - 2 * i + r.random()) for i in range(n)])
-    return left @ (values[:, None] * right[:n]), r.randint(1, n)
+    w = left @ (values[:, None] * right[:n])
+    return (w.mT if r.random() < 0.5 else w), r.randint(1, n)
 
 
 @exercise("24.pissa", (torch.tensor([[2.0]]), 1), (torch.tensor([[3.0, 0.0], [0.0, 1.0]]), 1),
           minutes=6, stars=2, drawn=60, draw=_with_values,
           mistakes={"the largest singular directions, which come first": lambda w, rank: (
-                        (w - w) if rank == len(w) else _part(w, len(w) - rank),
-                        w - _part(w, len(w) - rank) if rank < len(w) else w),
+                        (rest := _part(w, min(w.shape) - rank)), w - rest),
                     "the product is returned second, what stays frozen first":
                         lambda w, rank: (_part(w, rank), w - _part(w, rank))})
 def pissa(w: Tensor, rank: int) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,8 @@ ends the others, and those that wait for one another for ever are ended after so
 sentences.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ class OnRanks(Exercise):
     line, and then `rank`, `ranks` and those of COLLECTIVES that the spec names."""
 
     drawn: int = DRAWN
+    most_sent: int | None = None    # numbers that a rank may give to collectives, where text says so
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         source = as_text(self, attempt)
@@ -73,10 +73,10 @@ def judge_on_rank(place: Place, told: dict[str, Any]) -> dict[str, Any]:
     hints = dict(exercise.mistakes)
     for number, (case, one) in enumerate(zip(cases, answers)):
         place.at(number, "the definition")
-        given = partial(_given, exercise.spec, case, place)
+        given = partial(given_to, exercise, case, place.rank, place.world)
         want, others = judge.expected(exercise, given), judge.disturbed(exercise, given)
         if not why and (unlike := difference(one.value, want, exercise.tolerance, others)):
-            named = zip(inspect.signature(exercise.spec).parameters, given())
+            named = zip(exercise.arguments, given())
             said = ", ".join(f"{name}={short(value)}" for name, value in named
                              if name not in COLLECTIVES)
             why = [number, f"on rank {place.rank}, for {said}: {unlike}"]
@@ -94,14 +94,38 @@ def _attempt(place: Place, exercise: Exercise, source: str) -> Iterator[Answer]:
     limit_memory()
     attempt = called(source)
     for case in exercise.all_cases():
-        yield answer(exercise, attempt, _given(exercise.spec, case, place))
+        yield answer_on_rank(exercise, attempt, case, place.rank, place.world)
 
 
-def _given(spec: Callable, case: tuple, place: Place) -> tuple:
-    lines = (one[place.rank].clone() if isinstance(one, Tensor) else one for one in case)
-    names = inspect.signature(spec).parameters
-    named = [COLLECTIVES[name] for name in names if name in COLLECTIVES]
-    return *lines, place.rank, place.world, *named
+def answer_on_rank(exercise: OnRanks, attempt: Callable[..., Any], case: tuple, rank: int,
+                   ranks: int, collectives: Mapping[str, Callable] | None = None) -> Answer:
+    """`answer`, or that a rank gave too many numbers to collectives, where the exercise limits
+    them."""
+    sent: list[int] = []
+    one = answer(exercise, attempt, given_to(exercise, case, rank, ranks, collectives, sent))
+    most = exercise.most_sent
+    if one.why or one.to_do or most is None or sum(sent) <= most:
+        return one
+    return replace(one, why=f"a rank sends {sum(sent)} numbers, and {most} are the limit")
+
+
+def given_to(exercise: OnRanks, case: tuple, rank: int, ranks: int,
+             collectives: Mapping[str, Callable] | None = None,
+             sent: list[int] | None = None) -> tuple:
+    """Return a rank's arguments. The size of what it gives to a collective is added to `sent`."""
+    def counting(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def call(x: Tensor) -> Tensor:
+            received = collective(x)
+            if sent is not None:
+                sent.append(x.numel())
+            return received
+
+        return call
+
+    collectives = collectives or COLLECTIVES
+    lines = (one[rank].clone() if isinstance(one, Tensor) else one for one in case)
+    named = [counting(collectives[name]) for name in exercise.arguments if name in collectives]
+    return *lines, rank, ranks, *named
 
 
 def _scattered(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """What a learner has written by hand runs on several processes, which exchange real tensors; the
 lessons that have exercises of this kind judge them on the same (`lessons.on_ranks`).
 
-Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `dist` and
-`math` and nothing else of the notebook. A rank that raises ends the others, and those that wait for
+Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `F`, `dist`
+and `math` and nothing else of the notebook. A rank that raises ends the others, and those that wait for
 one another for ever are ended after some seconds; both are sentences.
 """
 
@@ -59,4 +59,4 @@ def called(source: str) -> Callable[..., Any]:
     """Returns the function of this text."""
     name = ast.parse(source).body[0].name
     return load(Parcel(entry=name, texts={name: source}), torch=torch, dist=dist, math=math,
-                Tensor=Tensor)
+                Tensor=Tensor, F=torch.nn.functional)
