@@ -404,7 +404,7 @@ def test_the_teachers_terminal_counts_labs_and_names_each_late_one_once(tmp_path
         assert progress.watch(room, hub) == 3
     said = capsys.readouterr().err
     assert said.count("ben: The lab has been starting for 10") == 1 and r"The last line of its log: \x1b]0;mine\x07\u202e of ben" in said
-    assert said.count(r"\x1b[2Jeve: ended") == 1 and "1 of 3 labs are open, 1 starts, for 10" in said
+    assert said.count(r"\x1b[2Jeve: ended") == 1 and "1 of 3 labs are open; 1 more has been starting for up to 10" in said
 
 
 def test_names_of_logs_stay_in_their_folder(tmp_path):

@@ -75,6 +75,16 @@ def test_minutes_of_sections_are_their_share_of_the_words():
         assert any(step.sections for step in day.steps) == (name == "90 minutes")
 
 
+@pytest.mark.parametrize("name, number, day", DAYS, ids=[f"{name}-{number}" for name, number, _ in DAYS])
+def test_a_step_has_time_for_its_run_in_a_full_room(name, number, day):
+    for step in day.steps:
+        if times := teach.run_times(books()[step.number]):
+            assert times[1][0] / 60 <= step.minutes / 2, f"{name}: {step}"
+    if name == "90 minutes":
+        assert all(teach.run_times(books()[step.number]) for step in day.steps)     # its minutes are recorded
+        assert "Of these minutes, the computer needs" in teach.route(name)
+
+
 def test_seconds_are_those_of_the_newest_record_of_a_quiet_machine(tmp_path):
     for name, date, seconds, load in (("course-old", "2026-01-01", 9.0, None), ("course-20", "2026-02-01", 7.0, 0.2), ("course-new", "2026-03-01", 99.0, 5.0)):
         cases = [{"case": case, "ours_median": seconds} for case in ("20_optimizers", "21_search") if not (name == "course-20" and case == "21_search")]

@@ -230,7 +230,8 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
         line = f"{count['open']} of {len(room.members)} labs are open"
         if starting := count["starting"]:
             begun = min(lab["since"] for lab in labs.values() if lab["state"] == "starting")
-            line += f", {starting} start{'s' * (starting == 1)}, for {time.time() - begun:.0f} s"
+            line += f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up to " \
+                    f"{time.time() - begun:.0f} s"
         if line != last and (not starting or time.monotonic() - told > TELL_SECONDS):
             tell(line)
             last, told = line, time.monotonic()

@@ -250,9 +250,14 @@ def recorded(folder: Path = ROOT / "data/measured") -> dict[str, tuple[float, di
             for case in one["cases"]}
 
 
-def runs_in(book: Book) -> str:
+def run_times(book: Book) -> list[tuple[float, dict]] | None:
+    """Returns the seconds of a run alone and beside busy processes, each with its record."""
     both = [recorded().get(f"{book.path.stem}{how}") for how in ("", " beside 4 busy processes")]
-    if None in both:
+    return None if None in both else both
+
+
+def runs_in(book: Book) -> str:
+    if not (both := run_times(book)):
         return "not recorded"
     (alone, record), (beside, _) = both
     return (f"{alone:.0f} s on {record['cores']} quiet cores, {beside:.0f} s while four busy processes "
@@ -303,6 +308,11 @@ def route(name: str) -> str:
                  "sections and exercises in the room" if any(step.sections for step in day.steps)
                  else "exercises in the room")
         tables.append(markdown_table(heads, rows))
+        times = [run_times(books()[step.number]) for step in day.steps]
+        if all(times):
+            alone, beside = (sum(one[how][0] for one in times) / 60 for how in (0, 1))
+            tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a quiet machine, "
+                          f"and {beside:.0f} while four busy processes run.")
     return "\n\n".join(tables)
 
 
