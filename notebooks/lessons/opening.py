@@ -1,4 +1,4 @@
-"""The command `lpkit room`: open a room, and print how it gets on until it is closed."""
+"""The command `lpkit room`: open a room, and print the state of its labs until it is closed."""
 
 import argparse
 import contextlib
@@ -25,30 +25,32 @@ TELL_SECONDS = 5.0      # between lines of progress
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="learners")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of learners")
     parser.add_argument("--learners", type=Annotated[int, between(0, rooms.MOST)], default=0,
-                        metavar="N", help="this many, numbered")
+                        metavar="N", help="add N numbered learners")
     parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
-                        help=f"where homes and the hub's files lie (default {rooms.FOLDER})")
-    parser.add_argument("--title", default="", metavar="TEXT", help="the room's name on the sign-in "
-                        "page (default: the folder's name)")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000")
-    parser.add_argument("--address", default="127.0.0.1", help="default 127.0.0.1, which a tunnel "
-                        "reaches; 0.0.0.0: every network of this machine")
-    parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(), help="PEM files")
-    parser.add_argument("--no-tls", action="store_true", help="another address without encryption")
-    parser.add_argument("--authenticator", default="", metavar="NAME", help="of JupyterHub's, in "
-                        "place of codes, as github or a class; then --teacher is due")
-    parser.add_argument("--teacher", default="", metavar="NAME", help="sees the map and every lab "
-                        "(default teacher)")
-    parser.add_argument("--config", default="", metavar="FILE", help="a JupyterHub configuration, "
-                        "read after the room's; it is executed")
+                        help=f"folder of the homes and of the hub's files (default {rooms.FOLDER})")
+    parser.add_argument("--title", default="", metavar="TEXT", help="name of the room, which the "
+                        "sign-in page shows (default: the name of the folder)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the room (default 8000)")
+    parser.add_argument("--address", default="127.0.0.1", help="address to listen on (default "
+                        "127.0.0.1, which a tunnel reaches; 0.0.0.0: all networks of this machine)")
+    parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(),
+                        help="PEM files of the certificate and its key")
+    parser.add_argument("--no-tls", action="store_true",
+                        help="allow another address without encryption")
+    parser.add_argument("--authenticator", default="", metavar="NAME", help="JupyterHub "
+                        "authenticator instead of codes: github, or a class; needs --teacher")
+    parser.add_argument("--teacher", default="", metavar="NAME", help="user who sees the map and "
+                        "every lab (default teacher)")
+    parser.add_argument("--config", default="", metavar="FILE", help="JupyterHub configuration, "
+                        "which is executed after the room's own")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
-                        help="after which an idle lab ends (default 3600)")
-    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="runs that "
-                        "learners shall not wait for (default cpu-3m)")
-    parser.add_argument("--proxy", default="", metavar="PATH", help="configurable-http-proxy, where "
-                        "it is not on PATH")
+                        help="end a lab that is idle for S seconds (default 3600)")
+    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="presets to "
+                        "prepare before learners come (default cpu-3m)")
+    parser.add_argument("--proxy", default="", metavar="PATH", help="path of "
+                        "configurable-http-proxy, if it is not on PATH")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
