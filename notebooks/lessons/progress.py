@@ -227,12 +227,11 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
                 named_labs.add(known)
                 tell(f"{cut(name)}: {sentence}")
         count = Counter(lab["state"] for lab in labs.values())
-        line = f"{count['open']} of {len(room.members)} labs are open"
+        line, seconds = f"{count['open']} of {len(room.members)} labs are open", 0.0
         if starting := count["starting"]:
-            begun = min(lab["since"] for lab in labs.values() if lab["state"] == "starting")
-            line += f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up to " \
-                    f"{time.time() - begun:.0f} s"
-        if line != last and (not starting or time.monotonic() - told > TELL_SECONDS):
+            seconds = max(time.time() - lab["since"] for lab in labs.values() if lab["state"] == "starting")
+            line += f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up to {seconds:.0f} s"
+        if line != last and (not starting or time.monotonic() - told > max(TELL_SECONDS, seconds / 5)):
             tell(line)
             last, told = line, time.monotonic()
 
