@@ -1,9 +1,10 @@
-"""What JupyterHub reads as its configuration when `lpkit room` starts it; LPKIT_ROOM names the room.
+"""JupyterHub's configuration file for `lpkit room`; LPKIT_ROOM names the room.
 
-`Desk` starts a learner's server as a Unix user of its own, in a control group where this machine lets
-us make one (both versions), so that all its kernels together have the learner's share of memory and
-an equal weight of the processors. Elsewhere each process has the limit (RLIMIT_DATA, which counts
-what a process has allocated and not what CUDA reserves), and the log says so.
+`Desk` starts a learner's lab as a Unix user of its own. If this machine allows control groups (either
+version), all kernels of a lab together have the learner's share of memory and an equal weight of the
+processors. Else each process has the limit (RLIMIT_DATA, which counts what a process allocated and
+not what CUDA reserves), and the hub's log says so. Each lab writes into a log of its own, and its
+state into `labs.json`: the map, the teacher's terminal and the learner's page show failures from there.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 

@@ -322,8 +322,9 @@ def minutes() -> str:
     rows.append(("together", sum(book.minutes for book in books().values()),
                  sum(book.of_exercises for book in books().values()), "", ""))
     heads = ("notebook", "minutes", "of exercises", "run time at tier cpu", "needs")
+    used = [one for book in books().values() for _, one in run_times(book) or ()]
     sources = sorted({f"Measured {one['date'][:10]} at commit {one['commit']} on {one['cpu']}, "
-                      f"{one['cores']} cores: `{one['command']}`." for _, one in recorded().values()})
+                      f"{one['cores']} cores: `{one['command']}`." for one in used})
     return "\n\n".join([markdown_table(heads, rows), *sources])
 
 
