@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -56,6 +57,42 @@ def test_an_image_is_pinned_and_runs_as_nobody_special(path, tmp_path):
     runs = " ".join(value for what, value in steps if what == "RUN")
     assert "constraints.txt" in runs or ("binder/postBuild" in runs and "constraints.txt" in (BINDER / "postBuild").read_text())
     assert not re.search(r"(?i)token|password|secret|index-url", parser.content.replace("which has its token", ""))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_an_image_copies_is_enough_for_its_command(path, tmp_path):
+    """No image is built here: the files that it would have start its last command, and its HEALTHCHECK passes."""
+    from dockerfile_parse import DockerfileParser
+
+    parser = DockerfileParser(path=str(tmp_path / "Dockerfile"))
+    parser.content = path.read_text()
+    steps = [(step["instruction"], step["value"]) for step in parser.structure]
+    (image := tmp_path / "image").mkdir()
+    (home := tmp_path / "home").mkdir()
+    for value in (value for what, value in steps if what == "COPY"):
+        *sources, target = [word for word in value.split() if not word.startswith("--")]
+        for one in sources:
+            if (ROOT / one).is_dir():       # as Docker does: a folder's content
+                shutil.copytree(ROOT / one, image / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / one, image / target)
+    command = next(json.loads(value) for what, value in steps if what == "CMD")
+    health = next(json.loads(value[value.index("["):]) for what, value in steps if what == "HEALTHCHECK")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(image), "HOME": str(home), "XDG_DATA_HOME": "", "XDG_CACHE_HOME": ""}
+    where = subprocess.run([sys.executable, "-P", "-c", "import lpkit; print(lpkit.__file__)"], env=env, cwd=home, capture_output=True, text=True, check=True)
+    assert Path(where.stdout.strip()).is_relative_to(image)     # and not this checkout
+    begin = [sys.executable, "-P", "-m", command[0], *command[1:], "--port", str(port)]
+    with (tmp_path / "said").open("w+") as said, subprocess.Popen(begin, cwd=home, env=env, stdout=said, stderr=said) as lab:
+        try:
+            ask = [sys.executable, "-c", health[-1].replace(str(PORT), str(port))]
+            while subprocess.run(ask, capture_output=True, check=False).returncode:
+                assert lab.poll() is None, Path(said.name).read_text()
+                time.sleep(0.5)
+        finally:
+            lab.terminate()
 
 
 def test_hadolint_has_nothing_to_say():

@@ -13,11 +13,12 @@ import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from lessons import progress
+from lessons import opening, progress
 from lpkit import cli, records, turns
 from lpkit.course import reports
 from lpkit.course import room as rooms
@@ -26,13 +27,13 @@ from tests import rooms as served
 from tests.attack import patience
 from tests.bench import room as bench
 
-PORT = 8573
+PORT, TITLE = 8573, "Friday <b>'s room"
 SERVED = pytest.mark.skipif(bool(served.why_no_room()), reason=served.why_no_room())
 
 
 @pytest.fixture(scope="module")
 def room():
-    with served.passable_folder() as folder, served.opened(folder, "anna", "ben", "cleo", "--learners", "20", "--warm", port=PORT) as told:
+    with served.passable_folder() as folder, served.opened(folder, "anna", "ben", "cleo", "--learners", "20", "--title", TITLE, "--warm", port=PORT) as told:
         yield told | {"folder": folder}
 
 
@@ -74,7 +75,7 @@ def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
     for one, uid in ((anna, 52001), (ben, 52002)):      # of all kernels each finds its own
         transport, address = one.run(connection).split()
         assert transport == "ipc" and address.startswith(f"/run/lpkit/{uid}/") and os.stat(f"/run/lpkit/{uid}").st_mode & 0o777 == 0o700
-    log = (room["folder"] / "hub" / "hub.log").read_text()
+    log = (room["folder"] / "hub" / "labs" / "ben.log").read_text()
     assert "Will shut down after 3600 seconds with no kernels" in log and "Culling kernels with idle durations > 3600 seconds" in log
 
 
@@ -169,7 +170,8 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
 
 @SERVED
 @pytest.mark.prove
-def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room):
+def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room, ben):
+    """JupyterHub 6 answered TypeError: what it raises for a failed start took another argument."""
     name = next(one for one in served.codes(room["folder"]) if one not in {"anna", "ben", "cleo", "teacher"})
     uid = json.loads((room["folder"] / "room.json").read_text())["members"][name]["uid"]
     home = room["folder"] / "learners" / name
@@ -178,10 +180,15 @@ def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_say
     for place in (home, home / "tmp", home / ".room"):
         os.chown(place, uid, uid)
     with pytest.raises((urllib.error.HTTPError, AssertionError), match=r"500|did not start"):
-        served.Person(room["url"], name, served.codes(room["folder"])[name]).start(share=False)
-    log = (room["folder"] / "hub" / "hub.log").read_text()
-    assert log.count(f"{name}/.room' is a file where a folder is needed") == 2
-    assert log.count(f"{name}'s server ended while it started") == 1
+        (one := served.Person(room["url"], name, served.codes(room["folder"])[name])).start(share=False)
+    why = f"{name}/.room' is a file where a folder is needed; remove it"
+    assert (room["folder"] / "hub" / "labs" / f"{name}.log").read_text().count(why) == 2
+    assert (room["folder"] / "hub" / "hub.log").read_text().count(f"{name}'s lab ended while it started") == 1
+    page = served.ask(f"{room['url']}/hub/api/users/{name}/server/progress", token=one.token).decode()
+    assert "Spawn failed: The lab ended twice while it started. The last line of its log: " in page and why in page
+    teacher = served.Person(room["url"], "teacher", served.codes(room["folder"])["teacher"])
+    shown = {who.name: served.ask(f"{room['url']}/services/progress/now", token=who.token)["troubles"] for who in (teacher, ben, one)}
+    assert why in shown["teacher"][name] and shown[name] == {name: shown["teacher"][name]} and not shown["ben"]
 
 
 @SERVED
@@ -193,6 +200,7 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
     def signed_in(name):
         page = context.browser.new_context().new_page()
         page.goto(room["url"])
+        assert page.inner_text(".announcement").strip() == TITLE
         page.fill("#username_input", name)
         page.fill("#password_input", codes[name])
         page.click("#login_submit")
@@ -205,10 +213,14 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
     for page in pages:
         page.wait_for_selector(".jp-Notebook", timeout=120_000 * patience())
     anna.run("from lpkit.course.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
+    labs = room["folder"] / "hub" / "labs.json"
+    markup = "<img src=x onerror=\"document.title='taken'\">"
+    labs.write_text(json.dumps(json.loads(labs.read_text()) | {"eve": {"state": "failed", "since": 0, "reason": markup}}))
     teacher = signed_in("teacher")
     teacher.goto(f"{room['url']}/services/progress/")
     teacher.wait_for_selector("#guesses circle", timeout=30_000 * patience())
-    assert "1 of 1 held" in teacher.inner_text("#guesses")
+    assert markup in teacher.inner_text("#troubles") and teacher.title() == TITLE
+    assert "1 of 1 held" in teacher.inner_text("#guesses") and teacher.inner_text("h1") == TITLE
 
 
 def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, capsys):
@@ -217,7 +229,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
         assert cli.main(["room", *words]) == 2
         return capsys.readouterr().err
 
-    monkeypatch.setattr("lpkit.commands.room.needs", lambda *_: None)
+    monkeypatch.setattr("lessons.opening.needs", lambda *_: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in said("anna") and "lpkit lab" in said("anna")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -232,6 +244,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
     assert "--learners must be from 0 to 500, got -1" in said("--learners", "-1")
     assert "this would be for 0" in said(*folder)
     assert "unencrypted" in said("anna", "--address", "0.0.0.0")
+    assert "--title must have at most 200 printable characters" in said("anna", "--title", "\x1b[2J") and "got" in said("anna", "--title", "x" * 201)
     assert "no file" in said("anna", "--address", "0.0.0.0", "--tls", "none.pem", "none.key")
     assert "has room for" in said("--learners", "499", *folder)
     monkeypatch.setenv("PATH", "")
@@ -295,6 +308,143 @@ def test_who_is_there_keeps_number_and_code(tmp_path, monkeypatch):
     (tmp_path / "room.json").write_text("[]")
     with pytest.raises(ConfigError, match="no room of this kit"):
         rooms.opened(tmp_path, ["anna"], proxy="sh", port=1)
+
+
+# ---- labs that do not start
+
+SAYS = "print('copied'); print('\\x1b[2J<b>no space left</b>' + 300 * 'x'); print()"
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    """A spawner of JupyterHub, whose labs are the command in `says`: no hub and no other user is needed."""
+    hub = pytest.importorskip("lpkit.course.hub")
+    rooms.write(rooms.Room(folder=str(tmp_path), members={"anna": rooms.Member(uid=52001, code="")}, memory_bytes=1, threads=1, gpus=0, port=1))
+    (tmp_path / "hub" / "labs").mkdir(parents=True)
+
+    async def start(self):
+        self.proc = subprocess.Popen([sys.executable, "-c", self.says], stdout=self.popen_kwargs["stdout"], stderr=self.popen_kwargs["stderr"])
+        return "127.0.0.1", self.port
+
+    monkeypatch.setattr(hub.LocalProcessSpawner, "start", start)
+    monkeypatch.setattr(hub.LocalProcessSpawner, "server", SimpleNamespace(base_url="/user/anna/"))
+    monkeypatch.setattr(hub, "furnish", lambda *_: None)
+    monkeypatch.setattr(hub, "LOOK_SECONDS", 0.1)
+    one = hub.Desk(folder=str(tmp_path), user=SimpleNamespace(name="anna"))
+    yield one
+    one.listener.close()
+    if one.proc and one.proc.poll() is None:
+        one.proc.kill()
+        one.proc.wait()
+
+
+def started(desk, says):
+    """The sentence of the failure, as JupyterHub finds it."""
+    def run():
+        with pytest.raises(Exception) as caught:
+            asyncio.run(desk.start())
+        return caught.value
+
+    desk.says = says
+    with ThreadPoolExecutor(1) as pool:     # a browser's test may have left an event loop in this thread
+        error = pool.submit(run).result()
+    return getattr(error, "jupyterhub_message", error)
+
+
+def test_a_lab_that_ends_is_named_with_the_last_line_of_its_log(desk, tmp_path):
+    said = started(desk, SAYS)
+    last = "\\x1b[2J<b>no space left</b>"
+    assert said.startswith(f"The lab ended twice while it started. The last line of its log: {last}xxx") and said.endswith("x...") and len(said) < 300
+    assert rooms.log_path(tmp_path, "anna").read_text().count("copied") == 2
+    assert progress.troubles(tmp_path) == {"anna": said}
+    desk.clear_state()      # JupyterHub's own, at the end of a failed start and before the next
+    assert progress.troubles(tmp_path) == {"anna": said}
+    desk._note("open")
+    assert not progress.troubles(tmp_path) and rooms.labs(tmp_path)["anna"]["state"] == "open"
+    desk.clear_state()
+    assert rooms.labs(tmp_path) == {}
+
+
+def test_a_lab_that_does_not_answer_is_named(desk, tmp_path, monkeypatch):
+    monkeypatch.setattr("lpkit.course.hub.START_SECONDS", 1.0)
+    said = started(desk, "import time; print('waits for the disk', flush=True); time.sleep(60)")
+    assert said == "The lab did not answer within 1 s. The last line of its log: waits for the disk"
+    assert progress.troubles(tmp_path) == {"anna": said}
+
+
+def test_a_lab_that_cannot_be_furnished_is_named(desk, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lpkit.course.hub.furnish", full)
+    assert "No space left" in str(started(desk, "")) and "No space left" in progress.troubles(tmp_path)["anna"]
+    monkeypatch.setattr("lpkit.course.hub.files.write_atomically", full)
+    desk._note("open")      # the hub must be able to end a lab on a full disk, too
+
+
+def test_a_learners_page_shows_the_seconds_and_the_last_line(desk, tmp_path):
+    async def first():
+        async for event in desk.progress():
+            return event
+
+    rooms.log_path(tmp_path, "anna").write_text("copied\n")
+    desk._began = time.monotonic() - 20
+    with ThreadPoolExecutor(1) as pool:
+        event = pool.submit(lambda: asyncio.run(first())).result()
+    assert event == {"progress": 45, "message": "Your lab has been starting for 20 s. copied"}      # "message": JupyterHub shows it as text
+
+
+def test_the_teachers_terminal_counts_labs_and_names_each_late_one_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "TELL_SECONDS", 0.0)
+    room = rooms.Room(folder=str(tmp_path), members=dict.fromkeys(["anna", "ben", "cleo"]), memory_bytes=1, threads=1, gpus=0, port=1)
+    (tmp_path / "hub" / "labs").mkdir(parents=True)
+    rooms.log_path(tmp_path, "ben").write_text("x\n\x1b]0;mine\x07\u202e of ben\n\n")
+    now = time.time()
+    (tmp_path / "hub" / "labs.json").write_text(json.dumps({
+        "anna": {"state": "open", "since": now, "reason": ""}, "ben": {"state": "starting", "since": now - 100, "reason": ""},
+        "\x1b[2Jeve": {"state": "failed", "since": now, "reason": "ended"}}))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"]) as hub:
+        assert progress.watch(room, hub) == 3
+    said = capsys.readouterr().err
+    assert said.count("ben: The lab has been starting for 10") == 1 and r"The last line of its log: \x1b]0;mine\x07\u202e of ben" in said
+    assert said.count(r"\x1b[2Jeve: ended") == 1 and said.count("1 of 3 labs are open; 1 more has been starting for up to 10") == 1
+
+
+def test_names_of_logs_stay_in_their_folder(tmp_path):
+    assert rooms.log_path(tmp_path, "../../etc/x").parent == tmp_path / "hub" / "labs"
+    assert rooms.last_line(tmp_path, "nobody") == ""
+    (tmp_path / "hub" / "labs").mkdir(parents=True)
+    rooms.log_path(tmp_path, "anna").write_bytes(b"\xff" * 5000)
+    assert len(rooms.last_line(tmp_path, "anna")) <= 203
+
+
+def test_the_rooms_name_stands_on_the_hubs_pages_as_text(tmp_path):
+    hub = pytest.importorskip("lpkit.course.hub")
+    config = hub.LocalProcessSpawner().config.__class__()
+    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=1, title=TITLE)
+    with socket.create_server(("127.0.0.1", 0)) as page:
+        hub.configure(config, room, page, "secret")
+    assert config.JupyterHub.template_vars == {"announcement": "Friday &lt;b&gt;&#x27;s room"} and 'name="share"' in config.Desk.options_form
+
+
+def test_warming_prints_how_long_it_takes_and_what_went_wrong(tmp_path, monkeypatch, capsys):
+    (tmp_path / "python").write_text("#!/bin/sh\nsleep 0.5\necho no kernel for this processor >&2\nexit $ENDS\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(opening, "TELL_SECONDS", 0.1)
+    monkeypatch.setenv("ENDS", "3")
+    (tmp_path / "shared").mkdir()
+    room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=1)
+    with pytest.raises(ConfigError, match="'cpu-3m' could not be warmed: no kernel for this processor"):
+        opening.warm(room, ["cpu-3m"])
+    assert "preset cpu-3m (1 of 1), 0 s" in capsys.readouterr().err
+    monkeypatch.setenv("ENDS", "0")
+    opening.warm(room, ["a", "b"])
+    said = capsys.readouterr().err
+    assert said.count("preset a (1 of 2), 0 s") > 1 and "preset b (2 of 2), 1 s" in said
+    opening.warm(room, ["a", "b"])      # once per room
+    assert capsys.readouterr().err == ""
 
 
 # ---- reports

@@ -1,5 +1,6 @@
 """What a teacher reads holds what it says: routes add up, what a notebook needs comes before it, and each mistake is one of the judge's."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -61,6 +62,34 @@ def test_minutes_are_the_notebooks_own():
         assert Step(number).minutes == int(said[1]) - int(said[2] or 0) > 10
     short = Day(1, (Step("00"), Aside("a talk", 5), Step("01", "peak_bytes")))
     assert short.minutes == 15 + 5 + 19 + 6
+
+
+def test_minutes_of_sections_are_their_share_of_the_words():
+    book = replace(books()["00"], minutes=50, exercises={"clip": replace(books()["00"].exercises["clip"], minutes=6)}, words={"": 100, "Predict": 250, "Run": 90})
+    assert book.minutes_with("", ("Predict",)) == 25 and book.minutes_with("clip", ("Predict", "Run")) == 40 and book.minutes_with("clip") == 50
+    with pytest.raises(ConfigError, match="notebook 00 has no section 'Runs'; it has Predict, Run"):
+        book.minutes_with("", ("Runs",))
+    cells = [nbformat.v4.new_markdown_cell(text) for text in ("# 00 A title\n\n*About*", "## Predict\n\none two", "### Deeper\n\nthree")]
+    assert teach.words_of(nbformat.v4.new_notebook(cells=[*cells, nbformat.v4.new_code_cell("## Run\nx = 1")])) == {"": 5, "Predict": 9 - 2}
+    for name, _, day in DAYS:       # a route for little time says where to stop
+        assert any(step.sections for step in day.steps) == (name == "90 minutes")
+
+
+@pytest.mark.parametrize("name, number, day", DAYS, ids=[f"{name}-{number}" for name, number, _ in DAYS])
+def test_a_step_has_time_for_its_run_in_a_full_room(name, number, day):
+    for step in day.steps:
+        if times := teach.run_times(books()[step.number]):
+            assert times[1][0] / 60 <= step.minutes / 2, f"{name}: {step}"
+    if name == "90 minutes":
+        assert all(teach.run_times(books()[step.number]) for step in day.steps)     # its minutes are recorded
+        assert "Of these minutes, the computer needs" in teach.route(name)
+
+
+def test_seconds_are_those_of_the_newest_record_of_a_quiet_machine(tmp_path):
+    for name, date, seconds, load in (("course-old", "2026-01-01", 9.0, None), ("course-20", "2026-02-01", 7.0, 0.2), ("course-new", "2026-03-01", 99.0, 5.0)):
+        cases = [{"case": case, "ours_median": seconds} for case in ("20_optimizers", "21_search") if not (name == "course-20" and case == "21_search")]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"date": date, "cases": cases} | ({} if load is None else {"load": load})))
+    assert {case: seconds for case, (seconds, _) in teach.recorded(tmp_path).items()} == {"20_optimizers": 7.0, "21_search": 9.0}
 
 
 def test_a_page_shows_another_notebook_at_once():

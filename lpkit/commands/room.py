@@ -1,101 +1,16 @@
-"""Open a room: a JupyterHub on this machine for a workshop, a lab for each learner.
+"""Open a room: a JupyterHub on this machine for a workshop, with a lab for each learner.
 
   lpkit room --learners 30                       learner01 to learner30, and their codes
-  lpkit room anna ben --folder /srv/friday       these; the same folder opens the same room again
+  lpkit room anna ben --folder /srv/friday       these names; the same folder opens the same room again
   lpkit room --learners 30 --address 0.0.0.0 --tls cert.pem key.pem
 
-Each learner has an own Unix user, home, and share of memory and threads; names and codes are in
-codes.csv of the room's folder, to be printed. Ctrl-C ends all labs; homes stay.
-LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises show a solution.
+Each learner has a Unix user, a home, and a share of the memory and threads. Print codes.csv of the
+room's folder: it has the names and codes. This terminal prints how many labs are open, and names a lab
+that does not start. Ctrl-C ends all labs; homes stay.
+LPKIT_SOLUTIONS=always, attempted (the default) or solved sets when exercises show a solution.
 """
 
-import argparse
-import csv
-import json
-import sys
-from pathlib import Path
-from typing import Annotated, Any
+from lpkit.commands import lesson
 
-from lpkit.commands import a_folder, lesson, needs, serve_until_told
-from lpkit.errors import ConfigError, named
-from lpkit.values import between
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    from lpkit.course import room as rooms
-
-    parser.add_argument("names", nargs="*", metavar="NAME", help="learners")
-    parser.add_argument("--learners", type=Annotated[int, between(0, rooms.MOST)], default=0,
-                        metavar="N", help="this many, numbered")
-    parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
-                        help=f"where homes and the hub's files lie (default {rooms.FOLDER})")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000")
-    parser.add_argument("--address", default="127.0.0.1", help="default 127.0.0.1, which a tunnel "
-                        "reaches; 0.0.0.0: every network of this machine")
-    parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(), help="PEM files")
-    parser.add_argument("--no-tls", action="store_true", help="another address without encryption")
-    parser.add_argument("--authenticator", default="", metavar="NAME", help="of JupyterHub's, in "
-                        "place of codes, as github or a class; then --teacher is due")
-    parser.add_argument("--teacher", default="", metavar="NAME", help="sees the map and every lab "
-                        "(default teacher)")
-    parser.add_argument("--config", default="", metavar="FILE", help="a JupyterHub configuration, "
-                        "read after the room's; it is executed")
-    parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
-                        help="after which an idle lab ends (default 3600)")
-    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="runs that "
-                        "learners shall not wait for (default cpu-3m)")
-    parser.add_argument("--proxy", default="", metavar="PATH", help="configurable-http-proxy, where "
-                        "it is not on PATH")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    needs("lpkit room", "jupyterhub", "jupyterlab")
-    from lpkit import processes
-    from lpkit.course import room as rooms
-    from lpkit.files import whole_file
-
-    lesson("solutions").shown_when()        # labs inherit the word: refuse a wrong one here
-    if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
-        raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
-                          f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or say --no-tls")
-    if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
-        raise ConfigError(f"with --authenticator {args.authenticator}, whoever has the teacher's name "
-                          f"there rules the room; give your own name there as --teacher NAME")
-    for path in filter(None, (*args.tls, args.config)):
-        if not Path(path).is_file():
-            raise ConfigError(f"there is no file {named(path)}")
-    digits = len(str(args.learners))
-    names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
-    room = rooms.opened(args.folder, names, teacher=args.teacher or rooms.Room.teacher, port=args.port,
-                        address=args.address,
-                        tls=[str(Path(path).resolve()) for path in args.tls],
-                        proxy=args.proxy, authenticator=args.authenticator,
-                        config=args.config and str(Path(args.config).resolve()),
-                        idle_seconds=args.idle_seconds)
-    print("warming what all learners share", file=sys.stderr, flush=True)
-    rooms.warm(room, args.warm)
-    codes = Path(room.folder, "codes.csv")
-    with whole_file(codes, 0o600) as temporary, temporary.open("w", newline="") as file:
-        csv.writer(file).writerows([("name", "code"), *(
-            (name, one.code) for name, one in room.members.items() if one.code)])
-    children = processes.Children()
-
-    def serve() -> int:
-        with rooms.serve(room, children) as keeper:
-            found = {"url": rooms.url(room), "folder": room.folder, "codes": str(codes),
-                     "learners": len(room.members) - 1, "memory_bytes": room.memory_bytes,
-                     "threads": room.threads, "gpus": room.gpus}
-            print(json.dumps(found) if args.json else text(found), flush=True)
-            if (code := keeper.wait()) and not children.over:
-                print(f"the hub ended with {code}; `lpkit room --folder {room.folder}` opens the room "
-                      f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
-            return code
-
-    serve_until_told(serve, children.end, "the room is closed")
-
-
-def text(result: dict[str, Any]) -> str:
-    return (f"The room is open for {result['learners']} learners on\n    {result['url']}\n"
-            f"Names and codes, the teacher's among them: {named(result['codes'])}\n"
-            f"Each has {result['memory_bytes'] / 1e9:.1f} GB of memory and {result['threads']} "
-            f"thread(s); homes are in {named(result['folder'])}/learners. Ctrl-C closes the room.")
+opening = lesson("opening")
+arguments, run, text = opening.arguments, opening.run, opening.text

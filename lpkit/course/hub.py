@@ -1,9 +1,10 @@
-"""What JupyterHub reads as its configuration when `lpkit room` starts it; LPKIT_ROOM names the room.
+"""JupyterHub's configuration file for `lpkit room`; LPKIT_ROOM names the room.
 
-`Desk` starts a learner's server as a Unix user of its own, in a control group where this machine lets
-us make one (both versions), so that all its kernels together have the learner's share of memory and
-an equal weight of the processors. Elsewhere each process has the limit (RLIMIT_DATA, which counts
-what a process has allocated and not what CUDA reserves), and the log says so.
+`Desk` starts a learner's lab as a Unix user of its own. If this machine allows control groups (either
+version), all kernels of a lab together have the learner's share of memory and an equal weight of the
+processors. Else each process has the limit (RLIMIT_DATA, which counts what a process allocated and
+not what CUDA reserves), and the hub's log says so. Each lab writes into a log of its own, and its
+state into `labs.json`: the map, the teacher's terminal and the learner's page show failures from there.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import html
 import json
 import os
 import resource
@@ -19,7 +21,8 @@ import shutil
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cached_property, partial
 from hmac import compare_digest
 from pathlib import Path
@@ -35,23 +38,17 @@ from traitlets import Bool, Unicode
 from lpkit import files
 from lpkit.course import room as rooms
 from lpkit.course.lab import FIRST, LOCAL
+from lpkit.errors import in_one_line
 from lpkit.processes import prctl
 
 PR_SET_NO_NEW_PRIVS, CLONE_NEWNET, SIOCSIFFLAGS, IFF_UP = 38, 0x40000000, 0x8914, 1
-LOOK_SECONDS = 1.0      # until we look whether a server that starts has ended
+LOOK_SECONDS = 1.0      # between looks whether a server that starts has ended
+START_SECONDS = 300.0   # a lab that does not answer by then has failed
 PROCESSES = 400         # threads count
 FILE_BYTES = 8 << 30    # the largest file
 OPEN_FILES, HUB_FILES = 4096, 1 << 20   # of a learner's process; of the hub, for all connections
 CGROUPS = Path("/sys/fs/cgroup")
 GROUP = "lpkit-room"
-AGREE = """
-<p>May your teacher see how you get on? What you guess and measure, which exercises you solve in how
-many tries, and when, is then shown to the teacher of this room under a name that is drawn for you.
-Nothing that you write is sent, and the teacher can delete all of it. You can change this when you
-start your server again.</p>
-<p><label><input type="radio" name="share" value="yes" required> yes</label> &nbsp;
-<label><input type="radio" name="share" value="no"> no</label></p>
-"""
 
 
 class Codes(Authenticator):
@@ -72,6 +69,7 @@ class Desk(LocalProcessSpawner):
 
     folder = Unicode().tag(config=True)
     own_network = Bool(True, help="Give each lab a loopback and nothing else.").tag(config=True)
+    _began = 0.0        # time.monotonic() of the start
 
     @property
     def room(self) -> rooms.Room:
@@ -86,15 +84,59 @@ class Desk(LocalProcessSpawner):
         return rooms.joined(self.room, self.user.name)
 
     async def start(self) -> tuple[str, int]:
-        furnish(self.home, self.member.uid, Path(self.folder, "shared"))
-        address = await self._sit_down()
-        if self.proc.poll() is not None:
-            self.log.warning("%s's server ended while it started, and is started once more; what it "
-                             "said stands above", self.user.name)
-            address = await self._sit_down()
-        if self.proc.poll() is not None:        # else the hub would ask the held socket for minutes
-            raise SpawnException(f"{self.user.name}'s server ended twice while it started")
+        self._began = time.monotonic()
+        try:
+            uid = self.member.uid       # raises ConfigError for a name that no home may have
+            self._note("starting")
+            furnish(self.home, uid, Path(self.folder, "shared"))
+            (path := rooms.log_path(Path(self.folder), self.user.name)).unlink(missing_ok=True)
+            with path.open("ab") as log:
+                self.popen_kwargs = {"pass_fds": (self.listener.fileno(),), "stdout": log, "stderr": log}
+                address = await self._sit_down()
+                if self.proc.poll() is not None:
+                    self.log.warning("%s's lab ended while it started; starting it once more",
+                                     self.user.name)
+                    address = await self._sit_down()
+            if self.proc.poll() is not None:    # else the hub would ask the held socket for minutes
+                raise self._failure("The lab ended twice while it started")
+        except Exception as error:
+            self._note("failed", str(getattr(error, "jupyterhub_message", error)))
+            raise
+        self._note("open")
         return address
+
+    def _failure(self, what: str) -> SpawnException:
+        line = rooms.last_line(Path(self.folder), self.user.name) or "(none)"
+        error = SpawnException(what, reason="lab", status_code=500)
+        error.jupyterhub_message = f"{what}. The last line of its log: {line}"
+        return error
+
+    def _note(self, state: str, reason: str = "") -> None:
+        """Write the lab's state into the file that `rooms.labs` reads; "" removes the lab."""
+        labs = rooms.labs(Path(self.folder)) | {self.user.name: {
+            "state": state, "since": time.time(), "reason": in_one_line(reason)[:500]}}
+        try:
+            files.write_atomically(Path(self.folder, "hub", "labs.json"), json.dumps(
+                {name: lab for name, lab in labs.items() if lab["state"]}), 0o600)
+        except OSError as error:        # a full disk must not keep the hub from ending a lab
+            self.log.error("%s's lab is %r %r, which cannot be noted: %s", self.user.name, state,
+                           reason, error)
+
+    def clear_state(self) -> None:
+        """JupyterHub calls this before a start and after an end. A failure stays noted."""
+        super().clear_state()
+        lab = rooms.labs(Path(self.folder)).get(self.user.name)
+        if lab and lab["state"] != "failed":
+            self._note("")
+
+    async def progress(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield what the learner's page shows as text while the lab starts, until the hub closes this."""
+        while True:
+            seconds = time.monotonic() - (self._began or time.monotonic())
+            line = rooms.last_line(Path(self.folder), self.user.name)
+            yield {"progress": round(90 * seconds / (seconds + 20)), "message":
+                   f"Your lab has been starting for {seconds:.0f} s. {line}"}
+            await asyncio.sleep(2 * LOOK_SECONDS)
 
     @cached_property
     def listener(self) -> socket.socket:
@@ -103,15 +145,16 @@ class Desk(LocalProcessSpawner):
         return socket.create_server((LOCAL, 0), backlog=128)
 
     async def _sit_down(self) -> tuple[str, int]:
-        """Return when the server answers, or has ended."""
+        """Return when the server answers, or has ended. Raises SpawnException for a late one."""
         self.port = self.listener.getsockname()[1]
-        self.popen_kwargs = {"pass_fds": (self.listener.fileno(),)}
         ip, port = await super().start()
         url = f"http://{ip}:{port}{self.server.base_url}api"
         while self.proc.poll() is None:
             with contextlib.suppress(TimeoutError):     # the held socket always lets us connect
                 await asyncio.wait_for(wait_for_http_server(url), LOOK_SECONDS)
                 break
+            if time.monotonic() > self._began + START_SECONDS:
+                raise self._failure(f"The lab did not answer within {START_SECONDS:.0f} s")
         return ip, port
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
@@ -136,8 +179,6 @@ class Desk(LocalProcessSpawner):
         if self.user_options.get("share"):
             mine["LPKIT_PROGRESS"] = str(room.socket_path("reports"))
         return env | mine
-
-    options_form = AGREE
 
     def options_from_form(self, form: dict[str, list[str]]) -> dict[str, bool]:
         return {"share": form.get("share") == ["yes"]}
@@ -236,14 +277,16 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     c.JupyterHub.authenticator_class = room.authenticator or Codes
     c.JupyterHub.spawner_class = Desk
     c.Codes.folder = c.Desk.folder = room.folder
+    c.Desk.options_form = (files.resource("notebooks") / "lessons" / "agree.html").read_text()
     c.Codes.allowed_users = {*room.members}
+    c.JupyterHub.template_vars = {"announcement": html.escape(room.title)}  # put in as HTML
     c.Authenticator.admin_users = {room.teacher}
     c.ConfigurableHTTPProxy.command = [room.proxy]
     c.ConfigurableHTTPProxy.pid_file = str(hub / "proxy.pid")
     c.Spawner.cmd = [sys.executable, "-P", str(Path(__file__).with_name("desk.py"))]
     c.Spawner.env_keep = ["LANG", "LC_ALL", "PYTHONPATH", "LPKIT_SOLUTIONS"]
     c.Spawner.default_url = f"/lab/tree/{FIRST}"
-    c.Spawner.start_timeout = c.Spawner.http_timeout = 300
+    c.Spawner.start_timeout = c.Spawner.http_timeout = round(START_SECONDS) + 30
     c.JupyterHub.concurrent_spawn_limit = 0        # all come at once, and nobody is sent away
     c.JupyterHub.load_roles = [{
         "name": "user", "scopes": ["self", "access:services!service=progress"]}, {

@@ -5,7 +5,8 @@ share of memory and threads (`lpkit.course.hub`). So a room is opened by root. W
 one folder:
 
     room.json       names, numbers and codes: root's alone. The same folder opens the same room
-    hub/            the hub's database, secrets and log, with what servers said: root's alone
+    hub/            the hub's database, secrets and log: root's alone. labs/NAME.log: a lab's log;
+                    labs.json: the state of each lab
     shared/         what every new learner gets a copy of: tokens, verified and compiled kernels
     turns/          whose turn it is at each GPU (`lpkit.turns`)
     learners/NAME   a home; `course` in it is the learner's copies
@@ -24,19 +25,20 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import psutil
 
 from lpkit import files, machine_facts, processes
 from lpkit.course.lab import LOCAL, START_SECONDS
-from lpkit.errors import ConfigError, named, nearest, shown
+from lpkit.errors import ConfigError, in_one_line, named, nearest, shown
 
 FOLDER = Path("/srv/lpkit-room")
 NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
@@ -46,6 +48,7 @@ UIDS = range(52_000, 60_000)                    # Debian gives accounts 1,000 to
 MOST = 500
 HUB_BYTES = 1 << 30                             # of the hub, its proxy and the page cache
 LEAST_BYTES = 600 << 20                         # a server, and one kernel that imports torch
+MOST_TEXT = 200                                 # characters of a log's line, or of the room's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class Room:
     teacher: str = "teacher"
     config: str = ""            # a file of JupyterHub's, read after ours
     idle_seconds: int = 3600
+    title: str = ""             # the room's name, on the hub's pages
 
     def socket_path(self, name: str) -> Path:
         """Returns the path of a Unix socket of this room, in a folder that only root may change."""
@@ -78,7 +82,7 @@ class Room:
 
 
 def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
-           proxy: str = "", authenticator: str = "", **how: object) -> Room:
+           proxy: str = "", authenticator: str = "", title: str = "", **how: object) -> Room:
     """The room in `folder`, made if need be, with these learners beside those that it has.
 
     Raises ConfigError for what cannot be a room; OSError.
@@ -90,7 +94,8 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
             raise ConfigError(f"{shown(name)} cannot be a learner's name; use up to 32 small letters, "
                               f"digits, - and _, and begin with a letter")
     folder = files.own_folder(folder).resolve()
-    for place, mode in (("", 0o711), ("hub", 0o700), ("shared", 0o755), ("learners", 0o711)):
+    for place, mode in (("", 0o711), ("hub", 0o700), ("hub/labs", 0o700), ("shared", 0o755),
+                        ("learners", 0o711)):
         files.own_folder(folder / place).chmod(mode)        # whatever the umask is
     refuse_closed(folder, "the room")
     members = dict(read(folder).members) if (folder / "room.json").exists() else {}
@@ -108,7 +113,8 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
                           f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
-                proxy=_proxy(proxy), authenticator=authenticator, **how)
+                proxy=_proxy(proxy), authenticator=authenticator, title=cut(title or folder.name),
+                **how)
     for gpu in range(room.gpus):        # all may take a ticket, and remove only their own
         files.own_folder(folder / "turns").chmod(0o711)
         files.own_folder(folder / "turns" / str(gpu)).chmod(0o1777)
@@ -116,22 +122,32 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
     return room
 
 
-def warm(room: Room, presets: Sequence[str]) -> None:
-    """Runs a step of each here, once, so that no learner waits for tokens, verified kernels and
-    compilers. Raises ConfigError, with what the run said."""
-    shared = Path(room.folder, "shared")
-    for preset in presets:
-        done = shared / f".{preset}"
-        if done.exists():
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            run = subprocess.run(
-                [sys.executable, "-P", "-m", "lpkit", "train", preset, "steps=1", "--out",
-                 f"{folder}/run"], env=os.environ | {"XDG_CACHE_HOME": str(shared)},
-                stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-        if run.returncode:
-            raise ConfigError(f"{shown(preset)} could not be warmed: {run.stderr.strip()[-300:]}")
-        done.touch()
+def log_path(folder: Path, name: str) -> Path:
+    return folder / "hub" / "labs" / f"{quote(name, safe='')}.log"
+
+
+def last_line(folder: Path, name: str) -> str:
+    """Return the last line that a learner's lab printed, or "", as `cut` does."""
+    with contextlib.suppress(OSError), log_path(folder, name).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        lines = file.read().decode(errors="replace").splitlines()
+        return cut(next(filter(str.strip, reversed(lines)), ""))
+    return ""
+
+
+def cut(text: str) -> str:
+    """Return text that a learner may have written as one line of at most MOST_TEXT characters,
+    without what a terminal would obey."""
+    text = in_one_line(text.strip())
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}..."
+
+
+def labs(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the labs of an open room by the learner's name: `state` ("starting", "open", "failed"),
+    `since` (seconds since 1970), and the `reason` of a failure."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / "hub" / "labs.json").read_text())
+    return {}
 
 
 def write(room: Room) -> None:
@@ -214,6 +230,7 @@ def _proxy(asked: str) -> str:
 def serve(room: Room, children: processes.Children | None = None) -> Iterator[subprocess.Popen]:
     """Opens the room, yields the hub's keeper once it answers, and ends all labs at the end."""
     refuse_taken(room)
+    Path(room.folder, "hub", "labs.json").unlink(missing_ok=True)       # an earlier hub's
     folder = processes.new_folder()
     keeper = (children or processes.Children()).start(
         [sys.executable, "-P", "-m", "jupyterhub", "-f", Path(__file__).with_name("hub.py")],

@@ -20,13 +20,16 @@ import os
 import secrets
 import socket
 import struct
+import subprocess
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lpkit import records
 from lpkit.course import room as rooms
-from lpkit.course.room import FOLDER
+from lpkit.course.room import FOLDER, cut
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import locked, move_into, sync, whole_file
 from lpkit.processes import tell
@@ -43,6 +46,9 @@ EACH = 2_000                # reports of a learner; a course makes some 500
 MOST_TEXT = 300             # characters of a field
 LARGEST = 1e300
 CHAIN = "progress"          # names the chain of lines
+LOOK_SECONDS = 1.0          # between looks at the states of labs
+TELL_SECONDS = 5.0          # between lines of progress
+LATE_SECONDS = 60.0         # a lab that starts for longer is named
 FIRST = "amber azure bold brisk calm clear coral eager early fair fleet gold green jade keen kind".split()
 SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor heron iris larch lark "
           "lynx maple marsh meadow newt otter owl pine plover quartz reed robin sage stone swift "
@@ -192,6 +198,44 @@ def table(events: Iterable[Mapping[str, Any]]) -> str:
     return out.getvalue()
 
 
+# ---- Labs that do not start
+
+def troubles(folder: Path) -> dict[str, str]:
+    """Return a sentence for each lab that failed or has been starting for LATE_SECONDS, by the
+    learner's name. It ends with the last line of the lab's log, escaped and cut."""
+    late = {}
+    for name, lab in rooms.labs(folder).items():
+        seconds = time.time() - lab["since"]
+        if lab["state"] == "failed":
+            late[name] = lab["reason"]
+        elif lab["state"] == "starting" and seconds > LATE_SECONDS:
+            line = rooms.last_line(folder, name) or "(none)"
+            late[name] = f"The lab has been starting for {seconds:.0f} s. The last line of its log: {line}"
+    return late
+
+
+def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
+    """Print how many labs are open while labs start, and each lab that does not start, until the
+    hub ends. Return the hub's exit code."""
+    folder, last, told, named_labs = Path(room.folder), "", 0.0, set()
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return hub.wait(LOOK_SECONDS)
+        labs = rooms.labs(folder)
+        for name, sentence in troubles(folder).items():
+            if (known := (name, labs[name]["since"], labs[name]["state"])) not in named_labs:
+                named_labs.add(known)
+                tell(f"{cut(name)}: {sentence}")
+        count = Counter(lab["state"] for lab in labs.values())
+        line, seconds = f"{count['open']} of {len(room.members)} labs are open", 0.0
+        if starting := count["starting"]:
+            seconds = max(time.time() - lab["since"] for lab in labs.values() if lab["state"] == "starting")
+            line += f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up to {seconds:.0f} s"
+        if line != last and (not starting or time.monotonic() - told > max(TELL_SECONDS, seconds / 5)):
+            tell(line)
+            last, told = line, time.monotonic()
+
+
 # ---- lpkit progress
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +315,7 @@ def main() -> None:
     from tornado import httpserver, ioloop, web
 
     store, prefix = Store(Path(os.environ["LPKIT_ROOM"])), os.environ["JUPYTERHUB_SERVICE_PREFIX"]
-    teacher = os.environ["LPKIT_TEACHER"]
+    teacher, title = os.environ["LPKIT_TEACHER"], rooms.read(store.path.parent).title
     page = Path(__file__).with_name("map.html").read_bytes()
 
     class Handler(HubOAuthenticated, web.RequestHandler):
@@ -296,8 +340,10 @@ def main() -> None:
     class Now(Handler):
         @web.authenticated
         def get(self) -> None:
-            self.write({"events": list(self.visible()), "teacher": self.who == teacher,
-                        "you": store.pseudonyms().get(self.who)})
+            late = troubles(store.path.parent)
+            self.write({"events": list(self.visible()), "teacher": self.who == teacher, "title": title,
+                        "you": store.pseudonyms().get(self.who),
+                        "troubles": {name: why for name, why in late.items() if self.who in (teacher, name)}})
 
     class Table(Handler):
         @web.authenticated

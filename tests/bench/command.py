@@ -27,8 +27,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=int, metavar="N",
                         help="of evidence: end after these; the same command goes on")
     parser.add_argument("--pieces", metavar="NAME,NAME",
-                        help="of evidence, reliability or your-model: these alone, such as "
-                             "smoke,linear")
+                        help="of evidence, reliability, your-model or course: these alone, such as "
+                             "smoke,linear or 20,21")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="also keep each result there, as NAME-DEVICE.json")
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                           f"meaningful quartiles")
     for option, key, what in (("configs", "only", "ledger or fp8-step"), ("seconds", "seconds", "evidence"),
                               ("kernel", "kernel", "kernels"),
-                              ("pieces", "pieces", "evidence or reliability or your-model")):
+                              ("pieces", "pieces", "evidence or reliability or your-model or course")):
         if (given := getattr(args, option)) is not None:
             if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
                 raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "

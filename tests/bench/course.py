@@ -3,10 +3,13 @@
 Each notebook runs at tier cpu in a process of its own, as `lpkit notebook` runs it: alone, then
 with the others. A minute is the budget alone, and six times its own time beside them. All
 answers to the exercises go through the judge within two minutes. A row against a budget is the
-share of it that is used. A round takes twenty minutes, so there is one for every nine asked.
+share of it that is used. A round takes about 80 minutes on two cores, so there is one for every nine
+that are requested. The record has the load of the machine at the beginning: docs/teach shows only
+records of a quiet machine. `--pieces 20,21` times these notebooks alone, in a record of their own.
 """
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,8 @@ from pathlib import Path
 
 from lessons import puzzles
 from lpkit.course import notebooks
+from lpkit.errors import pick
+from lpkit.processes import tell
 from tests.bench.harness import ROUNDS, Result, paired
 from tests.course import EXERCISES, PUZZLES
 
@@ -25,24 +30,33 @@ PACKAGES = ("torch", "jupyterlab", "ipykernel", "nbclient")
 SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**6))"
 
 
-def run(rounds: int = ROUNDS) -> list[Result]:
-    """Errors: RuntimeError for a notebook that does not run to its end, or an exercise whose
-    answer is not right."""
+def run(rounds: int = ROUNDS, pieces: str = "") -> list[Result]:
+    """pieces: numbers of notebooks, as "20,21"; "": the whole course and its exercises.
+
+    Errors: ConfigError for an unknown number; RuntimeError for a notebook that does not run to its
+    end, or an exercise whose answer is not right."""
     rounds = max(1, rounds // ROUNDS)
-    common = {"better": "lower", "packages": PACKAGES}
-    judged, results = [_judged() for _ in range(rounds)], []
-    results.append(paired("course", case=f"all {len(EXERCISES)} exercises judged", ours=judged,
-                          peer=[JUDGED_SECONDS] * rounds, peer_name="a budget of 2 minutes",
-                          target=1.0, **common))
-    for path in notebooks.course():
+    by_number = {path.stem[:2]: path for path in notebooks.course()}
+    paths = [pick(by_number, number, "notebook") for number in pieces.split(",")] if pieces \
+        else list(by_number.values())
+    name = "-".join(["course", *(path.stem[:2] for path in paths if pieces)])
+    common = {"better": "lower", "packages": PACKAGES, "facts": {"load": os.getloadavg()[0]}}
+    results = []
+    if not pieces:
+        judged = [_judged() for _ in range(rounds)]
+        results.append(paired(name, case=f"all {len(EXERCISES)} exercises judged", ours=judged,
+                              peer=[JUDGED_SECONDS] * rounds, peer_name="a budget of 2 minutes",
+                              target=1.0, **common))
+    for path in paths:
         idle, beside = [], []
         for _ in range(rounds):
             idle.append(_seconds(path))
             with busy():
                 beside.append(_seconds(path))
-        results.append(paired("course", case=path.stem, ours=idle, peer=[BUDGET_SECONDS] * rounds,
+        tell(f"{path.stem}: {idle[-1]:.0f} s alone, {beside[-1]:.0f} s beside {BUSY} busy processes")
+        results.append(paired(name, case=path.stem, ours=idle, peer=[BUDGET_SECONDS] * rounds,
                               peer_name="a budget of a minute", target=1.0, **common))
-        results.append(paired("course", case=f"{path.stem} beside {BUSY} busy processes",
+        results.append(paired(name, case=f"{path.stem} beside {BUSY} busy processes",
                               ours=beside, peer=idle, peer_name="alone", target=TIMES, **common))
     return results
 

@@ -1,12 +1,13 @@
-"""What a teacher reads: docs/teach/, the syllabus and a page for each notebook.
+"""The pages for teachers: docs/teach/, the syllabus and one page for each notebook.
 
-    python -m tests.pages teach     # makes anew what stands between the marks
+    python -m tests.pages teach     # writes the parts between the marks again
 
-Prose is by hand. What can change with a notebook stands between `<!-- made: NAME -->` and
-`<!-- /made -->`: minutes, exercises, parameters, and the tables of routes. Minutes are no guess of
-this module. A notebook says below its title how long it takes, and tests/test_notebooks.py holds
-that to its words and exercises; an exercise says its own. So a notebook without its exercises takes
-the difference, and a step of a route takes that and the exercises that it names.
+The prose is written by hand. Everything that can change with a notebook is between
+`<!-- made: NAME -->` and `<!-- /made -->`: minutes, exercises, parameters, and the tables of routes.
+Each notebook states its minutes below its title, and tests/test_notebooks.py compares them with its
+words and exercises. Each exercise states its own minutes. A notebook without its exercises takes the
+difference, and each of its sections takes the section's share of the words of it. A step of a route
+adds the minutes of its sections and of its exercises.
 """
 
 import functools
@@ -41,6 +42,7 @@ class Book:
     later: Mapping[str, Exercise]
     guesses: tuple[str, ...]
     parameters: Mapping[str, notebooks.Parameter]
+    words: Mapping[str, int]    # of text, by the heading of the section; "": above the first
 
     @property
     def number(self) -> str:
@@ -50,14 +52,16 @@ class Book:
     def of_exercises(self) -> int:
         return sum(one.minutes for one in self.exercises.values())
 
-    def minutes_with(self, names: str) -> int:
-        """Its words, its guesses, its run, and of its exercises these. Raises ConfigError for one
-        that it has not."""
-        missing = set(names.split()) - self.exercises.keys()
-        if missing:
-            raise ConfigError(f"notebook {self.number} has no exercise {min(missing)!r}; it has "
-                              f"{', '.join(self.exercises) or 'none'}")
-        rest = self.minutes - self.of_exercises
+    def minutes_with(self, names: str, sections: tuple[str, ...] = ()) -> int:
+        """Returns the minutes of these exercises and of these sections; (): of all sections. Raises
+        ConfigError for an exercise or a section that the notebook does not have."""
+        for kind, asked, known in (("exercise", names.split(), self.exercises),
+                                   ("section", sections, self.words)):
+            if missing := set(asked) - known.keys():
+                raise ConfigError(f"notebook {self.number} has no {kind} {min(missing)!r}; it has "
+                                  f"{', '.join(filter(None, known)) or 'none'}")
+        share = sum(self.words[one] for one in sections or self.words) / sum(self.words.values())
+        rest = round((self.minutes - self.of_exercises) * share)
         return rest + sum(self.exercises[name].minutes for name in names.split())
 
 
@@ -73,8 +77,20 @@ def read(path: Path) -> Book:
         minutes=int(re.search(r"About (\d+) minutes", first)[1]),
         exercises={name: one for name, one in own.items() if name not in later},
         later={name: one for name, one in own.items() if name in later},
+        words=words_of(book),
         guesses=tuple(re.findall(r'= keep\("\d\d\.(\w+)"', source)),
         parameters=notebooks.parameters(book))
+
+
+def words_of(book: nbformat.NotebookNode) -> dict[str, int]:
+    """Returns the number of words of text by section, in order."""
+    words, section = {"": 0}, ""
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            if heading := re.match(r"## (.+)", cell.source):
+                section = heading[1].strip()
+            words[section] = words.get(section, 0) + len(cell.source.split())
+    return words
 
 
 @functools.cache
@@ -120,14 +136,15 @@ NEEDS = {
 
 @dataclass(frozen=True)
 class Step:
-    """A notebook, and those of its exercises that the room does."""
+    """A notebook, and the exercises and sections of it that the room does; (): all sections."""
 
     number: str
     exercises: str = ""
+    sections: tuple[str, ...] = ()
 
     @property
     def minutes(self) -> int:
-        return books()[self.number].minutes_with(self.exercises)
+        return books()[self.number].minutes_with(self.exercises, self.sections)
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,7 @@ class Aside:
 
 @dataclass(frozen=True)
 class Day:
-    hours: int
+    hours: float
     parts: tuple[Step | Aside, ...]
 
     @property
@@ -153,7 +170,15 @@ class Day:
 WELCOME = Aside("Welcome; everybody's lab is open", 10)
 BREAK = Aside("Break", 15)
 LUNCH = Aside("Lunch, which is not counted", 0)
+MAIN = ("Predict", "Run", "Reconcile")
 ROUTES = {
+    "90 minutes": (Day(1.5, (
+        WELCOME,
+        Step("00", "uniform_loss", ("How a notebook works", *MAIN)),
+        Step("03", "value_of stochastic", MAIN),
+        Step("04", "shared_by", MAIN),
+        Step("07", "saturated bisect", MAIN),
+        Aside("Whose intervals held; what to read next", 10))),),
     "3 hours": (Day(3, (
         WELCOME,
         Step("00", "uniform_loss step_seconds clip"),
@@ -216,20 +241,30 @@ def exercise(name: str, one: Exercise) -> str:
     return f"`{name}` {'★' * one.stars} {one.minutes}"
 
 
-def recorded() -> tuple[str, Mapping[str, float]]:
-    """When the course was timed at tier cpu, and the seconds of its runs by case."""
-    [path] = (ROOT / "data/measured").glob("course-*.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found["date"][:10], {case["case"]: case["ours_median"] for case in found["cases"]}
+MOST_LOAD = 1.0     # at the beginning: with more, the machine was not quiet
+
+
+def recorded(folder: Path = ROOT / "data/measured") -> dict[str, tuple[float, dict]]:
+    """Returns the seconds of each case of `lpkit bench course`, and the record that has it: the
+    newest one of a machine that was quiet."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("course*.json")]
+    return {case["case"]: (case["ours_median"], one)
+            for one in sorted(found, key=lambda one: one["date"]) if one.get("load", 0) <= MOST_LOAD
+            for case in one["cases"]}
+
+
+def run_times(book: Book) -> list[tuple[float, dict]] | None:
+    """Returns the seconds of a run alone and beside busy processes, each with its record."""
+    both = [recorded().get(f"{book.path.stem}{how}") for how in ("", " beside 4 busy processes")]
+    return None if None in both else both
 
 
 def runs_in(book: Book) -> str:
-    _, seconds = recorded()
-    alone, beside = (seconds.get(f"{book.path.stem}{how}")
-                     for how in ("", " beside 4 busy processes"))
-    if alone is None or beside is None:
+    if not (both := run_times(book)):
         return "not recorded"
-    return f"{alone:.0f} s on two quiet cores, {beside:.0f} s beside four busy processes"
+    (alone, record), (beside, _) = both
+    return (f"{alone:.0f} s on {record['cores']} quiet cores, {beside:.0f} s while four busy processes "
+            f"run ({record['date'][:10]})")
 
 
 def link(number: str) -> str:
@@ -268,13 +303,19 @@ def route(name: str) -> str:
         rows, begun = [], 0
         for part in day.parts:
             what, more = (part.what, "") if isinstance(part, Aside) else (
-                link(part.number), ", ".join(f"`{one}`" for one in part.exercises.split()))
+                link(part.number), ", ".join([*part.sections, *map("`{}`".format, part.exercises.split())]))
             rows.append((clock(begun), what, part.minutes, more))
             begun += part.minutes
-        rows.append((clock(begun), "End", "", f"{day.minutes} of {60 * day.hours} minutes"))
+        rows.append((clock(begun), "End", "", f"{day.minutes} of {60 * day.hours:g} minutes"))
         heads = ("begins", f"day {number}" if len(ROUTES[name]) > 1 else "", "minutes",
-                 "exercises in the room")
+                 "sections and exercises in the room" if any(step.sections for step in day.steps)
+                 else "exercises in the room")
         tables.append(markdown_table(heads, rows))
+        times = [run_times(books()[step.number]) for step in day.steps]
+        if all(times):
+            alone, beside = (sum(one[how][0] for one in times) / 60 for how in (0, 1))
+            tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a quiet machine, "
+                          f"and {beside:.0f} while four busy processes run.")
     return "\n\n".join(tables)
 
 
@@ -283,8 +324,11 @@ def minutes() -> str:
              ", ".join(NEEDS.get(number, {}))) for number, book in books().items()]
     rows.append(("together", sum(book.minutes for book in books().values()),
                  sum(book.of_exercises for book in books().values()), "", ""))
-    heads = ("notebook", "minutes", "of exercises", f"runs in ({recorded()[0]}, tier cpu)", "needs")
-    return markdown_table(heads, rows)
+    heads = ("notebook", "minutes", "of exercises", "run time at tier cpu", "needs")
+    used = [one for book in books().values() for _, one in run_times(book) or ()]
+    sources = sorted({f"Measured {one['date'][:10]} at commit {one['commit']} on {one['cpu']}, "
+                      f"{one['cores']} cores: `{one['command']}`." for one in used})
+    return "\n\n".join([markdown_table(heads, rows), *sources])
 
 
 def made(name: str) -> str:

@@ -1,0 +1,129 @@
+"""The command `lpkit room`: open a room, and print the state of its labs until it is closed."""
+
+import argparse
+import contextlib
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from lessons import progress, solutions
+from lpkit import processes
+from lpkit.commands import a_folder, needs, serve_until_told
+from lpkit.course import room as rooms
+from lpkit.errors import ConfigError, named, shown
+from lpkit.files import whole_file
+from lpkit.values import between
+
+TELL_SECONDS = 5.0      # between lines of progress
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of learners")
+    parser.add_argument("--learners", type=Annotated[int, between(0, rooms.MOST)], default=0,
+                        metavar="N", help="add N numbered learners")
+    parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
+                        help=f"folder of the homes and of the hub's files (default {rooms.FOLDER})")
+    parser.add_argument("--title", default="", metavar="TEXT", help="name of the room, which the "
+                        "sign-in page shows (default: the name of the folder)")
+    parser.add_argument("--port", type=int, default=8000, help="port of the room (default 8000)")
+    parser.add_argument("--address", default="127.0.0.1", help="address to listen on (default "
+                        "127.0.0.1, which a tunnel reaches; 0.0.0.0: all networks of this machine)")
+    parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(),
+                        help="PEM files of the certificate and its key")
+    parser.add_argument("--no-tls", action="store_true",
+                        help="allow another address without encryption")
+    parser.add_argument("--authenticator", default="", metavar="NAME", help="JupyterHub "
+                        "authenticator instead of codes: github, or a class; needs --teacher")
+    parser.add_argument("--teacher", default="", metavar="NAME", help="user who sees the map and "
+                        "every lab (default teacher)")
+    parser.add_argument("--config", default="", metavar="FILE", help="JupyterHub configuration, "
+                        "which is executed after the room's own")
+    parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
+                        help="end a lab that is idle for S seconds (default 3600)")
+    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="presets to "
+                        "prepare before learners come (default cpu-3m)")
+    parser.add_argument("--proxy", default="", metavar="PATH", help="path of "
+                        "configurable-http-proxy, if it is not on PATH")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    needs("lpkit room", "jupyterhub", "jupyterlab")
+    solutions.shown_when()      # labs inherit the word: refuse a wrong one here
+    if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
+        raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
+                          f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or say --no-tls")
+    if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
+        raise ConfigError(f"with --authenticator {args.authenticator}, whoever has the teacher's name "
+                          f"there rules the room; give your own name there as --teacher NAME")
+    if len(args.title) > rooms.MOST_TEXT or not args.title.isprintable():
+        raise ConfigError(f"--title must have at most {rooms.MOST_TEXT} printable characters, got "
+                          f"{shown(args.title)}")
+    for path in filter(None, (*args.tls, args.config)):
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {named(path)}")
+    digits = len(str(args.learners))
+    names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
+    room = rooms.opened(args.folder, names, teacher=args.teacher or rooms.Room.teacher, port=args.port,
+                        address=args.address,
+                        tls=[str(Path(path).resolve()) for path in args.tls],
+                        proxy=args.proxy, authenticator=args.authenticator,
+                        config=args.config and str(Path(args.config).resolve()),
+                        idle_seconds=args.idle_seconds, title=args.title)
+    warm(room, args.warm)
+    codes = Path(room.folder, "codes.csv")
+    with whole_file(codes, 0o600) as temporary, temporary.open("w", newline="") as file:
+        csv.writer(file).writerows([("name", "code"), *(
+            (name, one.code) for name, one in room.members.items() if one.code)])
+    children = processes.Children()
+
+    def serve() -> int:
+        with rooms.serve(room, children) as keeper:
+            found = {"title": room.title, "url": rooms.url(room), "folder": room.folder, "codes": str(codes),
+                     "learners": len(room.members) - 1, "memory_bytes": room.memory_bytes,
+                     "threads": room.threads, "gpus": room.gpus}
+            print(json.dumps(found) if args.json else text(found), flush=True)
+            if (code := progress.watch(room, keeper)) and not children.over:
+                print(f"the hub ended with {code}; `lpkit room --folder {room.folder}` opens the room "
+                      f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
+            return code
+
+    serve_until_told(serve, children.end, "the room is closed")
+
+
+def warm(room: rooms.Room, presets: Sequence[str]) -> None:
+    """Run one step of each preset, once per room, so that no learner waits for tokens, verified
+    kernels and compilers. Print the seconds while it runs. Raises ConfigError with the run's error."""
+    shared, begun = Path(room.folder, "shared"), time.monotonic()
+    for number, preset in enumerate(presets, 1):
+        done = shared / f".{preset}"
+        if done.exists():
+            continue
+        with tempfile.TemporaryDirectory() as folder, subprocess.Popen(
+                [sys.executable, "-P", "-m", "lpkit", "train", preset, "steps=1", "--out",
+                 f"{folder}/run"], env=os.environ | {"XDG_CACHE_HOME": str(shared)},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                text=True) as run:
+            error = None
+            while error is None:
+                processes.tell(f"preparing what all learners share: preset {preset} ({number} of "
+                               f"{len(presets)}), {time.monotonic() - begun:.0f} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    error = run.communicate(timeout=TELL_SECONDS)[1]
+        if run.returncode:
+            raise ConfigError(f"{shown(preset)} could not be warmed: {error.strip()[-300:]}")
+        done.touch()
+
+
+def text(result: dict[str, Any]) -> str:
+    return (f"The room {result['title']} is open for {result['learners']} learners at\n"
+            f"    {result['url']}\n"
+            f"The names and codes of the learners and of the teacher are in {named(result['codes'])}.\n"
+            f"Each learner has {result['memory_bytes'] / 1e9:.1f} GB of memory and {result['threads']} "
+            f"thread(s). Homes are in {named(result['folder'])}/learners. Ctrl-C closes the room.")
