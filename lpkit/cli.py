@@ -15,6 +15,7 @@ import signal
 import sys
 
 from lpkit import __version__, errors
+from lpkit.commands import say
 from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
@@ -72,18 +73,6 @@ def complain(sentence: object, code: int = 2) -> int:
     with contextlib.suppress(OSError):      # nobody reads it
         print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
     return code
-
-
-def say(text: str) -> None:
-    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        # Python would try the rest of its buffer again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head`: it has seen enough
-            raise
 
 
 class _Parser(argparse.ArgumentParser):

@@ -40,7 +40,7 @@ MAY_IMPORT = {
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
 WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "course.copies", "cli",
-                 "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
+                 "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs", "measure.probes", "commands.doctor"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "modules", "claims",
