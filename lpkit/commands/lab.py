@@ -86,12 +86,16 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """A line for all that came as they are, one for each of the others, and one for each note."""
-    copied = [change["notebook"] for change in changes if change["done"] == "copied"]
-    lines = [f"    copied: {', '.join(copied)}"] if copied else []
+    """One line for the changes that ask for nothing, then each of the others with its notes."""
+    plain: dict[str, list[str]] = {}
+    lines = []
     for change in changes:
-        if change["done"] != "copied":
-            lines.append(f"    {change['done']}: {change['notebook']}"
-                         + (f", and yours is {change['backup']} now" if "backup" in change else ""))
-        lines += [f"        {note}" for note in change["notes"]]
-    return lines
+        if not change["notes"] and "backup" not in change:
+            plain.setdefault(change["done"], []).append(change["notebook"])
+            continue
+        now = f", and yours is {change['backup']} now" if "backup" in change else ""
+        lines += [f"    {change['done']}: {change['notebook']}{now}",
+                  *(f"        {note}" for note in change["notes"])]
+    words = [f"{done}: {', '.join(names) if len(names) <= 3 else f'{len(names)} notebooks'}"
+             for done, names in plain.items()]
+    return [f"    {'; '.join(words)}"] * bool(words) + lines
