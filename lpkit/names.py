@@ -40,12 +40,16 @@ def _rules(name: str, known: list[str]) -> Iterator[list[str]]:
 
 
 def _close(name: str, known: list[str], cutoff: float) -> list[str]:
-    """The name that is spelled most alike; one with the same first letter comes first."""
+    """The name that is spelled most alike: with the same first letter and the nearest number."""
     lower, name = {one.lower(): one for one in known}, name.lower()
     found = difflib.get_close_matches(name, lower, 10, cutoff)
-    order = {one: (one[0] != name[0], -difflib.SequenceMatcher(None, one, name).ratio(), one)
-             for one in found}
+    order = {one: (one[0] != name[0], -difflib.SequenceMatcher(None, one, name).ratio(),
+                   abs(_number(one) - _number(name))) for one in found}
     return [lower[one] for one in sorted(found, key=order.get)[:1]]
+
+
+def _number(name: str) -> int:
+    return int(re.sub(r"[^0-9]", "", name) or 0)
 
 
 def _plain(name: str) -> str:

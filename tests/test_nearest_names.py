@@ -24,7 +24,7 @@ MEANT = {
     "model": {"llama-7b": "llama-8b", "meta-llama/Llama-3.1-8B": "llama-8b", "meta-llama/Llama-3.3-70B-Instruct": "llama-70b", "lama-7b": "llama-8b",
               "llama_65b": "llama-70b", "Llama-2-13b": "llama-8b", "llama-3.2-1.2b": "llama-1b", "GPT2-124M": "gpt2-124m", "gpt2-774m": "gpt2-1.5b",
               "gpt-2": "gpt2-1.5b gpt2-124m gpt2-350m", "gpt2_350": "gpt2-350m", "cpu-3n": "cpu-3m", "cpu": "cpu-3m"},
-    "recipe": {"MXFP8": "mxfp8", "mxpf8": "mxfp8", "bf17": "bf16", "fp8_rowwise": "fp8-rowwise", "fp8-tensor": "fp8-tensorwise", "nvfp5": "nvfp4", "int-8": "int8"},
+    "recipe": {"MXFP8": "mxfp8", "mxpf8": "mxfp8", "bf17": "bf16", "fp8_rowwise": "fp8-rowwise", "fp8-tensor": "fp8-tensorwise", "nvfp5": "nvfp4", "int-8": "int8", "int9": "int8"},
     "optimizer": {"AdamW": "adamw", "adam_w": "adamw", "adamv": "adam", "mun": "muon", "shampo": "shampoo", "ScheduleFree": "schedule-free"},
     "attention": {"flash_attn": "flash-attn", "SDPA": "sdpa", "sdqa": "sdpa"}, "command": {"Doctor": "doctor", "pln": "plan", "notebooks": "notebook"}}
 
