@@ -26,23 +26,23 @@ COMMANDS = {
     "lab": "open JupyterLab on your copies of the course, on this machine only",
     "room": "open JupyterLab for many learners on this machine, isolated from each other",
     "progress": "show how far a room's learners are, if they agreed to report it",
-    "doctor": "try what this machine can do; where something does not work, say why and what to use",
+    "doctor": "try what this machine can do; if something does not work, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
     "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",
-    "plan": "find the layouts that train a model in time and within a budget, and say why others do not",
-    "claim": "test whether X beats Y on this machine: both are tuned alike and run, with statistics",
+    "plan": "find layouts that train a model in time and within a budget, and say why others do not",
+    "claim": "test whether X beats Y on this machine: tune and run both, and judge by statistics",
     "sweep": "search settings with Optuna; each trial is one training run",
-    "claims": "list published claims about cheaper training, and what the kit finds, with a verdict",
+    "claims": "list published claims about cheaper training, what the kit finds, and a verdict",
     "cards": "tabulate cards: predictions compared with measurements",
     "advise": "say whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",
-    "launch": "write the job that trains on several machines: torchrun, Slurm, Kubernetes or SkyPilot",
+    "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",
     "warm": "compile and race now what the first run of a config would wait for",
     "sample": "generate text from a run",
     "import": "turn a transformers folder into a run that other runs can start from",
     "export": "write the weights of a run for transformers",
-    "new": "write the files of your own experiment: a notebook, a technique, a test and a claim",
+    "new": "write the files of your experiment: a notebook, a technique, a test and a claim",
     "notebook": "run notebooks with parameters, without a browser",
     "slides": "turn a notebook that has run into slides: one file, which needs no network",
     "pack": "write one file with wheels and the course, for a room without a network",
@@ -65,7 +65,7 @@ class _SignalError(KeyboardInterrupt):
 def usage() -> str:
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
-            f"`lpkit COMMAND --help` explains a command; --json prints one object on standard output.")
+            f"`lpkit COMMAND --help` explains it; --json prints one object on standard output.")
 
 
 def complain(sentence: object, code: int = 2) -> int:

@@ -10,11 +10,7 @@ SLIP, ROUGHLY = 0.8, 0.6        # of difflib's ratio
 
 
 def alike(name: str, known: list[str]) -> list[str]:
-    """Return the known names of the first rule below that finds any.
-
-    >>> alike("meta-llama/Llama-3.1-8B", ["gpt2-1.5b", "llama-70b", "llama-8b"])
-    ['llama-8b']
-    """
+    """Return the known names of the first rule below that finds any."""
     return next(filter(None, _rules(name, known)), [])
 
 
@@ -43,13 +39,10 @@ def _close(name: str, known: list[str], cutoff: float) -> list[str]:
     """The name that is spelled most alike: with the same first letter and the nearest number."""
     lower, name = {one.lower(): one for one in known}, name.lower()
     found = difflib.get_close_matches(name, lower, 10, cutoff)
+    number = {one: int(re.sub(r"\D", "", f"0{one}")) for one in (*found, name)}
     order = {one: (one[0] != name[0], -difflib.SequenceMatcher(None, one, name).ratio(),
-                   abs(_number(one) - _number(name))) for one in found}
+                   abs(number[one] - number[name])) for one in found}
     return [lower[one] for one in sorted(found, key=order.get)[:1]]
-
-
-def _number(name: str) -> int:
-    return int(re.sub(r"[^0-9]", "", name) or 0)
 
 
 def _plain(name: str) -> str:

@@ -21,21 +21,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     page = Page()
-
-    def show(part: dict[str, Any]) -> None:
-        for line in page.lines(part):
-            say(printable(line))
-
-    return probes.examine((lambda part: None) if args.json else show, imports=args.imports)
+    return probes.examine(lambda part: args.json or [
+        say(printable(line)) for line in page.lines(part)], imports=args.imports)
 
 
 def text(result: dict[str, Any]) -> str:
     """The last line: `run` has printed the others."""
     if not result["chosen"]:
         return "\nWhich precision a run takes here is not known, because no race was measured."
-    choice = result["chosen"]["precision"]
-    return (f"\nA run here computes in {choice['used']}: {choice['why']}"
-            f"{_busy(result['ceilings'])}.")
+    return ("\nA run here computes in {used}: {why}".format(**result["chosen"]["precision"])
+            + f"{_busy(result['ceilings'])}.")
 
 
 class Page:
@@ -91,16 +86,14 @@ def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
                   f"{machine['memory_available_bytes'] / GIB:.1f} GiB free")
         if machine["memory_limit_bytes"]:
             memory += f", {machine['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
-        libraries = machine["libraries"]
-        installed = [f"{name} {version}" for name, version in libraries.items() if version]
-        absent = [name for name, version in libraries.items() if not version]
+        libraries = machine["libraries"].items()
         yield "System", f"{machine['os']}, Python {machine['python']}"
         yield "CPU", (f"{machine['cpu']}, {machine['cores']} cores, "
                       f"{' '.join(machine['cpu_features']) or 'no known extensions'}")
         yield "Memory", memory
         yield "Driver", machine["driver"] or "none"
-        yield "Installed", ", ".join(installed)
-        yield "Absent", ", ".join(absent) or "nothing"
+        yield "Installed", ", ".join(f"{name} {version}" for name, version in libraries if version)
+        yield "Absent", ", ".join(name for name, version in libraries if not version) or "nothing"
     if ceilings:
         speeds = {**ceilings["flops"], "fp8 without fast accumulation":
                   ceilings["fp8_without_fast_accumulation"]}

@@ -4,7 +4,7 @@ Your copies and your results are in your work folder. When the lab opens (or wit
 of the course are copied into your notebooks; a cell that you changed keeps your text.
 
   lpkit lab                    the lab, on the copies in your data directory
-  lpkit lab --course DIR       the lab, on copies in another folder: a new, an empty or a work folder
+  lpkit lab --course DIR       the lab, on copies in DIR: a new, an empty or a work folder
   lpkit lab --reset 03         replace your 03 by the course's; your answers to exercises stay, and
                                your file is kept under today's date
 

@@ -113,7 +113,8 @@ def fp8_stores(device: torch.device,
     that was tuned, so several shapes are tried.
     Source: https://github.com/triton-lang/triton/issues/11111, pytorch/ao#4652 and #4657.
     """
-    draw, tried, until = torch.Generator().manual_seed(0), 0, time.perf_counter() + PROCESS_SECONDS
+    draw, tried = torch.Generator().manual_seed(0), 0
+    until = time.perf_counter() + PROCESS_SECONDS
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         def cast(x: Tensor, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
             top = torch.finfo(dtype).max

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -101,8 +102,7 @@ def compare(what: str, got: Iterable[Tensor], want: Iterable[Tensor], limit: flo
 
 def facts() -> dict[str, Any]:
     """Return what the system says of this machine. Sizes are bytes."""
-    flags, memory = cpu_flags(), psutil.virtual_memory()
-    driver = Path("/sys/module/nvidia/version")
+    flags, memory, driver = cpu_flags(), psutil.virtual_memory(), Path("/sys/module/nvidia/version")
     return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
             "cpu_features": [name for name in CPU_FEATURES if name in flags], "cores": cores(),
             "memory_bytes": memory.total, "memory_available_bytes": memory.available,
@@ -113,21 +113,14 @@ def facts() -> dict[str, Any]:
 
 def examine(show: Callable[[dict[str, Any]], object] = lambda part: None,
             **how: Any) -> dict[str, Any]:
-    """Return the doctor's report, JSON-ready. `show` gets each part of it as soon as it is known:
-    first what needs no torch, then what `answers` yields. Without an answer about speed,
-    `ceilings` and `chosen` are None."""
-    report: dict[str, Any] = {"machine": {}, "device": None, "probes": [], "ceilings": None,
-                              "chosen": None}
-
-    def known(part: dict[str, Any]) -> None:
+    """Return the doctor's report, JSON-ready. `show` gets each part of it as soon as it is known.
+    `ceilings` and `chosen` are None if no speed was measured in time."""
+    report = {"machine": {}, "device": None, "probes": [], "ceilings": None, "chosen": None}
+    for part in chain([{"machine": facts()}], answers(**how)):
         show(part)
         report["machine"].update(part.get("machine", {}))
         report["probes"] += part.get("probes", ())
-        report.update({key: part[key] for key in ("device", "ceilings", "chosen") if key in part})
-
-    known({"machine": facts()})
-    for part in answers(**how):
-        known(part)
+        report |= {key: part[key] for key in ("device", "ceilings", "chosen") if key in part}
     return report
 
 
@@ -153,8 +146,7 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
             Thread(target=_read, args=(reader, lines), daemon=True).start()
             begun, works, why = False, False, ""
             try:
-                part = json.loads(lines.get(timeout=START_SECONDS))
-                begun = True
+                part, begun = json.loads(lines.get(timeout=START_SECONDS)), True
                 if waiting is None:
                     waiting = list(part["checks"])
                     yield part
@@ -171,13 +163,11 @@ def answers(*, device: str = "", only: Iterable[str] | None = None, imports: Ite
             raise ConfigError(f"the process that tries this machine did not begin: {why}; try "
                               f"`{sys.executable} -c 'import torch'`")
         if waiting:
-            name, kind, nearest = waiting.pop(0)
-            yield {"probes": [asdict(Probe(name=name, kind=kind, works=works, why=why,
-                                           nearest=nearest))]}
+            lost = dict(zip(("name", "kind", "nearest"), waiting.pop(0)))
+            yield {"probes": [asdict(Probe(**lost, works=works, why=why))]}
 
 
 def _read(reader: int, lines: SimpleQueue[str]) -> None:
     with open(reader, encoding="utf-8") as file:
-        for line in file:
+        for line in chain(file, [""]):
             lines.put(line)
-    lines.put("")
