@@ -29,7 +29,7 @@ COMMANDS = {
     "doctor": "try what this machine can do; if something does not work, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
     "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",
-    "plan": "find layouts that train a model in time and within a budget, and say why others do not",
+    "plan": "find layouts that train a model in time and within a budget, or say why they do not",
     "claim": "test whether X beats Y on this machine: tune and run both, and judge by statistics",
     "sweep": "search settings with Optuna; each trial is one training run",
     "claims": "list published claims about cheaper training, what the kit finds, and a verdict",

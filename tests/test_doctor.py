@@ -76,7 +76,7 @@ def test_a_wrong_product_does_not_count_as_working(monkeypatch):
 
 def test_compiled_fp8_stores_are_compared_bit_by_bit():
     """A store that went wrong is a sentence: NaN bytes in the transposed one, as Triton leaves them, or one bit of the other."""
-    assert doctor.fp8_stores(CPU, lambda function: function).startswith("6 of 6 compiled casts to E4M3 and E5M2 were tried, and have the bits")
+    assert doctor.fp8_stores(CPU, lambda function: function).startswith("6 of 6 compiled casts to E4M3 and E5M2 were tried and have the bits")
 
     def spoiled(which: int, byte: int):
         def compiled(function):

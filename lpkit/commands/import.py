@@ -18,13 +18,13 @@ from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="a folder that save_pretrained wrote")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="written by save_pretrained")
     parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
                         help="for a folder without a tokenizer.json: bytes or gpt2")
     parser.add_argument("--base", type=a_folder, metavar="RUN",
                         help="if FOLDER is an adapter of peft: the run that it adapts")
-    parser.add_argument("--check", action="store_true", help="print what FOLDER holds, and write nothing")
+    parser.add_argument("--check", action="store_true", help="print what it holds, and write nothing")
 
 
 def run(args: Namespace) -> dict:

@@ -27,7 +27,7 @@ def arguments(parser: ArgumentParser) -> None:
                         "without it none is asked for")
     parser.add_argument("--name", help="name of the job (default: the target's)")
     parser.add_argument("--out", metavar="DIR", help="the run folder, which all nodes see")
-    parser.add_argument("--submit", action="store_true", help="start the job with bash, sbatch, kubectl or sky")
+    parser.add_argument("--submit", action="store_true", help="start it: bash, sbatch, kubectl or sky")
 
 
 def run(args: Namespace) -> dict:

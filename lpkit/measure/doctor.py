@@ -135,7 +135,7 @@ def fp8_stores(device: torch.device,
                         f"a compiled cast to {str(dtype).removeprefix('torch.')}, stored {how}, "
                         f"has {wrong:,} wrong values of {want.numel():,}, {nans:,} of them NaN: "
                         f"https://github.com/triton-lang/triton/issues/11111")
-    return (f"{tried} of {2 * len(FP8_SHAPES)} compiled casts to E4M3 and E5M2 were tried, and have "
+    return (f"{tried} of {2 * len(FP8_SHAPES)} compiled casts to E4M3 and E5M2 were tried and have "
             f"the bits of PyTorch's casts")
 
 
