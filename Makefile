@@ -20,6 +20,22 @@ PY     := $(VENV)/bin/python
 READY  := $(VENV)/ready-$(shell { cat pyproject.toml constraints.txt; echo "$(CURDIR)"; } | cksum | tr ' ' -)
 SOUND  := $(PY) -c "from importlib.util import find_spec as f; exit(not all(map(f, ('pip', 'lpkit', 'torch', 'jupyterlab'))))"
 PIP    := $(PY) -m pip --disable-pip-version-check --no-input install
+LOG    := build/setup.log
+EVERY  := 15
+# Measured with Python 3.11 on Linux (x86), PyTorch for CPUs: sizes of 216 wheels, du, and user and system time of `make setup`.
+DISK   := 3.2 GB on the disk
+SIZE   := 0.8 GB to download (more if PyTorch comes with CUDA), $(DISK), 2 minutes of processor time
+# Of pip's log: the wheels that it has, and whether it installs them already.
+PROGRESS = awk '/^ *(Downloading|Using cached|Processing) / && !/metadata/ { n++; size = substr($$(NF-1), 2); unit = $$NF; \
+	        gb += unit ~ /^GB/ ? size : unit ~ /^MB/ ? size / 1e3 : unit ~ /^kB/ ? size / 1e6 : 0 } /^Installing collected/ { installs = 1 } \
+	    END { printf installs ? "  installing %d packages, which takes a minute or two\n" : "  %d packages of about $(PACKAGES), %.1f GB\n", n, gb }' $(LOG)
+PACKAGES := 216
+# One sentence, the end of the log, and where the rest is.
+FAILED = { if grep -q 'No space left on device' $(LOG); then echo "The disk is full: $(VENV) takes $(DISK). Free some space, and run make again."; \
+	    elif grep -qE 'NewConnectionError|NameResolution|Connection refused|unreachable|Read timed out|Temporary failure|ProxyError' $(LOG); then \
+	        echo "pip could not reach its package index. Check the network (behind a proxy: HTTPS_PROXY), and run make again."; \
+	    else echo "pip could not install the packages of the project."; fi; \
+	    echo "The end of $(LOG):"; tail -n 5 $(LOG) | cut -c1-300 | sed 's/^/    /'; } >&2
 
 .PHONY: help lab test prove flakes isa isa-quick docs pictures ledger upgrade clean setup install
 .NOTPARALLEL:
@@ -77,11 +93,15 @@ install:
 	    echo "lpkit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | tail -1); name another: make PYTHON=/path/to/python3.12 lab" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "$(PYTHON) has no venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
-	@if ls $(VENV)/ready-* >/dev/null 2>&1 && $(SOUND) 2>/dev/null; then rm -f $(VENV)/ready-*; else \
-	    echo "setting up $(VENV): a few minutes, once"; rm -rf $(VENV); $(PYTHON) -m venv $(VENV); fi
-	@$(PIP) --quiet --upgrade pip
-	@$(PIP) -c constraints.txt -e '.[dev]'
+	@mkdir -p $(dir $(LOG)); if ls $(VENV)/ready-* >/dev/null 2>&1 && $(SOUND) 2>/dev/null; then rm -f $(VENV)/ready-*; \
+	        echo "Updating $(VENV): its list of packages has changed. Log: $(LOG)"; \
+	    else echo "Setting up $(VENV), once: $(SIZE). Log: $(LOG)"; \
+	        rm -rf $(VENV); $(PYTHON) -m venv $(VENV) >$(LOG) 2>&1 || { $(FAILED); exit 2; }; fi
+	@(while sleep $(EVERY) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do $(PROGRESS); done) & \
+	    $(PIP) --quiet --upgrade pip >>$(LOG) 2>&1 && $(PIP) --progress-bar off -c constraints.txt -e '.[dev]' >>$(LOG) 2>&1; \
+	    code=$$?; kill $$! 2>/dev/null; [ $$code = 0 ] || { $(FAILED); exit 2; }
 	@touch "$(READY)"
+	@echo "$(VENV) is ready."
 
 # The accelerator libraries are torch's own affair: it names their exact versions, and only where it needs them.
 upgrade:

@@ -15,6 +15,7 @@ import signal
 import sys
 
 from lpkit import __version__, errors
+from lpkit.commands import say
 from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
 from lpkit.tables import text_table
@@ -22,30 +23,30 @@ from lpkit.training.runs import RunFailedError
 from lpkit.values import annotated, unique
 
 COMMANDS = {
-    "lab": "open JupyterLab on the course, on this machine only",
-    "room": "open JupyterLab for many learners on this machine, each apart from the others",
-    "progress": "how a room gets on: exercises, guesses and claims of those who agreed to it",
-    "doctor": "what this machine can do; for what it cannot, why and the nearest thing that works",
-    "measure": "measure this machine once, for predictions on it: `--machine mine.yaml`",
-    "predict": "parameters, memory, FLOPs, time and cost of a training step, before it runs",
-    "plan": "which layouts train a model on time and within a budget, and why the rest do not",
-    "claim": "is X better than Y here? runs both, tuned alike, and says what was seen and what not",
-    "sweep": "which settings are best here? searches any of them by optuna, a run a trial",
-    "claims": "what others say of cheaper training, beside what this kit says, with a verdict",
-    "cards": "tabulate cards of predictions and measurements, predicted beside measured",
-    "advise": "whether low precision would be faster for a model on a machine, and why",
+    "lab": "open JupyterLab on your copies of the course, on this machine only",
+    "room": "open JupyterLab for many learners on this machine, isolated from each other",
+    "progress": "show how far a room's learners are, if they agreed to report it",
+    "doctor": "try what this machine can do; if something does not work, say what to use instead",
+    "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
+    "predict": "predict parameters, memory, FLOPs, time and cost of a training step before it runs",
+    "plan": "find layouts that train a model in time and within a budget, or say why they do not",
+    "claim": "test whether X beats Y on this machine: tune and run both, and judge by statistics",
+    "sweep": "search settings with Optuna; each trial is one training run",
+    "claims": "list published claims about cheaper training, what the kit finds, and a verdict",
+    "cards": "tabulate cards: predictions compared with measurements",
+    "advise": "say whether low precision would be faster for a model on a machine, and why",
     "data": "prepare a corpus: text in, token files out",
     "train": "train a preset or a config file",
-    "launch": "the job that trains on several machines: by torchrun, Slurm, Kubernetes or SkyPilot",
-    "warm": "verify, race and compile now what the first run of a config would wait for",
+    "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",
+    "warm": "compile and race now what the first run of a config would wait for",
     "sample": "generate text from a run",
-    "import": "make a run of a folder of transformers, which others begin from",
+    "import": "turn a transformers folder into a run that other runs can start from",
     "export": "write the weights of a run for transformers",
-    "new": "begin an experiment of your own: a notebook, a row beside it, a test, a claim",
+    "new": "write the files of your experiment: a notebook, a technique, a test and a claim",
     "notebook": "run notebooks with parameters, without a browser",
-    "slides": "slides of a notebook that has run: one file, which needs no network",
-    "pack": "one file with wheels and the course, for a room without a network",
-    "bench": "every performance figure that the project claims, measured beside its peer",
+    "slides": "turn a notebook that has run into slides: one file, which needs no network",
+    "pack": "write one file with wheels and the course, for a room without a network",
+    "bench": "measure the performance figures of the kit, each with its peer",
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
 WAYS_OUT = {
@@ -64,7 +65,7 @@ class _SignalError(KeyboardInterrupt):
 def usage() -> str:
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
-            f"`lpkit COMMAND --help` explains one; --json prints one object on standard output.")
+            f"`lpkit COMMAND --help` explains it; --json prints one object on standard output.")
 
 
 def complain(sentence: object, code: int = 2) -> int:
@@ -72,18 +73,6 @@ def complain(sentence: object, code: int = 2) -> int:
     with contextlib.suppress(OSError):      # nobody reads it
         print("\n    ".join([f"lpkit: {first}", *more]), file=sys.stderr)
     return code
-
-
-def say(text: str) -> None:
-    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
-    encoding = sys.stdout.encoding or "utf-8"
-    try:
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
-    except OSError as error:
-        # Python would try the rest of its buffer again when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head`: it has seen enough
-            raise
 
 
 class _Parser(argparse.ArgumentParser):

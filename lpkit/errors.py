@@ -3,7 +3,6 @@
 import difflib
 import errno
 import os
-import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
@@ -118,24 +117,21 @@ def printable(text: str) -> str:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """'did you mean X?': what is spelled alike, else what shares a word (batch_size: global_batch).
-    Or the list of what there is; of a long one, the three nearest."""
+    """Returns 'did you mean X?' by `lpkit.names`, or the list of what there is; of a long list, the
+    three nearest."""
+    from lpkit.names import alike  # only a wrong name needs it
+
     known, name = sorted(known), str(name)[:MOST_LISTED]
-    close = difflib.get_close_matches(name, known, n=1)
-    close = close or [one for one in known if _words(one) & _words(name)]
+    close = alike(name, known)
     if 0 < len(close) <= 3:
         return f"did you mean {' or '.join(map(repr, close))}?"
-    listed = ", ".join(known)
     if not known:
         return "there is none to choose"
-    if len(listed) <= MOST_LISTED:
-        return f"choose one of {listed}"
+    for names in (close, known):
+        if names and len(listed := ", ".join(names)) <= MOST_LISTED:
+            return f"choose one of {listed}"
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
     return f"the nearest of {len(known)} are {', '.join(map(repr, close))}"
-
-
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[._-]", name))
 
 
 def pick(table: Mapping[str, T], name: Any, what: str = "entry") -> T:

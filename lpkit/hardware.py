@@ -1,8 +1,7 @@
-"""This machine is asked what it is and can do: its memory, its best speeds, and which dtype suits
-it.
+"""Measure this machine: its memory, its best speeds, and the dtype that suits it.
 
-Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries: others may slow a
-try, none makes one faster.
+Bytes, FLOP/s and bytes/s, not rounded. A ceiling is the best of several tries, since other work
+can only slow a try.
 """
 
 import contextlib
@@ -35,6 +34,7 @@ SMALL_FLOPS = 1e8           # of a product: a millisecond of one core
 BUSY_SHARE = 0.25           # of the cores, by others
 WORKING = ("user", "nice", "system", "irq", "softirq", "steal")      # of a core's times
 SLOW_SECONDS = 2.0          # of a product
+MOST_SPEEDUP = 32           # bf16 over fp32 on a CPU; AMX has 16 times the FLOP/s of AVX-512
 PROBE = 256                 # rows and columns of one that is tried first
 
 
@@ -42,34 +42,38 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
     """Decides which dtype the products of `precision.recipe=auto` take, "bf16" or "fp32", and why.
 
     A GPU decides by its compute capability: tensor cores take bf16 from 8.0 (Ampere). A CPU decides
-    by a race of (size, size) products, because some run bf16 in hardware and others emulate it at a
-    tenth of the speed. The best of many short rounds counts. Under 0.3 s.
+    by a race of (size, size) products, because some emulate bf16 at a tenth of the speed. The CPU
+    time of one thread counts: wall-clock ratios beside other work were 2 to 31 instead of 2.
     """
     device = torch.device(device)
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        used, why = "fp32", "has no bf16 tensor cores, they came with 8.0"
-        if major >= 8:
-            used, why = "bf16", "has bf16 tensor cores"
+        used, why = (("bf16", "has bf16 tensor cores") if major >= 8 else
+                     ("fp32", "has no bf16 tensor cores, they came with 8.0"))
         return Choice(asked="auto", used=used, why=f"compute capability {major}.{minor} {why}")
     products = [product((size, size), (size, size), dtype, device) for dtype in DTYPES]
-    fp32, bf16 = interleaved_seconds(products, rounds=rounds, within_seconds=0.25)
-    ratio = min(fp32) / min(bf16)
-    return Choice(asked="auto", used="bf16" if ratio > 1.1 else "fp32",
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        fp32, bf16 = interleaved_seconds(products, rounds=rounds, within_seconds=0.25,
+                                         clock=time.thread_time)
+    finally:
+        torch.set_num_threads(threads)
+    ratio = min(fp32) / max(min(bf16), 1e-9)
+    return Choice(asked="auto", used="bf16" if 1.1 < ratio <= MOST_SPEEDUP else "fp32",
                   why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of "
-                  f"fp32 on this {device.type}, best of {len(fp32)} rounds; bf16 is taken above "
-                  f"1.1x")
+                  f"fp32 on one thread of this {device.type}, best CPU time of {len(fp32)} rounds; "
+                  f"bf16 is taken above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
 
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
                    before: str | None = None, processes: int = 1) -> Choice:
     """Decides how many threads a run computes with on the CPU, whose largest product takes `flops`.
-    Where a GPU computes, it keeps those that it has. `processes` share the cores.
+    On a GPU, PyTorch's number stays. `processes` share the cores. `before` is the number with which
+    a resumed run began: another number would add up in another order.
 
-    Threads wait for one another after every operation, spinning. Where a product is small, that is
-    all that they do; and where others keep the cores busy, each of them waits for one that does not
-    run: an update is then ten times slower than with one thread. `before`: what a run that goes on
-    was begun with; another number would add up in another order.
+    Threads spin while they wait for one another after every operation. If products are small, or if
+    other processes keep the cores busy, an update takes up to ten times as long as with one thread.
     """
     allowed = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     most = min(max(1, machine_facts.cores() // processes),
@@ -100,8 +104,8 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
 
 
 def others() -> Callable[[], float]:
-    """Starts now; asked, it says which share of the cores that this process may use was taken since
-    by processes that it did not start, time stolen from a virtual machine included."""
+    """Returns a function that returns the share of this process's cores that processes which it did
+    not start have taken since now, time stolen from a virtual machine included."""
     def busy() -> float:
         """Seconds in which those cores worked, of all of them."""
         each = psutil.cpu_times(percpu=True)
@@ -129,18 +133,16 @@ def others() -> Callable[[], float]:
 
 
 def peak_bytes(device: torch.device | str) -> int:
-    """The most memory held so far. Cheap enough for every step.
+    """Return the most bytes held since the process began or `reset_peak`, which a run calls when it
+    starts. Cheap enough for every step.
 
-    On a GPU: the most that PyTorch's allocator had handed out to tensors since the process began or
-    `reset_peak`. Elsewhere: the most that the whole process had in RAM (VmHWM on Linux) since then,
-    libraries and Python included, so it starts at some 300 MB and compares between runs, not with a
-    sum of tensors. A run resets it when it starts.
+    On a GPU these are tensors of PyTorch's allocator. Elsewhere it is the RAM of the whole process
+    (VmHWM on Linux), about 300 MB of which are Python and its libraries.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     # first: getrusage's maximum would include the process that started this one
-    peak = status_bytes("VmHWM")
-    if peak is not None:
+    if (peak := status_bytes("VmHWM")) is not None:
         return peak
     import resource  # Unix alone has it
 
@@ -363,9 +365,8 @@ def others_bytes(device: torch.device | str) -> int:
 
 
 def room(device: torch.device | str, processes: int = 1) -> Machine:
-    """This device by what a run can still take of its memory, a CPU's shared by `processes`. Its
-    speeds are one round figure, that techniques may be put into an order at once: `machine`
-    measures. Of a CPU they say whether it multiplies tiles, which decides on the attention."""
+    """Return this device with the memory that a run can still take (`processes` share a CPU's) and
+    round speeds, which only put techniques in order; a CPU's fp32 says if it multiplies tiles."""
     device = torch.device(device)
     return Machine(
         name="room", title=str(device), kind="gpu" if device.type == "cuda" else "cpu",

@@ -11,11 +11,12 @@ Watch = Callable[[Sequence[int]], Iterable[int]]
 
 def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int, warm_up: int = 1,
                         shuffle: bool = False, within_seconds: float = math.inf,
+                        clock: Callable[[], float] = time.perf_counter,
                         watch: Watch = iter) -> list[list[float]]:
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
     A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
-    new round begins after `within_seconds`, but one is always measured.
+    new round begins after `within_seconds`, but one is always measured. `clock` returns seconds.
     """
     seconds: list[list[float]] = [[] for _ in runners]
     order, draw = list(range(len(runners))), random.Random(0)
@@ -26,7 +27,7 @@ def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int,
         if shuffle:
             draw.shuffle(order)
         for j in order:
-            start = time.perf_counter()
+            start = clock()
             runners[j]()
-            seconds[j].append(time.perf_counter() - start)
+            seconds[j].append(clock() - start)
     return [times[warm_up:] for times in seconds]

@@ -3,6 +3,7 @@
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """
 
+import dataclasses
 import functools
 import os
 import shutil
@@ -218,22 +219,21 @@ def judged_on_ranks(parent_of_lessons, monkeypatch):
 def cells():
     """Every recipe with every backend, tried on this CPU: a process of its own and some seconds."""
 
-    from lpkit.measure import matrix
+    from lpkit.measure import matrix, probes
 
-    return matrix.probes("cpu")
+    parts = probes.answers(device="cpu", only=matrix.checks(), seconds=90)
+    return [probes.Probe(**row) for part in parts for row in part.get("probes", ())]
 
 
 @pytest.fixture(scope="session")
 def doctors_report(cells):
-    """What `lpkit doctor` finds here. On a machine without a GPU its matrix is `cells`."""
-    import torch
+    """What `lpkit doctor` finds here, with the time that a busy machine may need. On a machine without a GPU its matrix is `cells`."""
+    from lpkit.measure import doctor, probes
 
-    from lpkit.measure import doctor, matrix
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():
-            patch.setattr(matrix, "probes", lambda device: cells)
-        return doctor.examine()
+    if torch.cuda.is_available():
+        return probes.examine(seconds=90)
+    report = probes.examine(only=["speed", *(check.name for check in (*doctor.CHECKS, *doctor.techniques()))], seconds=90)
+    return report | {"probes": [*report["probes"], *map(dataclasses.asdict, cells)]}
 
 
 @pytest.fixture(scope="session")

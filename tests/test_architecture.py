@@ -13,9 +13,9 @@ import pytest
 from tests.path import circles, entered, imported_by, imports
 
 ROOT = Path(__file__).parents[1] / "lpkit"
-BASE = {"config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values"}     # settings, seams, tools: anybody
+BASE = {"config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values"}     # settings, seams, tools: anybody
 MAY_IMPORT = {
-    "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": set(),
+    "config": {"errors", "plain_yaml", "techniques", "values"}, "contracts": {"config", "errors"}, "files": {"errors", "machine_facts"}, "errors": {"names"}, "names": set(),
     "plain_yaml": {"errors", "files"}, "values": {"errors", "files"},
     "tables": {"errors"}, "timing": set(), "turns": set(), "machine_facts": set(), "signals": set(), "processes": {"errors", "signals"}, "records": {"errors", "files"},
     "techniques": {"config", "errors", "files", "values"},     # rows: settings and facts, no implementation
@@ -39,10 +39,10 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "course.copies", "cli",
-                 "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs"]
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "course.copies", "cli",
+                 "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs", "measure.probes", "commands.doctor"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
-LAYERS = ["errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
+LAYERS = ["names", "errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "modules", "claims",
           "course", "commands", "cli", "__main__"]
 PATH_LINES = 11_200

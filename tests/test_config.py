@@ -61,7 +61,7 @@ BAD = {
     "memory.recompute=blok": r"no memory.recompute 'blok'; did you mean 'block'",
     "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block have it",
     "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",
-    "precision.recipe=fp8": r"no precision.recipe 'fp8'; did you mean 'mxfp8'",
+    "precision.recipe=fp8": r"no precision.recipe 'fp8'; choose one of fp8-blockwise, fp8-blockwise-pow2, fp8-delayed, fp8-rowwise, fp8-tensorwise$",
     "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed has it",
     "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adam'",
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",

@@ -14,6 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from lessons.attempts import asked
 from lpkit import cli, files
+from lpkit.commands import lab as lab_command
 from lpkit.course import copies
 from lpkit.errors import ConfigError
 from tests import processors
@@ -284,6 +285,13 @@ def test_the_command(folder, course, capsys):
     (folder / NAME).write_text("{")
     course(FIRST | {"b": "y = 4"})
     assert cli.main(["lab", "--update", "--course", str(folder)]) == 1 and "--reset 03_formats" in capsys.readouterr().out
+
+
+def test_what_asks_for_nothing_is_one_line(folder):
+    changes = [{"notebook": f"{number:02}_x", "done": done, "notes": []} for done, numbers in (("copied", range(25)), ("updated", (7, 8))) for number in numbers]
+    changes.insert(3, {"notebook": "09_y", "done": "left", "notes": ["it is no notebook"]})
+    said = lab_command.text({"root": str(folder), "changes": changes}).splitlines()
+    assert said[1:] == ["    copied: 25 notebooks; updated: 07_x, 08_x", "    left: 09_y", "        it is no notebook"]
 
 
 def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, course):

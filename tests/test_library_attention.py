@@ -157,7 +157,7 @@ def test_a_kernel_by_name_never_falls_to_another():
     ("flash-attn", {"dtype": "float32"}, "takes bfloat16 or float16, not float32; sdpa can"),
     ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; triton can"),
     ("sdpa-cudnn", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; triton can"),
-    ("sdpa-cudnn", {"device": "cpu"}, "runs on a GPU alone; sdpa can"),
+    ("sdpa-cudnn", {"device": "cpu"}, "needs a GPU; sdpa can"),
     ("flash-attn-4", {"here": True}, "needs the package flash-attn-4, which is not installed here; sdpa can"),
     ("flash-attn-4", {"capability": (8, 0)}, "needs compute capability 9.0, and here is 8.0; sdpa can")])
 def test_why_not_is_one_clause_with_what_can(name, given, why):
@@ -189,7 +189,7 @@ def test_a_kind_is_no_backend_and_the_reverse(key, name, way):
 
 
 def test_asked_for_and_impossible_is_one_sentence():
-    with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn runs on a GPU alone; sdpa can$"):
+    with pytest.raises(ConfigError, match=r"^system\.attention=flash-attn needs a GPU; sdpa can$"):
         choose_attention("flash-attn", device="cpu", low_precision=False, model=ModelConfig())
 
 

@@ -1,17 +1,14 @@
 """The support matrix: this machine's part is run, the rules agree with what the backends say, the page with the rules."""
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
-from lpkit.commands.doctor import _grid
-from lpkit.measure import matrix
-from lpkit.measure.probes import Probe, probe
+from lpkit.commands.doctor import Page
+from lpkit.errors import ConfigError
+from lpkit.measure import matrix, probes
+from lpkit.measure.probes import probe
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.recipes import RECIPES
@@ -117,48 +114,34 @@ def test_state_that_moves_twice_is_seen(monkeypatch):
         matrix.Trial("fp8-delayed", "emulated", CPU).recompute()
 
 
-@pytest.mark.parametrize("ends, works, why", [("import os; os.kill(os.getpid(), 9)", False, "ended with -9"),
-                                              ("import time; time.sleep(60)", None, "not known: no answer within 0.5 s")])
-def test_a_crash_or_a_hang_is_one_row(monkeypatch, ends, works, why):
-    """A machine that was too busy to answer has not said no."""
-    real, calls = subprocess.run, []
-
-    def run(command, **options):
-        calls.append(command)
-        right = json.dumps(asdict(Probe(name="mxfp8, emulated", kind="recipe", works=True, detail="emulated, x")))
-        program = ends if len(calls) == 1 else f"print({right!r})"
-        return real([sys.executable, "-c", program], **options | {"timeout": 0.5 if "sleep" in program else 60})
-
-    monkeypatch.setattr(subprocess, "run", run)
-    found = matrix.probes(CPU, seconds=0.5, only=["nvfp4, emulated", "mxfp8, emulated"])
-    assert [one.name for one in found] == ["nvfp4, emulated", "mxfp8, emulated"] and found[1].works
-    assert found[0].works is works and why in found[0].why and found[0].nearest and len(calls) == 2
+@pytest.mark.parametrize("does, works, why", [("crash", False, "its process ended with exit code 134"), ("hang", None, "not measured within 3 s")])
+def test_a_crash_or_a_hang_is_one_row(does, works, why):
+    """A machine that was too busy to answer has not said no. The next process is asked for the rest."""
+    begun, *parts = probes.answers(only=["fine", does, "fine too"], seconds=3, module="tests.probe_process")
+    assert begun["device"] == f"fine,{does},fine too" and all(list(part) == ["probes"] for part in parts)
+    rows = [row for part in parts for row in part["probes"]]
+    assert [(row["name"], row["works"]) for row in rows] == [("fine", True), (does, works), ("fine too", True)]
+    assert why in rows[1]["why"] and rows[1]["nearest"] == "fp32"
 
 
-def test_each_probe_has_the_whole_time(monkeypatch):
-    """One process tries all of them, and beside other work they may take longer together."""
-    real, calls = subprocess.run, []
-
-    def run(command, **options):
-        waiting = json.loads(command[-1])
-        calls.append(waiting)
-        right = json.dumps(asdict(Probe(name=waiting[0], kind="recipe", works=True, detail="emulated, x")))
-        program = f"print({right!r}, flush=True); import time; time.sleep({60 * (len(waiting) > 1)})"
-        return real([sys.executable, "-c", program], **options)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    names = ["nvfp4, emulated", "mxfp8, emulated", "int8, emulated"]
-    found = matrix.probes(CPU, seconds=2, only=names)
-    assert [(one.name, one.works) for one in found] == [(name, True) for name in names] and calls == [names, names[1:], names[2:]]
+def test_a_process_that_does_not_begin_is_a_sentence(monkeypatch):
+    with pytest.raises(ConfigError, match=r"did not begin: its process ended with exit code 1 .*No module named"):
+        list(probes.answers(module="tests.no_such_module"))
 
 
-def test_the_grid_says_what_fails():
-    probes = [{"name": "fp8-tensorwise, scaled_mm", "works": True, "detail": "native, relative error 1e-2"},
-              {"name": "fp8-tensorwise, torchao", "works": True, "detail": "native, relative error 1e-2; no compile: y"},
-              {"name": "fp8-tensorwise, emulated", "works": False, "detail": ""},
-              {"name": "fp8-tensorwise, transformer-engine", "works": None, "detail": ""}]
-    assert _grid(probes) == [("recipe", "scaled_mm", "torchao", "emulated", "transformer-engine"),
-                             ("fp8-tensorwise", "native", "native, no compile", "-", "not known")]
+def test_a_line_of_a_recipe_says_what_fails_and_is_printed_when_its_last_backend_is_known():
+    rows = [{"name": "fp8-tensorwise, scaled_mm", "works": True, "detail": "native, relative error 1e-2"},
+            {"name": "fp8-tensorwise, torchao", "works": True, "detail": "native, relative error 1e-2; no compile: y"},
+            {"name": "fp8-tensorwise, emulated", "works": False, "detail": ""},
+            {"name": "fp8-tensorwise, transformer-engine", "works": None, "detail": ""},
+            {"name": "fp32, pytorch", "works": True, "detail": "native, relative error 0"}]
+    page = Page()
+    assert list(page.lines({"checks": [[row["name"], "recipe", ""] for row in rows]})) == []
+    lines = [[*page.lines({"probes": [row | {"kind": "recipe"}]})] for row in rows]
+    assert len(lines[0]) == 1 and lines[0][0].startswith("\nRecipe") and lines[1:3] == [[], []]
+    assert " ".join("".join(lines[3]).split()) == (
+        "fp8-tensorwise scaled_mm: native; torchao: native, no compile; emulated: no; transformer-engine: not measured")
+    assert " ".join("".join(lines[4]).split()) == "fp32 pytorch: native"
 
 
 @pytest.mark.parametrize("feature", matrix.FEATURES)

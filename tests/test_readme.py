@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from lpkit import cli
-from lpkit.measure import doctor
+from lpkit.measure import probes
+from tests import probe_process
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,7 +34,7 @@ def test_every_command_of_the_readme(tmp_path, monkeypatch, capsys, doctors_repo
     assert len(COMMANDS) == 9
     (tmp_path / "notebooks").symlink_to(ROOT / "notebooks")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(doctor, "examine", lambda: dict(doctors_report))
+    monkeypatch.setattr(probes, "answers", lambda **how: probe_process.answers(doctors_report))
     for command in COMMANDS:
         program, name, *words = shlex.split(command)
         assert program == "lpkit"

@@ -116,6 +116,37 @@ def test_the_setup_is_kept_while_its_inputs_are_and_recovers(fresh):
     assert len(list((fresh / ".venv").glob("ready-*"))) == 1
 
 
+@needs_make
+@pytest.mark.parametrize("ends, says", [
+    ("", ""), ("ERROR: [Errno 28] No space left on device", "The disk is full: .venv takes "),
+    ("Retrying after connection broken by 'NewConnectionError()'", "pip could not reach its package index. Check the network"),
+    ("ERROR: something else", "pip could not install the packages of the project.")])
+def test_a_setup_says_how_far_it_is_and_keeps_pips_words_in_a_file(fresh, ends, says):
+    """No terminal. Pip's words appear only after a failure: one sentence first, then the end of the log and its path."""
+    python = fresh / "python"
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python;;
+    *"-c constraints.txt"*)
+        for i in 1 2 3 4 5 6 7 8 9; do echo "Collecting noise $i"; done
+        echo "  Downloading torch-2-cp311.whl.metadata (5.3 kB)"; echo "  Downloading torch-2-cp311.whl (900.1 MB)"; echo "  Using cached x.whl (1.2 GB)"
+        sleep 1; test -z "{ends}" || {{ echo "{ends}"; exit 1; }};;
+esac
+""")
+    python.chmod(0o755)
+    done = make("setup", f"PYTHON={python}", "EVERY=0.2", folder=fresh)
+    first, *more = done.stdout.splitlines()
+    assert re.match(r"Setting up \.venv, once: [\d.]+ GB to download .*, [\d.]+ GB on the disk, \d+ minutes.*Log: build/setup.log$", first)
+    assert re.search(r"  2 packages of about \d+, 2\.1 GB$", done.stdout, re.M) and "noise" not in done.stdout
+    assert "noise 1\n" in (fresh / "build/setup.log").read_text()
+    if not ends:
+        assert done.returncode == 0 and done.stderr == "" and more[-1] == ".venv is ready."
+        return
+    sentence, where, *tail = done.stderr.splitlines()
+    assert done.returncode == 2 and sentence.startswith(says) and where == "The end of build/setup.log:"
+    assert tail[4] == f"    {ends}" and "noise 1" not in done.stderr and not list((fresh / ".venv").glob("ready-*"))
+
+
 @pytest.mark.parametrize("script", [".ci/run", "binder/postBuild", "binder/start"])
 def test_scripts_are_executable_and_parse(script):
     assert os.access(ROOT / script, os.X_OK)

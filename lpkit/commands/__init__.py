@@ -9,6 +9,7 @@ A command imports what needs torch inside `run`, after all that can be refused w
 """
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -28,6 +29,18 @@ from lpkit.values import Folder
 
 a_folder = Folder       # the type of an argument
 FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
+
+
+def say(text: str) -> None:
+    """Prints to stdout, in its encoding. Raises OSError, but not when its reader has left."""
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except OSError as error:
+        # Python would try the rest of its buffer again when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):      # `lpkit ... | head`: it has seen enough
+            raise
 
 
 def needs(what: str, *packages: str) -> None:

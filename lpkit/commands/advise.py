@@ -1,5 +1,4 @@
-"""Will low precision be faster for me? A verdict for a preset or a config on a machine, and its
-reasons.
+"""Say whether low precision would be faster for a preset or a config on a machine, and why.
 
     lpkit advise gpt2-124m --machine h200
     lpkit advise cpu-3m --machine this
@@ -19,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar=TARGET)
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
-                        help="consider only this one; repeatable")
+                        help="consider only this recipe; repeatable")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""Every performance figure that the project claims, measured beside its peer in one process.
+"""Measure the performance figures of the kit, each with its peer in the same process.
 
-    lpkit bench                 what there is
+    lpkit bench                 list the benchmarks
     lpkit bench loader
     lpkit bench import loader --rounds 25 --out data/measured
     lpkit bench --all
 
-A ratio is the median over interleaved rounds of the paired ratio, with its quartiles. Being slow is
-a result, not a failure: the exit code stays 0, and the row says by how much the target was missed.
-With --json, `ratio`, `quartiles` and `peer` are those of the case that does worst against its
-target, and `cases` has them all; several benchmarks make one object with a list `benches`.
-The benches, and their options, lie in tests/bench of a checkout.
+A ratio is the median of the paired ratios over interleaved rounds, with its quartiles. If a target
+is missed, the exit code stays 0, and the row says by how much. With --json, `ratio`, `quartiles`
+and `peer` belong to the case that is worst compared with its target, and `cases` has all of them;
+several benchmarks make one object with a list `benches`. They are in tests/bench of a checkout.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""All cards of a folder: model, machine, predicted, measured, error in percent. A card is the JSON
-that `lpkit predict --card FILE`, or `.card(FILE)` of a prediction or a watch, wrote."""
+"""Tabulate the cards of a folder: model, machine, predicted, measured, error in percent.
+
+`lpkit predict --card FILE` and `.card(FILE)` of a prediction or a watch write cards as JSON."""
 
 import argparse
 from typing import Any

@@ -1,5 +1,5 @@
-"""Is X better than Y here? A file says what is compared; the verdict says what was seen, and what
-could not have been.
+"""Test whether X beats Y on this machine. A file says what is compared; the verdict says what was
+seen, and which difference would have been too small to see.
 
   lpkit claim docs/claims/lion.yaml
   lpkit claim docs/claims/lion.yaml --null       the first arm against itself: the referee on trial

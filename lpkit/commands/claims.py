@@ -1,4 +1,4 @@
-"""What others say of cheaper training of Transformers, with source and conditions, beside what the
+"""List published claims about cheaper training of Transformers with source and conditions, what the
 kit predicts and measures, and a verdict.
 
     lpkit claims
@@ -19,7 +19,7 @@ from lpkit.tables import beside, text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one of them, with everything")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the claim to print in full")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

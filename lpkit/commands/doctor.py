@@ -1,14 +1,18 @@
-"""What this machine can do, found by trying it; for what it cannot, why and what works instead."""
+"""Try what this machine can do. Each row is printed as soon as it is known; a row that does not
+work says why, and what to use instead."""
 
 import argparse
 import re
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Iterator
 from typing import Any
 
-from lpkit.tables import beside, text_table
+from lpkit.commands import say
+from lpkit.errors import printable
+from lpkit.measure import probes
+from lpkit.tables import beside
 
-GIB = 2**30
+GIB, BUSY = 2**30, 0.25     # the share of the cores that others take before figures are marked
+TITLES = {"recipe": "Recipe: forward and backward by each backend; --json has the reasons"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,63 +20,90 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from lpkit.measure import doctor
-
-    return doctor.examine()
+    page = Page()
+    return probes.examine(lambda part: args.json or [
+        say(printable(line)) for line in page.lines(part)], imports=args.imports)
 
 
 def text(result: dict[str, Any]) -> str:
-    machine, libraries = result["machine"], result["machine"]["libraries"]
-    memory = (f"{machine['memory_bytes'] / GIB:.1f} GiB, "
-              f"{machine['memory_available_bytes'] / GIB:.1f} GiB free")
-    if machine["memory_limit_bytes"]:
-        memory += f", {machine['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
-    gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
-            f"{gpu['capability']}" for gpu in machine["gpus"]]
-    installed = [f"{name} {version}" for name, version in libraries.items() if version]
-    absent = [name for name, version in libraries.items() if not version]
-    extensions = " ".join(machine["cpu_features"]) or "no known extensions"
-    rows = {"System": f"{machine['os']}, Python {machine['python']}",
-            "CPU": f"{machine['cpu']}, {machine['cores']} cores, {extensions}", "Memory": memory,
-            "GPU": "; ".join([*(gpus or ["none that torch can use"]),
-                              *filter(None, [machine["gpu_problem"]])]),
-            "Driver": machine["driver"] or "none",
-            "CUDA": machine["cuda"] or "none: this torch is a CPU build",
-            "Installed": ", ".join(installed), "Absent": ", ".join(absent) or "nothing",
-            "Tried on": result["device"]}
-    if ceilings := result.get("ceilings"):
+    """The last line: `run` has printed the others."""
+    if not result["chosen"]:
+        return "\nWhich precision a run takes here is not known, because no race was measured."
+    return ("\nA run here computes in {used}: {why}".format(**result["chosen"]["precision"])
+            + f"{_busy(result['ceilings'])}.")
+
+
+class Page:
+    """Makes lines of the parts of a report, in the order in which they are known."""
+
+    def __init__(self):
+        self.kind, self.backends = "", {}       # of each recipe, those that will be tried
+        self.cells: dict[str, str] = {}
+
+    def lines(self, part: dict[str, Any]) -> Iterator[str]:
+        for title, value in _facts(part):
+            yield beside(f"  {title}", value, 14, 118)
+        for name, kind, _ in part.get("checks", ()):
+            if kind == "recipe":
+                recipe, backend = name.split(", ")
+                self.backends.setdefault(recipe, []).append(backend)
+        for row in part.get("probes", ()):
+            if row["kind"] != self.kind:
+                self.kind = row["kind"]
+                yield f"\n{TITLES.get(self.kind, self.kind.capitalize())}"
+            if self.kind == "recipe":
+                yield from self._recipe(row)
+            else:
+                sign = {True: "+ ", None: "? "}.get(row["works"], "- ")
+                instead = f". Use {row['nearest']} instead." if row["nearest"] else ""
+                yield beside(f"  {sign}{row['name']}", row["detail"] or row["why"] + instead,
+                             24, 118)
+
+    def _recipe(self, row: dict[str, Any]) -> Iterator[str]:
+        """Yields the line of a recipe when its last backend is known."""
+        recipe, backend = row["name"].split(", ")
+        self.cells[backend] = ", ".join([
+            row["detail"].partition(",")[0] or {None: "not measured"}.get(row["works"], "no"),
+            *re.findall(r"no \w+(?=:)", row["detail"])])
+        if list(self.cells) == self.backends[recipe]:
+            words = "; ".join(f"{name}: {how}" for name, how in self.cells.items())
+            yield beside(f"    {recipe}", words, 24, 118)
+            self.cells = {}
+
+
+def _facts(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields title and value of what is known of the machine."""
+    machine, ceilings = part.get("machine", {}), part.get("ceilings")
+    if "gpus" in machine:
+        gpus = [f"{gpu['name']}, {gpu['memory_bytes'] / GIB:.0f} GiB, compute capability "
+                f"{gpu['capability']}" for gpu in machine["gpus"]]
+        yield "GPU", "; ".join([*(gpus or ["none that PyTorch can use"]),
+                                *filter(None, [machine["gpu_problem"]])])
+        yield "CUDA", machine["cuda"] or "none: PyTorch is a CPU build"
+        yield "Tried on", part["device"]
+    elif machine:
+        memory = (f"{machine['memory_bytes'] / GIB:.1f} GiB, "
+                  f"{machine['memory_available_bytes'] / GIB:.1f} GiB free")
+        if machine["memory_limit_bytes"]:
+            memory += f", {machine['memory_limit_bytes'] / GIB:.1f} GiB allowed to this container"
+        libraries = machine["libraries"].items()
+        yield "System", f"{machine['os']}, Python {machine['python']}"
+        yield "CPU", (f"{machine['cpu']}, {machine['cores']} cores, "
+                      f"{' '.join(machine['cpu_features']) or 'no known extensions'}")
+        yield "Memory", memory
+        yield "Driver", machine["driver"] or "none"
+        yield "Installed", ", ".join(f"{name} {version}" for name, version in libraries if version)
+        yield "Absent", ", ".join(name for name, version in libraries if not version) or "nothing"
+    if ceilings:
         speeds = {**ceilings["flops"], "fp8 without fast accumulation":
                   ceilings["fp8_without_fast_accumulation"]}
-        rows["Reached"] = ", ".join([f"{ceilings['bytes_per_second'] / 1e9:,.0f} GB/s", *(
-            f"{name} {flops / 1e12:,.2f} TFLOP/s" for name, flops in speeds.items() if flops)])
-    lines = [_row(name, value) for name, value in rows.items()]
-    recipes = [row for row in result["probes"] if row["kind"] == "recipe"]
-    others = [row for row in result["probes"] if row not in recipes]
-    for kind, probes in groupby(others, key=lambda row: row["kind"]):
-        lines += ["", kind.capitalize()]
-        for row in probes:
-            nearest = f" -> {row['nearest']}" if row["nearest"] else ""
-            lines.append(_row({True: "+ ", None: "? "}.get(row["works"], "- ") + row["name"],
-                              row["detail"] or row["why"] + nearest, 16))
-    if recipes:
-        lines += ["", "Recipes, forward and backward; the reasons are in --json",
-                  text_table(_grid(recipes), indent="  ")]
-    choice = result["chosen"]["precision"]
-    return "\n".join([*lines, "", f"A run here computes in {choice['used']}: {choice['why']}."])
+        yield "Reached", ", ".join([f"{ceilings['bytes_per_second'] / 1e9:,.0f} GB/s", *(
+            f"{name} {flops / 1e9:,.0f} GFLOP/s" for name, flops in speeds.items() if flops)]
+            ) + _busy(ceilings, ", so this machine can do more")
 
 
-def _row(name: str, value: str, width: int = 10) -> str:
-    return beside(f"  {name}", value, width + 4, 118)
-
-
-def _grid(probes: Iterable[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line a recipe: with each backend how it runs, and what does not work with it."""
-    words: dict[str, dict[str, str]] = {}
-    for row in probes:
-        recipe, backend = row["name"].split(", ")
-        how = [row["detail"].partition(",")[0] or {None: "not known"}.get(row["works"], "-"),
-               *re.findall(r"no \w+(?=:)", row["detail"])]
-        words.setdefault(recipe, {})[backend] = ", ".join(how)
-    backends = list(dict.fromkeys(backend for of_recipe in words.values() for backend in of_recipe))
-    return [("recipe", *backends), *((recipe, *(of_recipe.get(backend, "") for backend in backends))
-                                     for recipe, of_recipe in words.items())]
+def _busy(ceilings: dict[str, Any], then: str = "") -> str:
+    """A mark for figures that were taken on a busy machine."""
+    if ceilings["others"] <= BUSY:
+        return ""
+    return f" (BUSY: other processes took {ceilings['others']:.0%} of the cores{then})"

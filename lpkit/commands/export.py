@@ -2,8 +2,8 @@
 
   lpkit export runs/six --out six
 
-Then `AutoModelForCausalLM.from_pretrained("six")` has the model. However many processes wrote the
-checkpoint, the file is one.
+Then `AutoModelForCausalLM.from_pretrained("six")` loads the model. It is one file, also if several
+processes wrote the checkpoint.
 """
 
 from argparse import ArgumentParser, Namespace

@@ -1,11 +1,11 @@
-"""Make a run of a folder of transformers, which others begin from.
+"""Turn a transformers folder into a run that other runs can start from.
 
   lpkit import smollm --out runs/smollm
   lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
               data.source='books/*.txt' steps=300 --out runs/books
 
-GPT-2, Llama, Mistral, Qwen2 and Qwen3 by config.json, *.safetensors and tokenizer.json. Nothing is
-fetched, unpickled or executed. --check reads the headers alone and writes nothing.
+Reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and Qwen3. It
+downloads, unpickles and executes nothing. --check only reads the headers, and writes nothing.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -18,13 +18,13 @@ from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="what save_pretrained wrote")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="written by save_pretrained")
     parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
                         help="for a folder without a tokenizer.json: bytes or gpt2")
     parser.add_argument("--base", type=a_folder, metavar="RUN",
-                        help="the run that FOLDER, an adapter of peft, adapts")
-    parser.add_argument("--check", action="store_true", help="say what is there, and write nothing")
+                        help="if FOLDER is an adapter of peft: the run that it adapts")
+    parser.add_argument("--check", action="store_true", help="print what it holds, and write nothing")
 
 
 def run(args: Namespace) -> dict:

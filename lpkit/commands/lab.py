@@ -1,19 +1,16 @@
 """Open JupyterLab on your copies of the course: on this machine only, with a fresh token.
 
-The copies lie in a work folder of your own, and so does what you make with them. What is new in the
-course reaches them when the lab opens (and with --update): a cell that you changed keeps your text.
+Your copies and your results are in your work folder. When the lab opens (or with --update), changes
+of the course are copied into your notebooks; a cell that you changed keeps your text.
 
   lpkit lab                    the lab, on the copies in your data directory
-  lpkit lab --course DIR       on copies in another folder, which is new, empty, or such a one
-  lpkit lab --reset 03         the course's 03 in place of yours; answers to exercises stay, and
-                               your file stays beside it, under today's date
+  lpkit lab --course DIR       the lab, on copies in DIR: a new, an empty or a work folder
+  lpkit lab --reset 03         replace your 03 by the course's; your answers to exercises stay, and
+                               your file is kept under today's date
 
-On a cloud machine, make a tunnel from your own computer (the command is printed) and open the URL
-there.
-
-LPKIT_SOLUTIONS=always, attempted (the default) or solved says when exercises show a solution.
-
-What was started in the lab ends with it, in its terminals too.
+On a cloud machine, open a tunnel from your own computer (the command is printed) and open the URL
+there. LPKIT_SOLUTIONS says when exercises show a solution: always, attempted (default) or solved.
+When the lab ends, everything that was started in it ends, too.
 """
 
 import argparse
@@ -32,13 +29,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "lpkit/course in your data directory, which is ~/.local/share or "
                         "$XDG_DATA_HOME)")
     alone = parser.add_mutually_exclusive_group()
-    alone.add_argument("--update", action="store_true", help="bring what is new in the course, and "
-                       "open nothing")
-    alone.add_argument("--reset", metavar="NAME", help="put the course's notebook in place of "
-                       "yours, and open nothing")
-    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; a taken one moves "
-                        f"to the next")
-    parser.add_argument("--no-browser", action="store_true", help="print the URL and open nothing")
+    alone.add_argument("--update", action="store_true", help="copy what is new in the course, and "
+                       "do not open the lab")
+    alone.add_argument("--reset", metavar="NAME", help="replace your notebook by the course's, "
+                       "and do not open the lab")
+    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; if it is taken, "
+                        f"the next free port")
+    parser.add_argument("--no-browser", action="store_true", help="print the URL only")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,12 +83,16 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """A line for all that came as they are, one for each of the others, and one for each note."""
-    copied = [change["notebook"] for change in changes if change["done"] == "copied"]
-    lines = [f"    copied: {', '.join(copied)}"] if copied else []
+    """One line for the changes that ask for nothing, then each of the others with its notes."""
+    plain: dict[str, list[str]] = {}
+    lines = []
     for change in changes:
-        if change["done"] != "copied":
-            lines.append(f"    {change['done']}: {change['notebook']}"
-                         + (f", and yours is {change['backup']} now" if "backup" in change else ""))
-        lines += [f"        {note}" for note in change["notes"]]
-    return lines
+        if not change["notes"] and "backup" not in change:
+            plain.setdefault(change["done"], []).append(change["notebook"])
+            continue
+        now = f", and yours is {change['backup']} now" if "backup" in change else ""
+        lines += [f"    {change['done']}: {change['notebook']}{now}",
+                  *(f"        {note}" for note in change["notes"])]
+    words = [f"{done}: {', '.join(names) if len(names) <= 3 else f'{len(names)} notebooks'}"
+             for done, names in plain.items()]
+    return [f"    {'; '.join(words)}"] * bool(words) + lines

@@ -1,4 +1,4 @@
-"""Write the job that trains on several machines into NAME.SUFFIX, and hand it on by --submit.
+"""Write the job that trains on several machines into NAME.SUFFIX, and start it with --submit.
 
   lpkit launch cpu-3m --processes 2                         torchrun's command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
@@ -22,12 +22,12 @@ def arguments(parser: ArgumentParser) -> None:
     settings(parser)
     parser.add_argument("--on", default="here", metavar="PLACE", help="here, slurm, k8s or sky")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="on each of them (1)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="processes per machine (1)")
     parser.add_argument("--gpu", metavar="KIND", help="a GPU a process, by what the place calls it; "
                         "without it none is asked for")
-    parser.add_argument("--name", help="of the job (the target's)")
+    parser.add_argument("--name", help="name of the job (default: the target's)")
     parser.add_argument("--out", metavar="DIR", help="the run folder, which all nodes see")
-    parser.add_argument("--submit", action="store_true", help="to bash, sbatch, kubectl or sky")
+    parser.add_argument("--submit", action="store_true", help="start it: bash, sbatch, kubectl or sky")
 
 
 def run(args: Namespace) -> dict:

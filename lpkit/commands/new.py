@@ -1,9 +1,9 @@
-"""Begin an experiment of your own: a notebook, a row in a module beside it, a test, and a claim.
+"""Write the files of your own experiment: a notebook, a module with a row, a test, and a claim.
 
   lpkit new experiment my_rule                      my_rule.ipynb, .py, .yaml, and test_my_rule.py
   lpkit new experiment my_cast --family recipe      a precision recipe instead of an optimizer
 
-All four run as they are, on an example that is there to be replaced; docs/own_technique.md goes on.
+All four files run as they are, on an example that you replace; see docs/own_technique.md.
 """
 
 import argparse

@@ -1,5 +1,5 @@
-"""Which layouts train a model on a machine before a deadline and within a budget; and why the rest
-do not.
+"""Find the layouts that train a model on a machine before a deadline and within a budget, and say
+why the others do not.
 
     lpkit plan --model llama-70b --tokens 1e12 --machine h200 --budget 1M --deadline 30d
     lpkit plan --model llama-70b --tokens 1T --machine h200 --devices 512 --show 1

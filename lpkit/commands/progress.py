@@ -1,6 +1,6 @@
-"""How a room gets on: what its learners report if they agreed, under names that were drawn for them.
+"""Show how far a room's learners are: reports of those who agreed, under random names.
 
-    lpkit progress                          which exercise stops whom, of the room in /srv/lpkit-room
+    lpkit progress                          where learners of the room in /srv/lpkit-room stop
     lpkit progress --csv reports.csv        every report, as a table
     lpkit progress --delete                 all of it, with the drawn names; homes stay
     lpkit progress --collect */learner.json --csv reports.csv     of files that learners handed in

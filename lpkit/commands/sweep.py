@@ -1,4 +1,4 @@
-"""Which settings are best here? A file says what is searched; each trial is a run.
+"""Search settings. A file says which; each trial is one training run.
 
   lpkit sweep docs/lr-search.yaml       stopped, it goes on by the same command
 """

@@ -7,8 +7,8 @@
   lpkit train cpu-3m --processes 2
 
 Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch and keep a checkpoint of the
-last whole step; --resume goes on from the newest good one. Of a run that goes on, steps may be raised; the
-learning rate then follows the longer schedule.
+last whole step; --resume continues from the newest good checkpoint. You may raise steps of a run
+that continues; the learning rate then follows the longer schedule.
 """
 
 import os
@@ -32,7 +32,7 @@ def arguments(parser: ArgumentParser) -> None:
     settings(parser)
     parser.add_argument("--out", type=a_folder, metavar="DIR",
                         help="the run folder (default: a new one under runs/)")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
                         "machine: replicas, where parallel.* does not say otherwise")
 

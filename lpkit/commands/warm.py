@@ -1,5 +1,5 @@
-"""Do now what the first run of a preset or a config file would wait for: kernels are verified and
-raced, and an update is compiled. Nothing is trained or written but the cache.
+"""Verify and race kernels and compile an update now, so that the first run of a preset or a config
+file does not wait for it. Nothing is trained, and only the cache is written.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise

@@ -1,41 +1,38 @@
-"""What this machine can do, found by doing it: each row runs its technique on a tiny input, here
-and now.
+"""What this machine can do, by doing it: each row runs its technique on a tiny input, here and now.
 
-A row that does not work says why, in the library's own words where it has some, and names the
-nearest thing that does; one without an answer in time is not known. To add a row, add a `Check` to
-`CHECKS`: its `run` takes the device, returns a detail and raises when it cannot. What may crash or
-hang (processes that talk to each other, the recipes of `matrix`) runs in its own process.
+A row that does not work says why and names an alternative; a row without an answer in time is not
+known. To add a row, add a `Check` to `CHECKS`: its `run` takes the device, returns a detail and
+raises if it cannot. `lpkit.measure.probes` runs this module in a process of its own, because a
+check may crash or hang.
 """
 
-import platform
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from lpkit import hardware
+from lpkit.config import Config
+from lpkit.errors import ConfigError
 from lpkit.kernels import defects, jit
 from lpkit.kernels.choose import refused_here
-from lpkit.machine_facts import cores, cpu_flags, cpu_name, memory_limit_bytes, versions
+from lpkit.machine_facts import versions
 from lpkit.measure import attention, matrix
-from lpkit.measure.probes import Check, Probe, UnavailableError, compare, probe
+from lpkit.measure.probes import SECONDS, Check, UnavailableError, compare, probe
 from lpkit.parallel.processes import Processes, WarmParent
 from lpkit.techniques import FAMILIES
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.row import Row
 
-LIBRARIES = ("torch", "triton", "flash-attn", "transformer-engine", "torchao", "liger-kernel",
-             "accelerate", "safetensors", "tokenizers", "transformers", "datasets", "jupyterlab",
-             "ipywidgets", "plotly", "nbclient", "nvidia-ml-py", "numpy")
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16",
-                "amx_int8", "amx_fp16", "asimd", "bf16", "i8mm", "sve")
-PROCESS_SECONDS = 60.0
+PROCESS_SECONDS = 0.8 * SECONDS     # of ranks, and of compiled casts
 PROGRAM = "lpkit.measure.ranks:run"
 FP8_SHAPES = ((256, 768), (1024, 1024), (4096, 512))
 
@@ -96,10 +93,9 @@ def _interpreter(device: torch.device) -> str:
 
 def _versions(device: torch.device) -> str:
     """Reports what `lpkit.kernels.choose` found in the runs so far; new tries take seconds each."""
-    if wrong := refused_here():
-        raise UnavailableError("refused here: " + "; ".join(
-            f"{version} of {name} {why}" for name, each in wrong.items()
-            for version, why in each.items()))
+    if wrong := [f"{version} of {name}" for name, each in refused_here().items()
+                 for version in each]:
+        raise UnavailableError(f"wrong here, so no run uses them: {', '.join(wrong)}")
     return "no version of a kernel that a run has tried here is wrong"
 
 
@@ -117,7 +113,8 @@ def fp8_stores(device: torch.device,
     that was tuned, so several shapes are tried.
     Source: https://github.com/triton-lang/triton/issues/11111, pytorch/ao#4652 and #4657.
     """
-    draw = torch.Generator().manual_seed(0)
+    draw, tried = torch.Generator().manual_seed(0), 0
+    until = time.perf_counter() + PROCESS_SECONDS
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         def cast(x: Tensor, dtype: torch.dtype = dtype) -> tuple[Tensor, Tensor]:
             top = torch.finfo(dtype).max
@@ -126,6 +123,9 @@ def fp8_stores(device: torch.device,
 
         run = compiled(cast)
         for shape in FP8_SHAPES:
+            if tried and time.perf_counter() > until:
+                break
+            tried += 1
             x = torch.randn(shape, generator=draw).to(device, torch.bfloat16)
             for how, got, want in zip(("as it is", "transposed"), run(x), cast(x), strict=True):
                 wrong = int((got.view(torch.uint8) != want.view(torch.uint8)).sum())
@@ -135,7 +135,8 @@ def fp8_stores(device: torch.device,
                         f"a compiled cast to {str(dtype).removeprefix('torch.')}, stored {how}, "
                         f"has {wrong:,} wrong values of {want.numel():,}, {nans:,} of them NaN: "
                         f"https://github.com/triton-lang/triton/issues/11111")
-    return f"compiled casts to E4M3 and E5M2 of {len(FP8_SHAPES)} shapes are PyTorch's own bits"
+    return (f"{tried} of {2 * len(FP8_SHAPES)} compiled casts to E4M3 and E5M2 were tried and have "
+            f"the bits of PyTorch's casts")
 
 
 # Parallel modes: each in processes of its own, so that a crash or a hang is a row.
@@ -160,50 +161,35 @@ CHECKS: tuple[Check, ...] = (
     Check("fp32", "precision", partial(_cast, torch.float32, 1e-5)),
     Check("tf32", "precision", _tf32, "fp32"),
     Check("bf16", "precision", partial(_cast, torch.bfloat16, 1e-2), "fp32"),
-    Check("fp16", "precision", partial(_cast, torch.float16, 1e-2),
-          "bf16, which needs no loss scaling"),
-    *(Check(name, "attention", partial(attention.check, name),
-            "" if name == "plain" else "plain, the definition")
+    Check("fp16", "precision", partial(_cast, torch.float16, 1e-2), "bf16"),
+    *(Check(name, "attention", partial(attention.check, name), "" if name == "plain" else "plain")
       for name in ATTENTION),
-    Check("triton", "compiler", _triton,
-          "plain PyTorch, which every kernel of the kit has beside it"),
-    Check("triton interpreter", "compiler", _interpreter, "the definition in PyTorch"),
-    Check("kernels", "compiler", _versions, "what is right runs in its place"),
-    Check("fp8 stores", "compiler", _fp8_stores,
-          "system.compile=false, or precision.recipe=bf16"),
+    Check("triton", "compiler", _triton, "system.kernels=reference"),
+    Check("triton interpreter", "compiler", _interpreter, "system.kernels=reference"),
+    Check("kernels", "compiler", _versions, "system.kernels=auto"),
+    Check("fp8 stores", "compiler", _fp8_stores, "system.compile=false"),
     Check("gloo", "parallel", partial(_processes, "all-reduce", "gloo"), "one process"),
-    Check("nccl", "parallel", partial(_processes, "all-reduce", "nccl"),
-          "gloo: the same program, on CPUs"),
-    Check("DDP", "parallel", partial(_processes, "DDP", "gloo"),
-          "one process, with gradient accumulation"),
+    Check("nccl", "parallel", partial(_processes, "all-reduce", "nccl"), "gloo"),
+    Check("DDP", "parallel", partial(_processes, "DDP", "gloo"), "gradient accumulation"),
     Check("FSDP2", "parallel", partial(_processes, "FSDP2", "gloo"), "DDP"),
 )
 
 
-# The machine
-
 def machine() -> dict[str, Any]:
-    """Returns what was found, without trying anything. Sizes are bytes."""
-    flags, memory = cpu_flags(), psutil.virtual_memory()
-    driver, problem = Path("/sys/module/nvidia/version"), hardware.why_no_gpu()
+    """Return what PyTorch says of GPUs. Sizes are bytes."""
+    problem = hardware.why_no_gpu()
     count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     gpus = map(torch.cuda.get_device_properties, range(count))
-    return {"os": platform.platform(), "python": platform.python_version(), "cpu": cpu_name(),
-            "cpu_features": [name for name in CPU_FEATURES if name in flags],
-            "cores": cores(), "memory_bytes": memory.total,
-            "memory_available_bytes": memory.available, "memory_limit_bytes": memory_limit_bytes(),
-            "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
-                      "memory_bytes": gpu.total_memory,
-                      "multiprocessors": gpu.multi_processor_count} for gpu in gpus],
-            "gpu_problem": problem or None,
-            "driver": driver.read_text().strip() if driver.exists() else None,
-            "cuda": torch.version.cuda, "hip": torch.version.hip,
-            "libraries": versions(LIBRARIES)}
+    return {
+        "gpus": [{"name": gpu.name, "capability": f"{gpu.major}.{gpu.minor}",
+                  "memory_bytes": gpu.total_memory, "multiprocessors": gpu.multi_processor_count}
+                 for gpu in gpus],
+        "gpu_problem": problem or None, "cuda": torch.version.cuda, "hip": torch.version.hip}
 
 
-def techniques() -> list[Probe]:
-    """Checks that the implementation of every row, also from outside, can be imported here."""
-    return [probe(Check(f"{field}={name}", "technique", partial(_loaded, row)), torch.device("cpu"))
+def techniques() -> list[Check]:
+    """Return a check for every row, also from outside: its implementation can be imported."""
+    return [Check(f"{field}={name}", "technique", partial(_loaded, row))
             for field, table in FAMILIES.items() for name, row in table.items()]
 
 
@@ -214,23 +200,42 @@ def _loaded(row: Row, device: torch.device) -> str:
     return row.implementation
 
 
-def examine(checks: Iterable[Check] = CHECKS, *, recipes: bool = True) -> dict[str, Any]:
-    """The whole report, JSON-ready: the machine, the device that was tried, a row for each check and
-    for every precision recipe with every backend, and which dtype a run takes here by itself. That
-    bf16 works says nothing of its speed, so that choice comes from a race.
+# The process
 
-    Checks of kind `parallel` and `recipes` start processes, each with a torch of its own: some GB
-    for some seconds.
-    """
-    device = torch.device(hardware.usable())
-    choice, here = hardware.bf16_choice(device), hardware.machine(str(device))  # while all is quiet
-    with ThreadPoolExecutor(1) as beside:       # it waits for a process of its own
-        pairs = beside.submit(matrix.probes, device) if recipes else None
-        probes = [probe(check, device) for check in checks]
-        probes += [found for found in techniques() if not found.works]
-    return {"machine": machine(), "device": str(device),
-            "probes": list(map(asdict, [*probes, *(pairs.result() if pairs else ())])),
-            "ceilings": {
-                "bytes_per_second": here.bytes_per_second, "flops": here.flops,
-                "fp8_without_fast_accumulation": here.details.get("fp8_without_fast_accumulation")},
-            "chosen": {"precision": asdict(choice)}}
+def speed(device: torch.device) -> dict[str, Any]:
+    """Return the ceilings that are reached here, and the dtype of a run by itself, which a race
+    decides. `others` is the share of the cores that other processes took meanwhile."""
+    share, choice, here = hardware.others(), hardware.bf16_choice(device), hardware.machine(
+        str(device))
+    return {"chosen": {"precision": asdict(choice)}, "ceilings": {
+        "bytes_per_second": here.bytes_per_second, "flops": here.flops, "others": share(),
+        "fp8_without_fast_accumulation": here.details.get("fp8_without_fast_accumulation")}}
+
+
+def _part(check: Check, device: torch.device) -> dict[str, Any]:
+    """Return the part of the report that `check` makes: of a technique only if it fails."""
+    if check.kind == "speed":
+        return speed(device)        # first of all, with PyTorch's own number of threads
+    torch.set_num_threads(1)    # tiny products; more threads would only wait for one another
+    if check.kind != "technique":
+        with suppress(ConfigError):     # it imports PyTorch while other rows are tried
+            _warm_parent()
+    found = probe(check, device)
+    return {"probes": [asdict(found)] if found.kind != "technique" or not found.works else []}
+
+
+def _main(writer: str, told: str) -> None:
+    asked = json.loads(told)
+    Config(imports=asked["imports"])
+    device = torch.device(asked["device"] or hardware.usable())
+    checks = [Check("speed", "speed", speed), *CHECKS, *techniques(), *matrix.checks().values()]
+    checks = [check for check in checks if asked["only"] is None or check.name in asked["only"]]
+    first = {"machine": machine(), "device": str(device),
+             "checks": [(check.name, check.kind, check.nearest) for check in checks]}
+    with open(int(writer), "w", encoding="utf-8") as out:
+        for part in chain([first], (_part(check, device) for check in checks)):
+            print(json.dumps(part), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

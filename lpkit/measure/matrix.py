@@ -1,22 +1,17 @@
 """Which recipe runs here with which backend: native, emulated, or not, and why.
 
 Each is tried on this machine: forward and backward of a tiny Linear against its definition in
-float64, torch.compile, recomputation, accumulation; in a process of its own, with a time limit.
-docs/matrix.md says the same of machines that are not here, from what the libraries say they need.
+float64, torch.compile, recomputation, accumulation. docs/matrix.md says the same of machines that
+are not here, from what the libraries say they need.
 
 Native: the device multiplies these formats itself; emulated: the same numbers in wider products,
-slower than the wider recipe alone. `python -m lpkit.measure.matrix DEVICE NAMES` tries those that
-are named in a JSON list and prints one JSON line each.
+slower than the wider recipe alone.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -24,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lpkit.kernels import jit
-from lpkit.measure.probes import Check, Probe, UnavailableError, compare, probe, reason
+from lpkit.measure.probes import Check, UnavailableError, compare, reason
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast
 from lpkit.precision.libraries import Library
@@ -35,7 +30,6 @@ from lpkit.training.steps import advance
 
 KIND = "recipe"
 FEATURES = ("compile", "recompute", "accumulate")   # without which a pair still works
-PROBE_SECONDS = 90.0
 SIZE = 128      # of the tiny Linear: tiles every recipe
 ERROR = 0.5     # relative, beyond which a result is not the recipe's
 
@@ -49,35 +43,10 @@ def checks() -> dict[str, Check]:
     """Pairs every recipe with every backend, by name."""
     found = {}
     for recipe, row in RECIPES.items():
-        instead = f"{recipe} emulated: the same numbers, without the speed" if row.products else "fp32"
+        instead = f"{recipe} with precision.backend=emulated" if row.products else "fp32"
         for backend in backends_of(row):
             name = f"{recipe}, {backend}"
             found[name] = Check(name, KIND, partial(tried, recipe, backend), instead)
-    return found
-
-
-def probes(device: torch.device | str, *, seconds: float = PROBE_SECONDS,
-           only: Iterable[str] | None = None) -> list[Probe]:
-    """Tries each in another process. One that crashes it does not work, for that reason; one that
-    takes longer than `seconds` alone is not known. A fresh process goes on behind it."""
-    known, found = checks(), []
-    waiting = list(known if only is None else only)
-    while waiting:
-        command = [sys.executable, "-W", "ignore", "-m", "lpkit.measure.matrix", str(device),
-                   json.dumps(waiting)]
-        try:
-            done = subprocess.run(command, capture_output=True, timeout=seconds)
-            out, works, why = done.stdout, False, f"its process ended with {done.returncode}"
-        except subprocess.TimeoutExpired as late:
-            out, works, why = late.stdout or b"", None, f"not known: no answer within {seconds:g} s"
-        answers = [Probe(**json.loads(line)) for line in out.decode(errors="replace").splitlines()
-                   if line.startswith('{"name"')]
-        found += answers
-        del waiting[:len(answers)]
-        if waiting and (works is False or not answers):     # else it had a part of the time
-            name = waiting.pop(0)
-            found.append(Probe(name=name, kind=KIND, works=works, why=why,
-                               nearest=known[name].nearest))
     return found
 
 
@@ -186,14 +155,3 @@ class Trial:
             total = total + self.gradients(apart, seed=seed)[2]
             self.gradients(model, seed=seed)
         return _compare([model.weight.grad], [total], 1e-3)
-
-
-def _main(device: str, names: str) -> None:
-    torch.set_num_threads(1)    # tiny products; more would only wait for one another
-    known = checks()
-    for name in json.loads(names):
-        print(json.dumps(asdict(probe(known[name], torch.device(device)))), flush=True)
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

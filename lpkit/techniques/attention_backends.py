@@ -75,7 +75,7 @@ class Limits:
     """A row's `why_not`, from what its library takes. Softmax kinds alone."""
 
     rule: tuple[str, ...] = ()          # of WORDS, what it computes besides full attention
-    gpu_alone: str = "runs on a GPU alone"      # "": on a CPU, too
+    gpu_alone: str = "needs a GPU"      # "": on a CPU, too
     interpreted: bool = False           # by Triton's interpreter on a CPU
     dtypes: tuple[str, ...] = HALF
     widest: int = 0                     # head; 0: any. Multiples of `multiple`
@@ -282,8 +282,7 @@ ATTENTION |= {name: Backend(
 ATTENTION |= {
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=OPERATIONS + "linear_chunks",
-                       why_not=lambda asked: "computes kinds without softmax alone; plain computes "
-                       "every kind"),
+                       why_not=lambda asked: "computes kinds without softmax alone; plain can"),
 }
 
 
