@@ -88,6 +88,7 @@ setup:
 	@test -f "$(READY)" && $(SOUND) 2>/dev/null || $(MAKE) --no-print-directory install
 
 # A set-up that was once complete is updated in place; anything else (none, interrupted, broken) starts from nothing.
+# The distribution was named lpkit before; its command must not stay beside the new one's.
 install:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "lpkit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | tail -1); name another: make PYTHON=/path/to/python3.12 lab" >&2; exit 2; }
@@ -95,6 +96,7 @@ install:
 	    echo "$(PYTHON) has no venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	@mkdir -p $(dir $(LOG)); if ls $(VENV)/ready-* >/dev/null 2>&1 && $(SOUND) 2>/dev/null; then rm -f $(VENV)/ready-*; \
 	        echo "Updating $(VENV): its list of packages has changed. Log: $(LOG)"; \
+        $(PY) -m pip uninstall --quiet --yes lpkit >$(LOG) 2>&1; \
 	    else echo "Setting up $(VENV), once: $(SIZE). Log: $(LOG)"; \
 	        rm -rf $(VENV); $(PYTHON) -m venv $(VENV) >$(LOG) 2>&1 || { $(FAILED); exit 2; }; fi
 	@(while sleep $(EVERY) >/dev/null 2>&1 && kill -0 $$$$ 2>/dev/null; do $(PROGRESS); done) & \
