@@ -67,7 +67,7 @@ def memory_explorer(*, model: str, machine: str, devices: int, precision: str) -
         recompute=list(RECOMPUTE),
         labels={"zero_stage": "ZeRO stage", "optimizer": "optimizer state"},
         start={"model": preset(model), "machine": CATALOGUE[machine], "devices": devices,
-               "precision": precision})
+               "precision": precision, "optimizer": "adamw"})     # of which the notebook speaks
 
 
 KEPT = {    # a row of PRECISIONS, and the kind of machine
