@@ -136,7 +136,7 @@ def test_a_figure_without_a_static_picture_is_refused():
     from lessons.figure import Figure
 
     output = nbformat.v4.new_output("display_data", Figure({"data": [{"type": "pie", "values": [1]}]})._repr_mimebundle_())
-    with pytest.raises(ConfigError, match="figure-1: .* cannot draw the trace type 'pie'"):
+    with pytest.raises(ConfigError, match=r"figure-1: .* cannot draw the trace type 'pie'"):
         build.drawn(output, "figure-1")
 
 
