@@ -125,7 +125,7 @@ def test_parameters_are_checked_before_they_are_used(book):
     assert ast.unparse(used[0]) == "begin()"
 
 
-@pytest.mark.parametrize("path", [path for path in BOOKS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
 def test_a_page_opens_with_few_imports_and_no_code_is_cut(path):
     code = code_of(nbformat.read(path, as_version=4))
     assert len(code[1].source.splitlines()) <= MAX_IMPORT_LINES, "let the lesson import it too, and write lesson.name"

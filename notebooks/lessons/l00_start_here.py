@@ -15,15 +15,15 @@ from lessons.judge import Exercise, adding_to
 from lessons.live import LiveRun, training_figure
 from lessons.your_progress import progress
 from lpkit import datasets, hardware
-from lpkit.commands.doctor import text
+from lpkit.commands.doctor import Page, text
 from lpkit.config import Config
 from lpkit.datasets.prepared import TokenFiles
-from lpkit.measure import doctor
+from lpkit.measure import doctor, probes
 from lpkit.training.loop import fit
 from lpkit.training.training import Training
 
 # notebook 00 imports these from here
-__all__ = ["LiveRun", "Training", "certificate", "doctor", "exercises", "fit", "hardware",
+__all__ = ["LiveRun", "Page", "Training", "certificate", "doctor", "exercises", "fit", "hardware", "probes",
            "progress", "text", "training_figure"]
 
 
