@@ -81,7 +81,6 @@ MAIN = {
     "27": Main("over learning rates", "Loss over learning rates at four widths: the best rate moves with the width, and under muP it stays.", "smoke"),
     "28": Main("The best loss of a search", "The best loss so far over the trials of twenty searches by two samplers.", "smoke"),
 }
-PENDING = {"20", "21", "26", "27", "28"}        # not drawn yet: run this for them, and take them out of here
 WITHOUT = {"99": "its figures are the answers"}
 
 
