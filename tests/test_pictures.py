@@ -1,5 +1,6 @@
 """Each notebook opens with the picture of its main figure. Only these tests catch a picture that is missing, too large, or another figure's."""
 
+import html
 import importlib.util
 import json
 import re
@@ -27,7 +28,7 @@ def title_of(picture: Path) -> str:
     if picture.suffix == ".png":
         with Image.open(picture) as image:
             return image.text["Title"]
-    return re.search(r"<title>(.+?)</title>", picture.read_text(encoding="utf-8"))[1].replace("&amp;", "&")
+    return html.unescape(re.search(r"<title>(.+?)</title>", picture.read_text(encoding="utf-8"))[1])
 
 
 @pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
