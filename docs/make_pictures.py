@@ -63,7 +63,7 @@ MAIN = {
     "15": Main(": what a rank sends", "Bytes that a rank sends in one update when it gathers weights in 32, 16 and 8 bits.", "smoke"),
     "16": Main("Who attends a chunk of queries to a chunk of keys, and in which step of the ring",
                "Chunks of queries against chunks of keys in ring attention: the step of each pair, in order and in zig-zag.", "smoke"),
-    "17": Main(" ranks, stages of each: ", "A pipeline schedule: forward and backward passes of eight micro-batches on four ranks; white is the bubble.",
+    "17": Main(" ranks, stages of each: ", "A pipeline schedule: forward and backward passes of eight micro-batches on four ranks; a rank waits where the chart is white.",
                "smoke"),
     "19": Main(" look better by at least ", "A histogram of the gains of changes that do nothing: more than a third look better by at least half a percent.",
                "smoke"),
@@ -81,7 +81,6 @@ MAIN = {
     "27": Main("over learning rates", "Loss over learning rates at four widths: the best rate moves with the width, and under muP it stays.", "smoke"),
     "28": Main("The best loss of a search", "The best loss so far over the trials of twenty searches by two samplers.", "smoke"),
 }
-PENDING = {"20", "21", "26", "27", "28"}        # not drawn yet: run this for them, and take them out of here
 WITHOUT = {"99": "its figures are the answers"}
 
 

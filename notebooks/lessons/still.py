@@ -609,7 +609,7 @@ class _Drawing:
         if self.legend_below:
             y = EDGE
         size = legend.get_window_extent(renderer)
-        x = max(EDGE, min(x, self.wide - EDGE - size.width))
+        x = max(EDGE, min(x, self.wide - 2 * EDGE - size.width))   # browsers write a little wider
         legend.set_bbox_to_anchor((x / self.wide, y / self.high), self.figure.transFigure)
 
     # --- axes
