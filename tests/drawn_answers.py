@@ -22,12 +22,12 @@ OF_TENSORS = ("axis", "in place", "dtype", "device", "edge size", "scale", "swap
 KINDS = {       # of mistakes that an exercise's arguments allow
     "pairs": (*OF_NUMBERS, "one rank"), "gate_up_rows": (*OF_TENSORS, "one rank"), "nats": (*OF_TENSORS, "forbidden size", "one rank"),
     "bubble": OF_NUMBERS, "one_f_one_b": (*OF_NUMBERS, "one rank"), "step_seconds": (*OF_NUMBERS, "in place"), "false_share": OF_NUMBERS, "seeds": OF_NUMBERS,
-    "sign_flip": (*OF_NUMBERS, "in place"), "adamw": OF_TENSORS, "lion": OF_TENSORS, "orthogonalised": OF_TENSORS, "factored": OF_TENSORS,
+    "sign_flip": (*OF_NUMBERS, "in place"), "adamw": OF_TENSORS, "lion": OF_TENSORS, "muon_step": OF_TENSORS, "factored": OF_TENSORS,
     "overhead_of": (*OF_NUMBERS, "axis"), "noise_scale_of": OF_NUMBERS, "price": OF_NUMBERS, "adam_at": OF_NUMBERS, "mup_rate": OF_NUMBERS,
     "running_mean": (*OF_TENSORS, "forbidden size"), "branch_scale": OF_NUMBERS, "zero_queries": OF_TENSORS, "attended": OF_TENSORS, "probabilities": OF_NUMBERS,
     "area": OF_NUMBERS, "some_tokens": OF_TENSORS, "split": OF_TENSORS, "merged": OF_TENSORS, "trained": (*OF_NUMBERS, "axis"),
     "rslora": OF_NUMBERS, "pissa": OF_TENSORS, "c_attn": OF_TENSORS,
-    "muon_step": OF_TENSORS, "power": (*OF_NUMBERS, "in place"), "trials_needed": OF_NUMBERS, "coin": OF_NUMBERS,
+    "power": (*OF_NUMBERS, "in place"), "trials_needed": OF_NUMBERS, "coin": OF_NUMBERS,
 }
 
 
@@ -164,16 +164,17 @@ def factored_but_for_vectors(rows, columns, g, share):
     return rows, columns, g**2 if min(g.shape) == 1 else rows[:, None] * columns / rows.mean()
 
 
-def muon_of_wide(w, g, m, lr, decay):
-    m = 0.95 * m + 0.05 * g
-    x = five_steps((direction := 0.05 * g + 0.95 * m) / direction.norm())
-    return w * (1 - lr * decay) - lr * max(1, w.shape[1] / w.shape[0]) ** 0.5 * x, m
+def muon_with(orthogonalised, turned=False):
+    """A step that orthogonalises so, and with another factor if `turned`."""
+    def attempt(w, g, m, lr, decay):
+        m = 0.95 * m + 0.05 * g
+        sides = w.shape[::-1] if turned else w.shape
+        return w * (1 - lr * decay) - lr * max(1, sides[0] / sides[1]) ** 0.5 * orthogonalised(0.05 * g + 0.95 * m), m
+    return attempt
 
 
 def muon_on_another_device(w, g, m, lr, decay):
-    m = torch.lerp(m, g, torch.full_like(m, 0.05, device="meta"))
-    x = five_steps((direction := 0.05 * g + 0.95 * m) / direction.norm())
-    return w * (1 - lr * decay) - lr * max(1, w.shape[0] / w.shape[1]) ** 0.5 * x, m
+    return muon_in_place(w, g, torch.lerp(m, g, torch.full_like(m, 0.05, device="meta")), lr, decay)
 
 
 def muon_in_place(w, g, m, lr, decay):
@@ -185,6 +186,12 @@ def muon_in_place(w, g, m, lr, decay):
 def turned_power(widths, changes):
     """One over the slope of the widths: it minimises the distances along the other axis."""
     return 1 / float(np.polyfit(np.log(changes), np.log(widths), 1)[0])
+
+
+def power_in_place(widths, changes):
+    for values in (widths, changes):
+        values[:] = map(math.log, values)
+    return float(np.polyfit(widths, changes, 1)[0])
 
 
 def coin_of_normal(ahead, behind):
@@ -316,7 +323,6 @@ MISTAKES = {
     "adamw": {"axis": adamw_of_rows, "swapped": adamw_of_swapped_betas, "in place": adamw_in_place},
     "lion": {"scale": lambda w, g, m, lr, decay: (w * (1 - decay) - lr * (0.9 * m + 0.1 * g).sign(), 0.99 * m + 0.01 * g),
              "edge size": lion_of_two_signs},
-    "orthogonalised": {"swapped": lambda m: five_steps(m / m.norm(), b=2.0315, c=-4.7750), "in place": lambda m: five_steps(m.div_(m.norm()))},
     "factored": {"device": factored_on_another_device, "edge size": factored_but_for_vectors},
     "overhead_of": {"rounding": lambda weights, tokens: sum(muon_flops(sorted(w.shape)) for w in weights) // (
                      6 * tokens * sum(w.numel() for w in weights)),
@@ -353,11 +359,18 @@ MISTAKES = {
     "pissa": {"device": pissa_on_another_device, "swapped": pissa_by_columns, "edge size": pissa_of_wide_alone},
     "c_attn": {"edge size": lambda qkv, heads: qkv if heads == 1 else qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT,
                "dtype": lambda qkv, heads: qkv.half().unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT},
-    "muon_step": {"axis": muon_of_wide, "device": muon_on_another_device, "in place": muon_in_place},
-    "power": {"swapped": turned_power, "rounding": lambda widths, changes: round(float(np.polyfit(np.log(widths), np.log(changes), 1)[0]), 2)},
+    "muon_step": {"axis": muon_with(lambda m: five_steps(m / m.norm()), turned=True),
+                  "swapped": muon_with(lambda m: five_steps(m / m.norm(), b=2.0315, c=-4.7750)),
+                  "device": muon_on_another_device, "in place": muon_in_place},
+    "power": {"in place": power_in_place, "swapped": turned_power,
+              "rounding": lambda widths, changes: round(float(np.polyfit(np.log(widths), np.log(changes), 1)[0]), 2)},
     "trials_needed": {"edge size": lambda q, p: 1 if q >= 0.5 else math.ceil(math.log(1 - p) / math.log(1 - q)),
+                      "off by one": lambda q, p: math.ceil(math.log(1 - p) / math.log(1 - q)) + 1,
                       "swapped": lambda q, p: math.ceil(math.log(1 - q) / math.log(1 - p))},
-    "coin": {"rounding": coin_of_normal, "scale": lambda ahead, behind: min(1.0, sum(
+    "coin": {"edge size": lambda ahead, behind: 0.5**ahead if not behind else min(1.0, 2 * sum(
+                 math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1)) / 2 ** (ahead + behind)),
+             "swapped": lambda ahead, behind: min(1.0, 2 * sum(math.comb(ahead + behind, k) for k in range(max(ahead, behind) + 1)) / 2 ** (
+                 ahead + behind)), "rounding": coin_of_normal, "scale": lambda ahead, behind: min(1.0, sum(
         math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1)) / 2 ** (ahead + behind - 2))},
 }
 
@@ -544,7 +557,6 @@ RIGHT_FORMS = {
     "sign_flip": [by_all_signs],
     "adamw": [by_torch_adamw, adamw_on_copies],
     "lion": [lambda w, g, m, lr, decay: (w - lr * (decay * w + torch.lerp(g, m, 0.9).sgn()), torch.lerp(g, m, 0.99))],
-    "orthogonalised": [by_right_gram, by_singular_values],
     "factored": [by_outer],
     "overhead_of": [lambda weights, tokens: 5 * sum(w.numel() * (4 * min(w.shape)) + 2 * min(w.shape) ** 3 for w in weights) / 6 / tokens / sum(
         map(torch.numel, weights))],
@@ -568,7 +580,7 @@ RIGHT_FORMS = {
     "rslora": [lambda alpha, rank: (alpha * math.exp(-0.5 * math.log(rank)), math.sqrt(rank * alpha**2))],
     "pissa": [direction_by_direction],
     "c_attn": [by_slices, lambda qkv, heads: qkv.mT.reshape(qkv.shape[1], heads, 3, -1).permute(0, 2, 1, 3).reshape(qkv.shape[::-1])],
-    "muon_step": [lambda w, g, m, lr, decay: muon_in_place(w, g, m.clone(), lr, decay)],
+    "muon_step": [lambda w, g, m, lr, decay: muon_in_place(w, g, m.clone(), lr, decay), muon_with(by_right_gram), muon_with(by_singular_values)],
     "power": [lambda widths, changes: np.linalg.lstsq(np.stack((np.log2(widths), np.ones(len(widths))), 1), np.log2(changes), rcond=None)[0][0]],
     "trials_needed": [lambda q, p: next(n for n in count(1) if (1 - q) ** n <= (1 - p) * (1 + 1e-12))],
     "coin": [lambda ahead, behind: math.fsum(math.comb(ahead + behind, k) for k in range(ahead + behind + 1)

@@ -445,7 +445,8 @@ def _everybodys_target(logits, target, rank, ranks, all_reduce_max, all_gather):
 
 @rank_exercise("16.nats", (torch.tensor([[0.0], [0.0]]), 0),
                (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), 2),
-               (torch.arange(16.0).view(WORLD, 8), 9), most_sent=4, draw=_logits, tolerance=1e-5, stars=3, minutes=15,
+               (torch.arange(16.0).view(WORLD, 8), 9), most_sent=4,
+               draw=_logits, tolerance=1e-5, stars=3, minutes=15,
                mistakes={"exponentials of different ranks add up when all subtract the same "
                          "maximum": _own_maximum,
                          "the sum of exponentials goes over all ranks": _own_vocabulary,

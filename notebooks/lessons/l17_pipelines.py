@@ -486,7 +486,7 @@ def _in_any_order(r: Random, ranks: int, m: int) -> list[list[str]]:
 
 
 def _orders(r: Random) -> tuple[list[list[str]], float, float]:
-    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise. Or any order."""
+    """The first ranks by GPipe, the others by 1F1B: from the end it looks otherwise. Or any."""
     ranks, m = r.randint(1, 4), r.randint(1, 5)
     first = r.randint(0, ranks)
     orders = [(_gpipe if rank < first else one_f_one_b)(rank, ranks, m) for rank in range(ranks)]

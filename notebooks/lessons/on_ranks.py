@@ -34,7 +34,7 @@ class OnRanks(Exercise):
     line, and then `rank`, `ranks` and those of COLLECTIVES that the spec names."""
 
     drawn: int = DRAWN
-    most_sent: int | None = None    # numbers that a rank may give to collectives, where text says so
+    most_sent: int | None = None    # numbers that a rank may give to collectives
 
     def judged(self, attempt: Callable[..., Any]) -> Verdict:
         source = as_text(self, attempt)

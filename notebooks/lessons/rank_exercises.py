@@ -2,8 +2,8 @@
 lessons that have exercises of this kind judge them on the same (`lessons.on_ranks`).
 
 Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `F`, `dist`
-and `math` and nothing else of the notebook. A rank that raises ends the others, and those that wait for
-one another for ever are ended after some seconds; both are sentences.
+and `math` and nothing else of the notebook. A rank that raises ends the others, and those that wait
+for one another for ever are ended after some seconds; both are sentences.
 """
 
 import ast
