@@ -121,7 +121,7 @@ def test_every_formula_of_the_course_can_be_typeset(stem, latex):
     assert drawing.count("<path") > 3 and not re.search(r"<text|NaN|&lt;m", drawing.partition("<svg")[2])
     commands = set(re.findall(r"\\([a-zA-Z]+)", latex))
     assert commands <= {"underbrace", "text", "frac", "tfrac", "left", "right", "max", "ge", "le", "int", "sum", "log", "ln", "sqrt", "sigma",
-                        "lfloor", "rfloor", "min", "Phi", "qquad", "cdot", "approx", "times", "leftarrow", "top", "alpha", "beta", "gamma", "quad"}, "look at it on the site, and then name it here"
+                        "lfloor", "rfloor", "min", "Phi", "qquad", "cdot", "approx", "times", "leftarrow", "top", "alpha", "beta", "gamma", "quad", "varepsilon"}, "look at it on the site, and then name it here"
 
 
 @pytest.mark.parametrize("shown", ["FigureWidget({'data': []})", "VBox(children=(IntSlider(), Figure(spec={})))"])
