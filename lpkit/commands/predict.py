@@ -87,7 +87,7 @@ def text(result: dict[str, Any]) -> str:
         line(row["name"], quantity(row["bytes"], "bytes"), row["formula"])
     fits = "" if result["fits"] else ": does not fit"
     line("peak", quantity(result["peak_bytes"], "bytes"),
-         f"of {quantity(on['memory_bytes'], 'bytes')}{fits}; {result['peak_moment']}")
+         f"of {quantity(on['memory_bytes'], 'bytes')}{fits}; moment: {result['peak_moment']}")
     if result["reserved_bytes"] > result["peak_bytes"]:
         line("reserved", quantity(result["reserved_bytes"], "bytes"),
              "by the allocator, with expandable segments")
@@ -111,13 +111,14 @@ def text(result: dict[str, Any]) -> str:
         line("", "", others)
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
-         f"{between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")
+         f"range {between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")
     if result["energy_wh"] is not None:
         line("energy", quantity(result["energy_wh"], "Wh"),
-             f"{between(result['energy_wh_range'], partial(quantity, unit='Wh'))}, at rated power")
+             f"range {between(result['energy_wh_range'], partial(quantity, unit='Wh'))}, "
+             "at rated power")
     if result["cost"] is not None:
         line("cost", "$" + quantity(result["cost"]),
-             f"{between(result['cost_range'], lambda value: '$' + quantity(value))}, "
+             f"range {between(result['cost_range'], lambda value: '$' + quantity(value))}, "
              f"at {a['price_per_hour']:g} dollars per device and hour, "
              f"${result['cost_per_million_tokens']:.3g} per million tokens")
     if result["measured"]:
