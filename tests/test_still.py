@@ -129,6 +129,17 @@ def test_what_is_stacked_as_areas_lies_on_the_sum_below_it():
     assert lower == [1, 2, 3] and upper == [11, 12, 3]
 
 
+def test_the_first_axes_may_be_written_with_their_number():
+    """plotly takes xaxis1 and x1 for xaxis and x: two panels beside one another, logarithmic."""
+    log = {"type": "log", "range": [0, 4]}
+    spec = plain({"data": [{"x": [1, 100], "y": [1, 10], "xaxis": f"x{i}", "yaxis": f"y{i}"} for i in (1, 2)],
+                  "layout": {f"{letter}axis{i}": {**log, "anchor": f"{other}{i}", **({"domain": domain} if letter == "x" else {})}
+                             for letter, other in ("xy", "yx") for i, domain in ((1, [0, 0.45]), (2, [0.55, 1]))}})
+    left, right, _ = still.draw(spec).axes      # the third is the page, for words
+    assert {axes.get_xscale() for axes in (left, right)} == {axes.get_yscale() for axes in (left, right)} == {"log"}
+    assert left.get_position().x1 < right.get_position().x0
+
+
 def test_a_heatmap_has_the_colour_of_its_value_at_its_place():
     z = [[0, 30, None], [60, 15, 45]]
     spec = plain({"data": [{"type": "heatmap", "x": ["a", "b", "c"], "y": ["first", "second"], "z": z, "zmin": 0, "zmax": 60}],

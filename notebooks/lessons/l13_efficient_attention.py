@@ -189,6 +189,18 @@ def seconds(layers: Sequence[Layer], *, rounds: int, within_seconds: float = mat
     return [min(times) for times in found]
 
 
+def finite(tokens: float) -> float | None:
+    """Returns a context length, and None for one beyond all contexts that were tried."""
+    return tokens if math.isfinite(tokens) else None
+
+
+def reached(tokens: float | None) -> str:
+    """Returns the cell of a table: a context length, or that no tried context reaches it."""
+    if tokens is None:
+        return ""
+    return f"{tokens:,.0f}" if math.isfinite(tokens) else "none of these"
+
+
 def crossing(kind: Mapping[int, float], full: Mapping[int, float], share: float) -> float:
     """The context from which on `kind` stays at or below `share` of `full`, both by context;
     between two contexts on the line between their logarithms. Infinite: it has not begun."""

@@ -338,9 +338,21 @@ class _Axis:
         return kept
 
 
+AXIS_NAMES = {"xaxis", "yaxis", "anchor", "overlaying", "matches", "xref", "yref"}     # keys whose values name an axis
+
+
 def _long(name: str) -> str:
     """Plotly's name of an axis in the layout: x2 -> xaxis2; x and x1 -> xaxis."""
     return f"{name[0]}axis{'' if name[1:] == '1' else name[1:]}"
+
+
+def _first(value: Any) -> Any:
+    """Write the first axes as plotly's own layout has them: xaxis1 as xaxis, x1 as x."""
+    if isinstance(value, Mapping):
+        return {re.sub(r"^([xy]axis)1$", r"\1", key): re.sub(r"^([xy])1(?= |$)", r"\1", item)
+                if key in AXIS_NAMES and isinstance(item, str) else _first(item)
+                for key, item in value.items()}
+    return [*map(_first, value)] if isinstance(value, list) and value and isinstance(value[0], Mapping) else value
 
 
 class _Drawing:
@@ -349,7 +361,8 @@ class _Drawing:
     def __init__(self, spec: Mapping[str, Any]):
         from matplotlib.figure import Figure
 
-        given = dict(spec["layout"])
+        spec = _first({"data": spec["data"], "layout": spec["layout"]})
+        given = spec["layout"]
         template = given.get("template") or {}
         house = template.get("layout", {})
         self.layout = _merged({key: value for key, value in house.items()
