@@ -793,3 +793,12 @@ def test_what_a_new_user_gets_wrong_is_one_sentence(said, wrong, tmp_path, monke
 def test_keep_may_be_names_that_are_made_one_by_one():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     assert lpkit.convert(model, "int8", keep=(name for name in ("0", "1"))).named(KEPT)[:2] == ["0", "1"]
+
+
+def test_a_prediction_warns_of_nothing():
+    """A notebook shows warnings in red: PyTorch has one for a switch of TF32 that nobody asked for."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), torch.randn(4, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lpkit.predict(model, x, loss=lambda out, _: out.sum(), machine="h200")
+    assert not caught, [str(one.message) for one in caught]

@@ -184,7 +184,7 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     norms = _OneKernel() if on.kind == "gpu" else nullcontext()
     # oneDNN's LSTM is one kernel, whose products a trace would not see
     with (fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms,
-          torch.backends.mkldnn.flags(enabled=False)):
+          torch.backends.mkldnn.flags(False, allow_tf32=None, fp32_precision=None)):
         step = _Step(model, batch, optimizer, precision, loss)
         seen = step.recorded()
         if step.p.low is not None:
