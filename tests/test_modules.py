@@ -800,5 +800,5 @@ def test_a_prediction_warns_of_nothing():
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)), torch.randn(4, 8)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lpkit.predict(model, x, loss=lambda out, _: out.sum(), machine="h200")
+        lpkit.predict(model, x, loss=lambda model, x: model(x).sum(), machine="h200")
     assert not caught, [str(one.message) for one in caught]
