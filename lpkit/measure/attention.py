@@ -30,14 +30,15 @@ def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> st
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
     if why := why_not(name, asked):
         raise UnavailableError(why)
+    other = nearest(asked)
+    instead = f"{other if other != name else 'plain'} can"
     try:
         error = max(_error(name, model, dtype, device, T) for T in LENGTHS)
     except Exception as failure:
         raise UnavailableError(f"{type(failure).__name__}: {reason(failure)[:160]}; "
-                               f"{nearest(asked)} can") from failure
+                               f"{instead}") from failure
     if not error <= (4 * ATTENTION[name].rounding or LIMITS[dtype]):
-        raise UnavailableError(f"the numbers are wrong, relative error {error:.1e}; "
-                               f"{nearest(asked)} can")
+        raise UnavailableError(f"the numbers are wrong, relative error {error:.1e}; {instead}")
     return f"forward and backward in {dtype}, relative error {error:.0e}"
 
 
