@@ -231,7 +231,7 @@ class Reader:
 
     @printed("zero-formula-0", r"\text{reduce-scatter} = \text{all-gather} = \frac{R - 1}{R} \, \text{bytes}")
     @printed("zero-08", "ZeRO 0 all-reduces the gradients. ZeRO 1\nscatters gradients, updates its part, and gathers the new weights.",
-             "gather them for\nforward, and ZeRO 3, which drops each block as soon as it is done with it, once more for backward")
+             "gather them for forward. ZeRO 3 drops each block after its forward and\ngathers the block once more for backward")
     @printed("zero-22", "Every micro-batch sends everything.")
     def sent(self) -> float:
         q = self.q

@@ -36,7 +36,7 @@ STYLE = f"""
 * {{ box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }}
 body {{ margin: 0 auto; max-width: 275mm; padding: 6mm; color: {INK}; font: 12px/1.45 {FONT};
         font-variant-numeric: tabular-nums; background: #fff; overflow-wrap: anywhere; }}
-@media print {{ body {{ padding: 0; font-size: 11px; }} section {{ margin-bottom: 3mm; }} }}
+@media print {{ body {{ padding: 0; font-size: 10px; }} section {{ margin-bottom: 2mm; }} }}
 header {{ border-top: 5px solid {MAIN}; padding-top: 5mm; }}
 .top {{ display: flex; justify-content: space-between; gap: 4mm; }}
 .of {{ color: {FAINT}; }}
