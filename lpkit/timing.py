@@ -11,13 +11,14 @@ Watch = Callable[[Sequence[int]], Iterable[int]]
 
 def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int, warm_up: int = 1,
                         shuffle: bool = False, within_seconds: float = math.inf,
-                        clock: Callable[[], float] = time.perf_counter,
+                        clock: Callable[[], float] | None = None,
                         watch: Watch = iter) -> list[list[float]]:
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
     A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
-    new round begins after `within_seconds`, but one is always measured. `clock` returns seconds.
+    new round begins after `within_seconds`, but one is always measured. `clock` is perf_counter by default.
     """
+    clock = clock or time.perf_counter
     seconds: list[list[float]] = [[] for _ in runners]
     order, draw = list(range(len(runners))), random.Random(0)
     begun = time.perf_counter()

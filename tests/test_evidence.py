@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
 import time
 import tomllib
 from dataclasses import replace
@@ -57,15 +59,18 @@ print('{"value": "%s"}' % case)
 
 
 @pytest.mark.slow
-def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(evidence, "LEAST_SECONDS", 0.5)
+def test_what_a_case_meets_is_a_line_and_nothing_runs_twice(tmp_path):
     cases = ["good", "fails", "fails in part", "crashes", "after a crash", "hangs", "last"]
     commands = {case: ("-c", CASE, str(tmp_path), case) for case in cases}
-    start = time.monotonic()
-    budget = 40 * patience()     # each of six processes may take seconds to start beside other work
-    evidence._piece("bad", commands, budget, math.inf, tmp_path)
-    assert time.monotonic() - start < 1.5 * budget and [*evidence._lines(tmp_path, "bad")] == cases, "a case that hangs has half of the budget"
-    evidence._piece("bad", commands, budget, math.inf, tmp_path)
+    budget = 16 * patience()
+    # in a process of its own, as the command is: what other tests have forked holds no pipe of a case open
+    piece = ("import json, math, sys; from pathlib import Path; from tests.bench import evidence; evidence.LEAST_SECONDS = 0.5; "
+             "evidence._piece('bad', json.loads(sys.argv[1]), float(sys.argv[2]), math.inf, Path(sys.argv[3]))")
+    words = [sys.executable, "-c", piece, json.dumps(commands), str(budget), str(tmp_path)]
+    subprocess.run(words, cwd=PACKAGE.parent, check=True)
+    assert [*evidence._lines(tmp_path, "bad")] == cases, "a case that hangs has half of the budget"
+    assert budget / 2 <= evidence._lines(tmp_path, "bad")["hangs"]["took"] < budget
+    subprocess.run(words, cwd=PACKAGE.parent, check=True)
     lines = evidence._lines(tmp_path, "bad")
     assert [*lines] == cases and (tmp_path / "ran").read_text().splitlines() == cases
     assert lines["good"]["said"] == {"value": "good"} and lines["last"]["took"] > 0
@@ -187,7 +192,7 @@ def test_a_launch_on_gpus_is_among_all(ran, tmp_path, monkeypatch):
 @pytest.mark.parametrize("words, said", [
     (["evidence", "--pieces", "smok,linear"], "there is no piece of the evidence 'smok'; did you mean 'smoke'?"),
     (["evidence", "--pieces", ""], "there is no piece of the evidence ''; choose one of"),
-    (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability or your-model alone"),
+    (["ledger", "--pieces", "smoke"], "--pieces is for evidence or reliability or your-model or course alone"),
 ])
 def test_an_unknown_piece_is_one_sentence(words, said, ran, tmp_path, capsys):
     assert cli.main(["bench", *words, "--out", str(tmp_path)]) == 2

@@ -119,7 +119,7 @@ class Lesson:
 # Seconds of a CPU's work, which are the same on a GPU's machine
 WORK = frozenset({"scale-06", "scale-12", "rent-18", "rent-unseen", "rent-25", "kernels-11", "matmul-13", "kinds-11", "kinds-13", "kinds-15", "kinds-16",
                   "unseen-10"})
-FIRST = {"00": "start-04", "01": "memory-09", "02": "time-08", "03": "formats-11", "04": "scale-19", "05": "mixed-10", "06": "fp8-03", "07": "fail-06",
+FIRST = {"00": "start-09", "01": "memory-09", "02": "time-08", "03": "formats-11", "04": "scale-19", "05": "mixed-10", "06": "fp8-03", "07": "fail-06",
          "08": "buys-08", "09": "rent-14", "10": "kernels-13", "11": "matmul-15", "12": "flash-10", "14": "zero-17", "15": "full-15", "16": "split-14", "17": "pipe-18", "20": "rules-14", "22": "blocks-21", "24": "start-09", "25": "own-03", "26": "muon-11"}
 
 
