@@ -331,6 +331,33 @@ def test_a_lesson_comes_beside_its_notebook_and_a_changed_one_stays(folder, cour
     assert theirs.read_text() == "x = 4\n"
 
 
+def test_rooms_of_lessons_come_too(folder, course):
+    room = course(FIRST).parent / "lessons" / "rows"
+    room.mkdir(parents=True)
+    (room / "optimizers.py").write_text("x = 1\n")
+    assert copies.update(folder) == []
+    mine = folder / "lessons" / "rows" / "optimizers.py"
+    assert mine.read_text() == "x = 1\n"
+    (room / "optimizers.py").write_text("x = 2\n")
+    (leftover := mine.with_name(".optimizers.py.abcdefgh.tmp")).touch()
+    assert copies.update(folder) == [] and mine.read_text() == "x = 2\n" and not leftover.exists()
+    mine.write_text("x = 5\n")
+    (room / "optimizers.py").write_text("x = 3\n")
+    [change] = copies.update(folder)
+    assert change["notebook"] == "lessons/rows/optimizers" and mine.read_text() == "x = 5\n"
+
+
+def test_a_notebook_that_the_course_gave_up_is_reported_once_and_stays(folder, course):
+    edit(folder, put("a", "x = 7"))
+    course({"t": "# Another", "z": "end"}, "04_other.ipynb").with_name(NAME).unlink()
+    changes = copies.update(folder)
+    assert changes == [
+        {"notebook": "04_other", "done": "copied", "notes": []},
+        {"notebook": "03_formats", "done": "left",
+         "notes": ["the course no longer has this notebook; your copy stays"]}]
+    assert "x = 7" in sources(folder) and copies.update(folder) == []
+
+
 # ---- a lesson that its learner broke
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"

@@ -246,10 +246,11 @@ os.execvp("sleep", ["sleep", "600"])
 
 def test_the_attack_sees_what_a_careless_keeper_leaves(tmp_path, monkeypatch):
     def sleep(seconds):
-        """Until the keeper has begun, not for the second in which it usually has."""
+        """Wait until the keeper sleeps. Its folder appears earlier, and so proves less."""
         if seconds < 1:
             return time.sleep(seconds)
-        until(lambda: list(max((tmp_path / "attack").iterdir()).glob("tmp/*")))
+        place = max((tmp_path / "attack").iterdir())
+        until(lambda: any("sleep 600" in process for process in attack.leftovers(place)))
 
     (tmp_path / "keeper.py").write_text(CARELESS)
     monkeypatch.setattr(attack, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))

@@ -56,7 +56,8 @@ def update(folder: Path) -> list[dict[str, Any]]:
             if not _is_there(here) or here.read_bytes() != path.read_bytes():
                 _copy(path, here)
         changes = [_update(path, folder) for path in _course()]
-        return [change for change in (*changes, *map(partial(_lesson, folder), _lessons())) if change]
+        changes += [*map(partial(_lesson, folder), _lessons()), *_given_up(folder)]
+        return [change for change in changes if change]
 
 
 def reset(folder: Path, name: str) -> dict[str, Any]:
@@ -162,7 +163,26 @@ def _course() -> list[Path]:
 
 
 def _lessons() -> list[Path]:
-    return sorted((files.resource("notebooks") / LESSONS).glob("*.py"))
+    return sorted((files.resource("notebooks") / LESSONS).rglob("*.py"))
+
+
+def _copy_of(lesson: Path, folder: Path) -> Path:
+    """The path of the lesson's copy below `folder`, whose directory exists afterwards."""
+    place = lesson.relative_to(files.resource("notebooks"))
+    for parent in (LESSONS, place.parent):
+        files.own_folder(folder / parent)
+    return folder / place
+
+
+def _given_up(folder: Path) -> list[dict[str, Any]]:
+    """Report, once, each copy whose notebook the course no longer has. The copy stays."""
+    course, gone = {path.name for path in _course()}, []
+    for was in sorted((folder / PRISTINE).glob("*.ipynb")):
+        if was.name not in course:
+            was.unlink()
+            gone += [_change(was, "left", ["the course no longer has this notebook; your copy "
+                                           "stays"])] * (folder / was.name).is_file()
+    return gone
 
 
 def way_back(lesson: Path) -> str:
@@ -175,15 +195,14 @@ def way_back(lesson: Path) -> str:
 
 def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
     """Bring one to `folder`; what is said of it, if the learner and the course both changed it."""
-    text, here = path.read_text(), files.own_folder(folder / LESSONS) / path.name
-    was = files.own_folder(folder / PRISTINE / LESSONS) / path.name
+    text, here, was = path.read_text(), _copy_of(path, folder), _copy_of(path, folder / PRISTINE)
     before, there = was.read_text() if was.exists() else None, _is_there(here)
     mine = here.read_text("utf-8", "replace") if there else None    # no text: a learner's
     if there and mine not in (before, text):
         if text == before:
             return None
         files.write_atomically(was, text)       # it is said once
-        return {"notebook": f"{LESSONS}/{path.stem}", "done": "updated", "notes": [
+        return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated", "notes": [
             f"you and the course both changed it: yours stays; {way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
         if old != text:
@@ -193,7 +212,7 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
 
 def _reset_lesson(folder: Path, path: Path) -> list[str]:
     """The course's in place of the copy; where the learner's is now, if it was another."""
-    here, said = files.own_folder(folder / LESSONS) / path.name, "was missing, and is there again"
+    here, said = _copy_of(path, folder), "was missing, and is there again"
     if _is_there(here):
         if here.read_bytes() == path.read_bytes():
             return []
@@ -219,7 +238,9 @@ def _alone(folder: Path) -> Iterator[None]:
     pristine = files.own_folder(folder / PRISTINE)
     files.refuse_links(pristine)
     with files.locked(pristine / ".lock"):
-        for place in (pristine, pristine / LESSONS, folder / LESSONS, folder / PICTURES):
+        lessons = {place / path.parent.relative_to(files.resource("notebooks"))
+                   for path in _lessons() for place in (pristine, folder)}
+        for place in (pristine, folder / PICTURES, *lessons):
             files.sweep(place)
         for path in _course():
             files.sweep(folder, f".{path.name}.????????.tmp")
