@@ -538,3 +538,25 @@ def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
     """A prefix alone: of its state nothing is fetched for an update. It was a ValueError."""
     config = preset("llama-8b").replace({"model.changes": "prefix", "memory.optimizer_state": "disk"})
     assert memory(config, "b200").peak_bytes < memory(config.replace({"model.changes": []}), "b200").peak_bytes
+
+
+@pytest.mark.parametrize(("changes", "layout", "why"), [
+    ({"model.layers": 1}, Layout(pipeline=2), "does not split over pipeline=2"),
+    ({"model.heads": 6, "model.kv_heads": 6}, Layout(tensor=4), "does not split over tensor=4"),
+    ({"global_batch": 6, "grad_accum_steps": 1}, Layout(data=4), "global_batch=6"),
+])
+def test_a_layout_that_the_model_cannot_have_is_refused(changes, layout, why):
+    with pytest.raises(ConfigError, match=why):
+        predict(Config().replace(changes), "h100", layout=layout)
+
+
+def test_offload_with_some_recomputed_blocks_on_ranks_has_a_prediction():
+    """The walk reached the embeddings with fewer than 0 bytes, and then knew no peak of them."""
+    config = Config().replace({
+        "model.layers": 4, "model.width": 128, "model.heads": 4, "global_batch": 40,
+        "grad_accum_steps": 5, "memory.recompute": "block", "memory.recompute.every": 3,
+        "memory.activation_offload": "cpu"})
+    whole = predict(config.replace({"memory.activation_offload": "device"}), "h100",
+                    layout=Layout(shard=4, zero=3))
+    less = predict(config, "h100", layout=Layout(shard=4, zero=3))
+    assert 0 < less.peak_bytes < whole.peak_bytes

@@ -14,7 +14,7 @@ from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
 from lpkit.predict.time import Bill, StepTime, bill, step_time
-from lpkit.techniques import machines
+from lpkit.techniques import layouts, machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
@@ -116,12 +116,14 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     price = on.price_per_hour if price_per_hour is None else price_per_hour
     precision = precision_of(config, on, precision)
     optimizer = optimizer or config.optimizer.name
-    layouts = [layout] if layout else _layouts(config, devices, zero)
+    if layout:
+        layouts.check(config, layout)
+    to_try = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
     searched = devices is not None
     if searched and recompute is None and config.memory.recompute == MemoryConfig().recompute:
         modes = by_cost()
-    for recompute, layout in itertools.product(modes, layouts):
+    for recompute, layout in itertools.product(modes, to_try):
         held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
                       recompute=recompute)
         if held.fits:
@@ -129,7 +131,7 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
                      recompute=recompute, efficiency=efficiency)
     why = "nothing that was tried fits; the leanest is shown"
-    if len(modes) == len(layouts) == 1:
+    if len(modes) == len(to_try) == 1:
         why = "as asked" if held.fits else "as asked; with --devices what fits is searched"
     elif held.fits:
         why = "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3"

@@ -93,7 +93,7 @@ class Walk(Device):
         return at
 
     def begin(self, moment: str) -> None:
-        self.moment, self.highest = moment, -1.0
+        self.moment, self.highest = moment, -math.inf
 
     def add(self, row: str, nbytes: float) -> None:
         self.now[row] += nbytes
