@@ -542,7 +542,7 @@ def test_a_model_of_which_no_matrix_is_trained_has_a_ledger():
 
 @pytest.mark.parametrize(("changes", "layout", "why"), [
     ({"model.layers": 1}, Layout(pipeline=2), "does not split over pipeline=2"),
-    ({"model.heads": 6, "model.kv_heads": 6}, Layout(tensor=4), "does not split over tensor=4"),
+    ({"model.heads": 4, "model.width": 128}, Layout(tensor=8), "does not split over tensor=8"),
     ({"global_batch": 6, "grad_accum_steps": 1}, Layout(data=4), "global_batch=6"),
 ])
 def test_a_layout_that_the_model_cannot_have_is_refused(changes, layout, why):
