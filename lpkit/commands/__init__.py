@@ -91,9 +91,9 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
     Comes after the other positional arguments; `asked` reads what was given."""
     parser.parse_args = parser.parse_intermixed_args
     parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE",
-                        help=f"{what}; as many as needed")
+                        help=f"{what}; repeatable")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="the same")
+                        help=f"{what}; repeatable")
 
 
 def asked(args: argparse.Namespace, **options: str) -> list[str]:
@@ -113,6 +113,7 @@ def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 
 TARGET = "PRESET|config.yaml|RUN|config.json|FOLDER"    # which `config_of` reads
+MODEL = "preset, config file, run folder, or a transformers model (its config.json or its folder)"
 
 
 def config_of(target: str, settings: Iterable[str]) -> Config:
@@ -135,8 +136,8 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
 def settings_and_machine(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that predicts."""
     settings(parser)
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
-                        "`this`: the one at hand, measured")
+    parser.add_argument("--machine", default="h200", help="name from the catalogue, YAML file, or "
+                        "`this` to measure this machine now (default h200)")
 
 
 def machine(target: str) -> Any:

@@ -7,7 +7,7 @@
 import argparse
 from typing import Any
 
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.errors import pick
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
@@ -15,10 +15,10 @@ from lpkit.techniques.recipes import RECIPES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET)
+    parser.add_argument("target", metavar=TARGET, help=MODEL)
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
-                        help="consider only this recipe; repeatable")
+                        help="recipe to consider; repeatable (default: every recipe that casts)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""List published claims about cheaper training of Transformers with source and conditions, what the
-kit predicts and measures, and a verdict.
+"""List published claims about cheaper training of Transformers: source, conditions, prediction and
+measurement by the kit, and a verdict.
 
     lpkit claims
     lpkit claims lion-faster
@@ -19,7 +19,7 @@ from lpkit.tables import beside, text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the claim to print in full")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="claim to print in full")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,8 +4,8 @@
   lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
               data.source='books/*.txt' steps=300 --out runs/books
 
-Reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and Qwen3. It
-downloads, unpickles and executes nothing. --check only reads the headers, and writes nothing.
+The command reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and
+Qwen3. It downloads, unpickles and executes nothing. --check reads only headers and writes nothing.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -18,13 +18,13 @@ from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="written by save_pretrained")
-    parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="folder of save_pretrained")
+    parser.add_argument("--out", type=a_folder, metavar="DIR", help="new run folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
-                        help="for a folder without a tokenizer.json: bytes or gpt2")
+                        help="bytes or gpt2, if FOLDER has no tokenizer.json")
     parser.add_argument("--base", type=a_folder, metavar="RUN",
-                        help="if FOLDER is an adapter of peft: the run that it adapts")
-    parser.add_argument("--check", action="store_true", help="print what it holds, and write nothing")
+                        help="run that FOLDER adapts, if FOLDER is an adapter of peft")
+    parser.add_argument("--check", action="store_true", help="print the contents, write nothing")
 
 
 def run(args: Namespace) -> dict:

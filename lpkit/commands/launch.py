@@ -1,6 +1,6 @@
-"""Write the job that trains on several machines into NAME.SUFFIX, and start it with --submit.
+"""Write a job file that trains on several machines. With --submit, start the job.
 
-  lpkit launch cpu-3m --processes 2                         torchrun's command for this machine
+  lpkit launch cpu-3m --processes 2                         the torchrun command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
   lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
   lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
@@ -20,14 +20,16 @@ from lpkit.files import expanded, write_atomically
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml", help="what to train")
     settings(parser)
-    parser.add_argument("--on", default="here", metavar="PLACE", help="here, slurm, k8s or sky")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="processes per machine (1)")
-    parser.add_argument("--gpu", metavar="KIND", help="a GPU a process, by what the place calls it; "
-                        "without it none is asked for")
-    parser.add_argument("--name", help="name of the job (default: the target's)")
-    parser.add_argument("--out", metavar="DIR", help="the run folder, which all nodes see")
-    parser.add_argument("--submit", action="store_true", help="start it: bash, sbatch, kubectl or sky")
+    parser.add_argument("--on", default="here", metavar="PLACE",
+                        help="place of the job: here, slurm, k8s or sky (default here)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P",
+                        help="processes per machine (default 1)")
+    parser.add_argument("--gpu", metavar="KIND", help="request one GPU per process, by the name "
+                        "that PLACE gives it (default: no GPU)")
+    parser.add_argument("--name", help="name of the job (default: the name of the target)")
+    parser.add_argument("--out", metavar="DIR", help="run folder, which all machines must share")
+    parser.add_argument("--submit", action="store_true", help="also start the job")
 
 
 def run(args: Namespace) -> dict:

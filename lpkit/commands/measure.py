@@ -1,8 +1,8 @@
-"""Measure this machine once, and predict other configs on it: products at the shapes of a config's
-Linears, copies, what GPUs hear of one another, and one real update.
+"""Measure this machine, so that you can predict other configs for it. The command times the matmuls
+of a config's Linears, memory copies, messages between GPUs, and one training update.
 
     lpkit measure cpu-3m --save mine.yaml
-    lpkit predict llama-8b --machine mine.yaml      here or elsewhere; so do plan and advise
+    lpkit predict llama-8b --machine mine.yaml      on any computer; plan and advise take it, too
 """
 
 import argparse
@@ -20,9 +20,10 @@ from lpkit.techniques.machines import from_dict
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?",
+                        help="config that gives the shapes and the update (default cpu-3m)")
     settings(parser)
-    parser.add_argument("--save", metavar="mine.yaml", help="write the row there")
+    parser.add_argument("--save", metavar="mine.yaml", help="YAML file to write")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Write the files of your own experiment: a notebook, a module with a row, a test, and a claim.
+"""Write the files of an experiment: a notebook, a module that adds a row, a test, and a claim.
 
   lpkit new experiment my_rule                      my_rule.ipynb, .py, .yaml, and test_my_rule.py
   lpkit new experiment my_cast --family recipe      a precision recipe instead of an optimizer
 
-All four files run as they are, on an example that you replace; see docs/own_technique.md.
+All four files run unchanged, on an example that you replace. See docs/own_technique.md.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from lpkit.techniques.outside import TABLES
 
 # The field of a Config that will name the row. notebooks/experiments has an example of each family.
 FAMILIES = {"optimizer": "optimizer", "recipe": "precision.recipe"}
-FILES = {"{}.ipynb": "in the course's form", "{}.py": "the row, and what it does",
-         "test_{}.py": "holds it to something independent", "{}.yaml": "for a first verdict"}
+FILES = {"{}.ipynb": "notebook", "{}.py": "module with the row and its implementation",
+         "test_{}.py": "test against an independent reference", "{}.yaml": "claim"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("experiment",), help="experiment")
-    parser.add_argument("name", metavar="NAME", help="of the row, its module and the files")
+    parser.add_argument("kind", choices=("experiment",), help="kind of files")
+    parser.add_argument("name", metavar="NAME", help="name of the row, the module and the files")
     parser.add_argument("--family", choices=tuple(FAMILIES), default="optimizer",
-                        help="what the row is (default optimizer)")
+                        help="kind of the row (default optimizer)")
     parser.add_argument("--out", type=a_folder, default=Path(), metavar="DIR",
-                        help="the folder for the files (default: this one)")
+                        help="folder for the files (default: the current folder)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

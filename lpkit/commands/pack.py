@@ -1,10 +1,11 @@
-"""Make one file for a room without a network: wheels, the course, and what installs them.
+"""Write one file that installs lpkit and the course without a network.
 
   lpkit pack room.tar
-  tar xf room.tar && python3 lpkit-offline/install my-venv       there, on a machine of the same kind
+  tar xf room.tar && python3 lpkit-offline/install my-venv       on a machine of the same kind
 
-pip chooses the wheels by constraints.txt, for this Python and platform, from the indexes that it is
-set to. The corpus is the library of the Python that is there.
+The file holds wheels for this version of Python and this platform. pip takes their versions from
+constraints.txt, and downloads them from the indexes in its configuration. The training text is the
+standard library of the machine's Python.
 """
 
 import runpy
@@ -15,7 +16,7 @@ from lpkit.files import PACKAGE, expanded, sha256, whole_file
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT.tar", help="the file to make")
+    parser.add_argument("out", metavar="OUT.tar", help="file to write")
 
 
 def run(args: Namespace) -> dict:

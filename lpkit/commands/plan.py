@@ -1,5 +1,4 @@
-"""Find the layouts that train a model on a machine before a deadline and within a budget, and say
-why the others do not.
+"""Find layouts that train a model before a deadline and within a budget, and say why others do not.
 
     lpkit plan --model llama-70b --tokens 1e12 --machine h200 --budget 1M --deadline 30d
     lpkit plan --model llama-70b --tokens 1T --machine h200 --devices 512 --show 1
@@ -12,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from lpkit import values
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
@@ -31,27 +30,27 @@ UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "mode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar=TARGET)
-    parser.add_argument("--tokens", required=True, help="to train on: 1e12, 300B, 1.5T")
+    parser.add_argument("--model", required=True, metavar=TARGET, help=MODEL)
+    parser.add_argument("--tokens", required=True, help="training tokens: 1e12, 300B or 1.5T")
     settings_and_machine(parser)
-    parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
-    parser.add_argument("--deadline", help="for the run: 12h, 30d, 2w")
-    parser.add_argument("--devices", type=int, help="how many; by default powers of two are "
-                        "searched")
+    parser.add_argument("--budget", help="most US dollars for the run: 250000, 250k or $1.5M")
+    parser.add_argument("--deadline", help="most time for the run: 90min, 12h, 30d or 2w")
+    parser.add_argument("--devices", type=int, help="number of devices (default: search powers "
+                        "of two)")
     parser.add_argument("--precision", action="append", metavar="NAME",
-                        help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's "
-                        "setting; by default the config's; repeatable")
-    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
-                        f"by default the config's")
-    parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
-    parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
-    parser.add_argument("--factor", type=FACTOR, help="seconds of a measured step over their "
-                        "prediction, as lpkit.predict.time.calibrate gives it: all times are "
-                        "multiplied by it")
-    parser.add_argument("--top", type=Count, default=10, help="layouts to show (%(default)s)")
-    parser.add_argument("--show", type=Count, metavar="N", help="open the N-th: every row with its "
-                        "formula and source")
+                        help="bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
+                        "casts; repeatable (default: the config's)")
+    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
+                        f"{', '.join(OPTIMIZERS)}")
+    parser.add_argument("--batch-tokens", help="tokens per update: 4M (default: the config's)")
+    parser.add_argument("--context", type=int, help="tokens per sequence (default: the config's)")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device and hour "
+                        "(default: the machine's)")
+    parser.add_argument("--factor", type=FACTOR, help="multiply all times by FACTOR, the measured "
+                        "over the predicted seconds of a step (lpkit.predict.time.calibrate)")
+    parser.add_argument("--top", type=Count, default=10, help="layouts to print (default 10)")
+    parser.add_argument("--show", type=Count, metavar="N", help="print every row of layout N with "
+                        "its formula and source")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

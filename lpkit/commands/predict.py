@@ -1,4 +1,4 @@
-"""Parameters, memory, FLOPs, time and cost of a training run, before it runs."""
+"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs."""
 
 import argparse
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -16,25 +16,26 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET)
+    parser.add_argument("target", metavar=TARGET, help=MODEL)
     settings_and_machine(parser)
-    parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
-                        "parallel group")
-    parser.add_argument("--mfu", type=float, help="one share of the peak FLOP/s to assume for the "
-                        "whole step; by default each operation has its own")
-    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that "
-                        "fits")
-    parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-fp32-grads, bf16-pure "
-                        "(weights in 16 bits); by default the config's")
-    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
-                        f"by default the config's")
-    parser.add_argument("--recompute", help="none, selective, block or core-attention; by default "
-                        "the config's, or the first of the first three that fits")
-    parser.add_argument("--measure", action="store_true", help="also run an update here, and put "
-                        "both side by side")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
-    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, the "
-                        "update here too) as FILE.json and as a picture, FILE.svg")
+    parser.add_argument("--devices", type=int, help="number of data-parallel devices (default: "
+                        "the config's layout)")
+    parser.add_argument("--mfu", type=float, help="fraction of the peak FLOP/s to assume for the "
+                        "whole step (default: each operation has its own efficiency)")
+    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3 (default: the config's; with "
+                        "--devices, the lowest that fits)")
+    parser.add_argument("--precision", help="a recipe, or 16-bit weights: bf16-master, "
+                        "bf16-fp32-grads or bf16-pure (default: the config's)")
+    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
+                        f"{', '.join(OPTIMIZERS)}")
+    parser.add_argument("--recompute", help="none, selective, block or core-attention (default: "
+                        "the config's; with --devices, the first of the first three that fits)")
+    parser.add_argument("--measure", action="store_true", help="also run an update here, and "
+                        "compare it with the prediction")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device (default: "
+                        "the machine's price)")
+    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, also "
+                        "the measurement) to FILE.json and as a picture to FILE.svg")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

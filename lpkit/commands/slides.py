@@ -1,7 +1,7 @@
-"""Make slides of a notebook that has run: one HTML file, which needs no network.
+"""Turn an executed notebook into slides: one HTML file, which needs no network.
 
-  lpkit notebook 06 --tier smoke                    runs it, into runs/notebooks
-  lpkit slides 06 --out slides                      its headings, questions, figures and claims
+  lpkit notebook 06 --tier smoke                    execute notebook 06 into runs/notebooks
+  lpkit slides 06 --out slides                      write its headings, questions, figures, claims
 """
 
 from argparse import ArgumentParser, Namespace
@@ -12,11 +12,11 @@ from lpkit.errors import ConfigError, named
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("notebook", metavar="NAME", help="06, or 06_fp8_training")
+    parser.add_argument("notebook", metavar="NAME", help="notebook: 06 or 06_fp8_training")
     parser.add_argument("--executed", type=a_folder, default=OUT, metavar="DIR",
-                        help=f"where `lpkit notebook` wrote it (default {OUT})")
+                        help=f"folder of the executed notebook (default {OUT})")
     parser.add_argument("--out", type=a_folder, default=".", metavar="DIR",
-                        help="for NAME.slides.html (default: here)")
+                        help="folder for NAME.slides.html (default: the current folder)")
 
 
 def run(args: Namespace) -> dict:

@@ -1,6 +1,6 @@
-"""Search settings. A file says which; each trial is one training run.
+"""Search for the best settings with Optuna. A YAML file lists the settings; each trial is one run.
 
-  lpkit sweep docs/lr-search.yaml       stopped, it goes on by the same command
+  lpkit sweep docs/lr-search.yaml       repeat the command to continue a sweep that was stopped
 """
 
 import argparse

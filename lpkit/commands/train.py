@@ -6,9 +6,9 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch and keep a checkpoint of the
-last whole step; --resume continues from the newest good checkpoint. You may raise steps of a run
-that continues; the learning rate then follows the longer schedule.
+Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop the run at the next micro-batch and keep a checkpoint
+of the last whole step. --resume continues from the newest good checkpoint. When you resume, you may
+raise `steps`; the learning rate then follows the longer schedule.
 """
 
 import os
@@ -28,13 +28,13 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml",
-                        help="what to train; may be left out with --resume")
+                        help="preset or config file to train; not needed with --resume")
     settings(parser)
     parser.add_argument("--out", type=a_folder, metavar="DIR",
-                        help="the run folder (default: a new one under runs/)")
+                        help="run folder (default: a new folder in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
-                        "machine: replicas, where parallel.* does not say otherwise")
+                        "machine; each is a replica, unless parallel.* sets another layout")
 
 
 def run(args: Namespace) -> dict:

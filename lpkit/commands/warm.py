@@ -1,10 +1,10 @@
-"""Verify and race kernels and compile an update now, so that the first run of a preset or a config
-file does not wait for it. Nothing is trained, and only the cache is written.
+"""Verify, time and compile the kernels of a config now, so that its first run starts at once. The
+command trains nothing and writes only to the cache.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
 
-All later processes of this user find it; those of other users do not, since what lies there is executed.
+All later processes of this user use the cache. Other users cannot, because its files are executed.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -16,7 +16,7 @@ from lpkit.predict.units import duration
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what will be trained")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what you will train")
     settings(parser)
 
 
