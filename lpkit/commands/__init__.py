@@ -47,10 +47,9 @@ def needs(what: str, *packages: str) -> None:
     """Raises ConfigError for those that are not installed."""
     absent = [package for package in packages if not _there(package)]
     if absent:
-        raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; "
-                          f"`{sys.executable} -m pip install {' '.join(absent)}` brings "
-                          f"{'it' if len(absent) == 1 else 'them'}. Train, predict, bench and "
-                          f"doctor do without")
+        raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; run "
+                          f"`{sys.executable} -m pip install {' '.join(absent)}`. The commands "
+                          f"train, predict, bench and doctor work without")
 
 
 def _there(package: str) -> bool:

@@ -52,8 +52,8 @@ def text(result: dict[str, Any]) -> str:
                      duration(plan["step_seconds"]), f"{plan['speedup']:.2f}x",
                      f"{plan['linear_speedup']:.2f}x",
                      f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
-    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; a step in "
-             f"{result['base']} takes {duration(result['plans'][0]['base_step_seconds'])}, by "
-             f"formula", text_table(rows, indent="  ")]
+    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; predicted "
+             f"step in {result['base']}: {duration(result['plans'][0]['base_step_seconds'])}",
+             text_table(rows, indent="  ")]
     return "\n".join([*lines, "", f"  efficiency: {result['efficiency']['source']}",
                       *(f"  {source}" for source in result["sources"])])

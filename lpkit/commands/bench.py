@@ -6,9 +6,7 @@
     lpkit bench --all
 
 A ratio is the median of the paired ratios over interleaved rounds, with its quartiles. If a target
-is missed, the row says by how much, and the exit code is still 0. With --json, `ratio`, `quartiles`
-and `peer` are those of the case that is worst compared with its target, and `cases` has all cases.
-Several benchmarks make one object with a list `benches`.
+is missed, the row says by how much, and the exit code is 0. For --json, see docs/commands.md.
 """
 
 import sys

@@ -80,7 +80,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
         made = executor(out, told.job, around) if executor else ()
         result, heard = processes.hear(lambda: work(made), children.end)
         if heard:
-            processes.tell("lpkit: stopped; the same command goes on")
+            processes.tell("lpkit: stopped; repeat the command to continue")
             sys.exit(128 + heard)
     return result
 
@@ -88,7 +88,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
 def text(result: dict[str, Any]) -> str:
     tuned = [f"{arm}: {', '.join(f'{key}={value}' for key, value in point.items())}"
              for arm, point in result["tuned"].items()]
-    cost = (f"{result['runs']} runs took {duration(result['seconds'])}, of which tuning "
+    cost = (f"{result['runs']} runs took {duration(result['seconds'])}; of this, tuning took "
             f"{duration(result['tuning']['seconds'])}")
     doubts = [f"doubt: {one}" for one in result["doubts"]]
     sentences = [one["sentence"] for one in result["verdicts"]]

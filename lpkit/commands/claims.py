@@ -41,7 +41,7 @@ def text(result: dict[str, Any]) -> str:
                      for what, words in (("says", result["says"]), *opened(result)))
 
 
-HEADS = ("claim", "said", "kit", "measured", "verdict")
+HEADS = ("claim", "claimed", "kit", "measured", "verdict")
 QUANTITIES = ("bytes", "FLOPs")     # units of a claim that promises a quantity and no change
 SHARES = {"cases": "cases", "time": "the time"}
 
@@ -79,10 +79,10 @@ def narrow(row: tuple[str, ...]) -> str:
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns everything in the row as names and words."""
-    unit, said = row["unit"], "nothing to hold a number against"
+    unit, said = row["unit"], "no number"
     if row["claimed"] is not None:
         said = words(unit, row["claimed"])
     found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
              for name in ("kit", "measured", "elsewhere") if row[name]]
-    return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
-            ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", said), *found,
+            ("verdict", row["verdict"]), ("why", row["why"]), ("shown by", row["shown"])]

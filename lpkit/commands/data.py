@@ -31,8 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                          help="new folder (default: the cache that `lpkit train` uses)")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
                          help="fraction of the text for validation (default %(default)s)")
-    prepare.add_argument("--special-tokens", action="store_true", help="encode text such as "
-                         "<|endoftext|> as a special token (default: as ordinary text)")
+    prepare.add_argument("--special-tokens", action="store_true", help="read <|endoftext|> in text "
+                         "as a special token (default: as ordinary text)")
 
     show = actions.add_parser("show", help="check a prepared folder, and print its contents")
     show.add_argument("folder", type=a_folder, metavar="DIR", help="prepared folder")
@@ -69,6 +69,5 @@ def text(result: dict[str, Any]) -> str:
     for split, facts in result["splits"].items():
         lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} "
                      f"documents, sha256 {facts['sha256'][:12]}")
-    lines.append(f"  unigram     {result['unigram_entropy']:.3f} nats per token: what knowing only "
-                 f"frequencies reaches")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  unigram     {result['unigram_entropy']:.3f} nats per token: the "
+                      f"loss of a model that knows only token frequencies"])

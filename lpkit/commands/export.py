@@ -30,4 +30,4 @@ def run(args: Namespace) -> dict:
 def text(result: dict) -> str:
     what = "adapter_model.safetensors and adapter_config.json" if result["adapter"] else \
         "model.safetensors and config.json"
-    return f"{named(result['out'])}: {what} of {named(result['run_dir'])}"
+    return f"wrote {what} of {named(result['run_dir'])} to {named(result['out'])}"

@@ -54,7 +54,7 @@ def run(args: Namespace) -> dict:
 
 def _adapter(args: Namespace) -> dict:
     if not args.out or args.check or args.tokenizer:
-        raise ConfigError("lpkit import --base needs --out DIR alone: no --check, no --tokenizer")
+        raise ConfigError("lpkit import --base needs --out DIR, without --check or --tokenizer")
     base = opened(args.base)
     from lpkit.training.adapted import bring_adapter  # imports torch
 
@@ -66,15 +66,15 @@ def _adapter(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     if "base" in result:
-        what = f"{result['length']} places before the text" if "length" in result else (
+        what = f"{result['length']} virtual tokens before the text" if "length" in result else (
             f"rank {result['rank']} on {', '.join(result['targets'])}")
-        return (f"{named(result['run_dir'])}: {result['adapter']}, {what} of "
-                f"{named(result['base'])}")
+        return (f"wrote the run {named(result['run_dir'])}: {named(result['base'])} with "
+                f"{result['adapter']}, {what}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")
     if not (run := result["run_dir"]):
         return what
-    return (f"{what}\n{named(run)} is a run now. Train from it: lpkit train {named(run)}/config.yaml "
-            f"start.run={named(run)} data.tokenizer={named(run)} {result['fits']} data.source=... "
-            f"--out ...")
+    return (f"{what}\nwrote the run {named(run)}. To train from it: lpkit train "
+            f"{named(run)}/config.yaml start.run={named(run)} data.tokenizer={named(run)} "
+            f"{result['fits']} data.source=... --out ...")

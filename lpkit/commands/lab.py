@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 server.open_browser()
             code = server.process.wait()    # also when someone shuts the lab down from its menu
             if code and not children.over:
-                print(f"JupyterLab ended with {code}; the end of its log:\n"
+                print(f"JupyterLab ended with exit code {code}; the end of its log:\n"
                       f"{server.process.stdout.read()}", file=sys.stderr)
             return code
 

@@ -39,8 +39,8 @@ def run(args: Namespace) -> dict:
 
     place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or target in PRESETS):
-        more = "or a config file" if place.sees else f"and settings: {args.on} sees no file from here"
-        raise ConfigError(f"what should be trained? Name a preset (cpu-3m) {more}")
+        more = "or a config file" if place.sees else f"and settings; {args.on} reads no files here"
+        raise ConfigError(f"what should lpkit train? Give a preset (cpu-3m) {more}")
     config, name = resolve(target, asked), args.name or Path(target).stem.lower()
     job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
@@ -55,7 +55,7 @@ def run(args: Namespace) -> dict:
     job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
     command, script = [*place.submit, str(file)], place.text(job)
     write_atomically(file, script)
-    answer = _handed_on(command, f"{file} is written, and ") if args.submit else None
+    answer = _handed_on(command, f"{file} was written, but ") if args.submit else None
     return {"on": args.on, "file": str(file), "job": script, "command": command, "run_dir": out,
             "answer": answer}
 
@@ -63,7 +63,7 @@ def run(args: Namespace) -> dict:
 def _handed_on(command: list[str], written: str) -> str:
     tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
-        raise ConfigError(f"{written}this machine has no `{command[0]}`; where there is one: {by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")
     if command[0] == "bash":
         os.execv(tool, command)     # what it hears is the run's
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -74,5 +74,5 @@ def _handed_on(command: list[str], written: str) -> str:
 
 
 def text(result: dict) -> str:
-    how = result["answer"] or f"to start it: {' '.join(result['command'])}"
-    return f"{result['file']} is the job, {result['run_dir']} its run; {how}"
+    how = result["answer"] or f"To start the job: {' '.join(result['command'])}"
+    return f"Wrote the job to {result['file']}. Its run folder is {result['run_dir']}. {how}"

@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     files = {args.out / file.format(name): file.format(example) for file in FILES}
     for path in (*files, args.out / name):
         if path.exists() or path.is_symlink():
-            raise ConfigError(f"{named(path)} is there already, and nothing is overwritten; choose "
+            raise ConfigError(f"{named(path)} exists, and lpkit new overwrites nothing; choose "
                               f"another name, or another --out")
     if name in TABLES[field] or name == "lessons" or importlib.util.find_spec(name):
         what = f"row {field}={name}" if name in TABLES[field] else f"module {name}"
-        raise ConfigError(f"there is a {what} already, which this one would hide or be hidden by; "
-                          f"choose another name")
+        raise ConfigError(f"there is a {what} already; choose another name, so that neither hides "
+                          f"the other")
     own_folder(args.out)
     with ExitStack() as undo:       # all of them, or none
         for path, source in files.items():
@@ -65,4 +65,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     files = text_table(zip(map(named, result["files"]), FILES.values()))
-    return "\n".join([files, "", "They run as they are, in that folder:", *result["commands"]])
+    return "\n".join([files, "", "To run the files in their folder:", *result["commands"]])

@@ -49,7 +49,7 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and (name or asked):
-        raise ConfigError(f"--all runs all as they are; leave it or {shown(name or asked[0])} out")
+        raise ConfigError(f"--all takes no name or setting; leave out {shown(name or asked[0])}")
     if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(name)]
@@ -92,7 +92,7 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join([
         text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows]),
         f"claims: {counts}", "",
-        text_table([("executed copy", "its record"), *files])])
+        text_table([("executed copy", "record"), *files])])
 
 
 def _outcome(run: dict[str, Any]) -> str:

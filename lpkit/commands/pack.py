@@ -3,9 +3,8 @@
   lpkit pack room.tar
   tar xf room.tar && python3 lpkit-offline/install my-venv       on a machine of the same kind
 
-The file holds wheels for this version of Python and this platform. pip takes their versions from
-constraints.txt, and downloads them from the indexes in its configuration. The training text is the
-standard library of the machine's Python.
+The file holds wheels for this Python and platform. pip downloads the versions in constraints.txt
+from the indexes in its configuration. The training text is Python's own library.
 """
 
 import runpy
@@ -22,9 +21,9 @@ def arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> dict:
     out, code = expanded(args.out), PACKAGE.parent / "binder" / "offline.py"
     if out.suffix != ".tar" or not out.parent.is_dir():
-        raise ConfigError(f"{named(out)} is to be NAME.tar in a folder that is there")
+        raise ConfigError(f"{named(out)} must be NAME.tar in an existing folder")
     if not code.is_file():
-        raise ConfigError("pack needs a clone of the repository, and this is an installed wheel")
+        raise ConfigError("lpkit pack runs in a clone of the repository, not in an installed wheel")
     with whole_file(out) as whole:
         manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, whole)
     return {**manifest, "file": str(out), "bytes": out.stat().st_size, "sha256": sha256(out)}

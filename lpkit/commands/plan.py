@@ -130,7 +130,7 @@ def _with_batch(config: Config, tokens: float) -> Config:
 def text(result: dict[str, Any]) -> str:
     m, best = result["machine"], result["plans"][0]
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
-             "recompute", "precision", "memory", "step", "MFU", "time", "nine of ten", "cost",
+             "recompute", "precision", "memory", "step", "MFU", "time", "time range", "cost",
              "lpkit")]
     for i, one in enumerate(result["plans"], 1):
         axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
@@ -149,26 +149,26 @@ def text(result: dict[str, Any]) -> str:
         f"feasible; {result['order']}", "", text_table(rows, align=">", indent="  "), ""]
     whys = [one["why_untrained"] for one in result["plans"]]
     lines += [f"  {', '.join(str(i) for i, each in enumerate(whys, 1) if each == why)} cannot be "
-              f"trained here: {why}" for why in dict.fromkeys(filter(None, whys))]
-    lines += [f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
+              f"trained by lpkit: {why}" for why in dict.fromkeys(filter(None, whys))]
+    lines += [f"  {name} excludes {one['layouts']:,} layouts, nearest: {one['nearest']}"
               for name, one in result["refused"].items()]
-    lines += [f"  not to be trusted to the byte: {result['doubt']}"] * bool(result["doubt"])
+    lines += [f"  memory is an estimate: {result['doubt']}"] * bool(result["doubt"])
     if best["emulated"]:
-        lines.append(f"  {best['precision']} is emulated in wider products: {best['emulated']}")
+        lines.append(f"  {best['precision']} is emulated with wider matmuls: {best['emulated']}")
     if best["energy_wh"] is not None:
         paid = ("" if best["cost"] is None else f", ${best['cost_per_million_tokens']:.3g} per "
                 f"million tokens")
-        lines.append(f"  the first takes {quantity(best['device_hours'])} device hours and "
+        lines.append(f"  layout 1 takes {quantity(best['device_hours'])} device hours and "
                      f"{quantity(best['energy_wh'], 'Wh')} at rated power{paid}")
     for one in result["compute_optimal"]:
-        lines.append(f"  best use of the budget by {one['law']}: "
+        lines.append(f"  compute-optimal for the budget by {one['law']}: "
                      f"{quantity(one['parameters'], 'parameters')} on "
                      f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
     if result["show"] is not None:
         lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
     calibrated = "not calibrated"
     if result["factor"] != 1:
-        calibrated = f"calibrated, all of them times {result['factor']:.3f}"
+        calibrated = f"calibrated, multiplied by {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
                       f"  network: {m['network']}",
                       f"  efficiency: {result['efficiency']['source']}",
@@ -178,7 +178,7 @@ def text(result: dict[str, Any]) -> str:
 def _opened(one: dict[str, Any], number: int) -> list[str]:
     memory, time = one["memory_rows"], one["time_rows"]
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
-    lines = [f"  plan {number}: bytes of a device; * lives at the peak, {one['peak_moment']}"]
+    lines = [f"  layout {number}: bytes per device; * is alive at the peak ({one['peak_moment']})"]
 
     def opened(row: dict[str, Any], mark: str, value: str) -> None:
         lines.append(f"  {mark} {row['name']:<{width}}{value}  {row['formula']}")
@@ -186,8 +186,8 @@ def _opened(one: dict[str, Any], number: int) -> list[str]:
 
     for row in memory:
         opened(row, "*" if row["at_peak"] else " ", f"{quantity(row['bytes'], 'bytes'):>10}")
-    lines += ["", f"  plan {number}: seconds of a step of {duration(one['step_seconds'])}; in "
-              f"brackets what hides behind it"]
+    lines += ["", f"  layout {number}: seconds of a step of {duration(one['step_seconds'])}; "
+              f"seconds in brackets overlap with other rows"]
     for row in time:
         hidden = f" [{duration(row['hidden_seconds'])}]" if row["hidden_seconds"] else ""
         opened(row, " ", f"{duration(row['seconds']):>10}{hidden}")

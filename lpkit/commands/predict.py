@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """Returns what the formulas say of this machine, beside an update here."""
+    """Return bytes and seconds of an update on this machine: predicted and measured."""
     from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import said
 
-    with said(config, "the update that was to be measured"):
+    with said(config, "the measured update"):
         bytes_ = reconcile(config)
         try:
             seconds, why = measure.reconcile_seconds(config).to_dict(), ""
@@ -93,22 +93,22 @@ def text(result: dict[str, Any]) -> str:
         line("reserved", quantity(result["reserved_bytes"], "bytes"),
              "by the allocator, with expandable segments")
     if result["doubt"]:
-        lines += wrap(f"Not to be trusted to the byte: {result['doubt']}.", 150, initial_indent="  ",
+        lines += wrap(f"Memory is an estimate: {result['doubt']}.", 150, initial_indent="  ",
                       subsequent_indent="  ")
     lines.append("")
     if a["emulated"]:
-        line("", "", f"{a['precision']} is emulated in wider products: {a['emulated']}")
+        line("", "", f"{a['precision']} is emulated with wider matmuls: {a['emulated']}")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)
     line("step", duration(result["step_seconds"]),
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
-    line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
+    line("", "", f"range {between(result['step_seconds_range'], duration)}: {result['range_is']}")
     if a["factor"] != 1:
-        line("", "", f"all seconds times {a['factor']:.3f}, by one measured step of this machine")
+        line("", "", f"all seconds are multiplied by {a['factor']:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
         others = ", ".join(name for name in STACKS if name != a["stack"])
-        line("", "", f"by {STACKS[a['stack']].words}; system.stack takes others' steps:")
+        line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
         line("", "", others)
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
@@ -134,8 +134,8 @@ def _beside(measured: dict[str, Any]) -> list[str]:
     lines = []
     for key, shown in (("bytes", lambda value: quantity(value, "bytes")), ("seconds", duration)):
         rows = measured[key]
-        lines += ["", f"  {key} of an update on {rows[0]['where']}" if rows
-                  else f"  no {key}: {measured['no_seconds']}"]
+        lines += ["", f"  {key} on {rows[0]['where']}: predicted, measured, error" if rows
+                  else f"  {key} were not measured: {measured['no_seconds']}"]
         for row in rows:
             error = percent(row["error"]) if row["formula"] and row["measured"] else ""
             lines.append(f"  {row['name']:<28}{shown(row['formula']):>10}"

@@ -5,8 +5,8 @@
   lpkit room --learners 30 --address 0.0.0.0 --tls cert.pem key.pem
 
 Each learner has a Unix user, a home, and a share of the memory and threads. Print codes.csv in the
-folder of the room: it has the names and codes. This terminal prints how many labs are open and names
-labs that do not start. Ctrl-C ends all labs; homes stay.
+folder of the room: it has the names and codes. This terminal prints how many labs are open and
+names labs that do not start. Ctrl-C ends all labs; homes stay.
 LPKIT_SOLUTIONS sets when exercises show a solution: always, attempted (default) or solved.
 """
 

@@ -19,18 +19,16 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", type=a_folder, metavar="RUN", help="run folder")
     parser.add_argument("--prompt", action="append", help="beginning of the text; repeatable "
                         "(default: a line break)")
-    parser.add_argument("--tokens", type=int, default=200,
-                        help="tokens to generate for each prompt (default 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="sampling temperature; "
-                        "0 always takes the likeliest token (default 0.8)")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the "
+                        "likeliest token; above 0 samples (default 0.8)")
     parser.add_argument("--top-k", type=int, default=50, help="sample only from the likeliest "
                         "TOP_K tokens (default 50)")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    parser.add_argument("--cache", default="same", metavar="FORMAT", help="format of the KV cache "
-                        "(default same); "
+    parser.add_argument("--cache", default="same", metavar="FORMAT", help="KV cache, default same; "
                         + "; ".join(f"{name}: {row.why}" for name, row in CACHES.items()))
-    parser.add_argument("--special-tokens", action="store_true", help="encode text such as "
-                        "<|endoftext|> in a prompt as a special token (default: as ordinary text)")
+    parser.add_argument("--special-tokens", action="store_true", help="read <|endoftext|> in a "
+                        "prompt as a special token (default: as ordinary text)")
 
 
 def run(args: Namespace) -> dict:

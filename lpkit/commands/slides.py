@@ -27,8 +27,8 @@ def run(args: Namespace) -> dict:
     name = notebooks.find(args.notebook).stem
     path = args.executed / f"{name}.ipynb"
     if not path.is_file():
-        raise ConfigError(f"{named(path)} is not there; `lpkit notebook {name} --tier smoke --out "
-                          f"{args.executed}` makes it")
+        raise ConfigError(f"there is no {named(path)}; run `lpkit notebook {name} --tier smoke "
+                          f"--out {args.executed}` first")
     page, out = lesson("slides").page(notebooks.read(path), name), args.out / f"{name}.slides.html"
     own_folder(args.out)
     write_atomically(out, page)
@@ -36,4 +36,4 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    return f"{named(result['out'])}: open it in a browser; arrow keys turn its slides"
+    return f"wrote {named(result['out'])}; open it in a browser; arrow keys change slides"

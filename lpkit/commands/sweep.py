@@ -49,4 +49,4 @@ def text(result: dict[str, Any]) -> str:
              (one["trial"], one["val_loss"], one["pruned"] and one["pruned"]["step"],
               *one["settings"].values())] for one in trials[:10]]
     table = text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
-    return f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
+    return f"{table}\nthe best of {len(trials)} trials; all took {duration(result['seconds'])}"

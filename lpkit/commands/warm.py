@@ -43,5 +43,5 @@ def run(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
-    return "\n".join([f"{result['target']} was warmed in {duration(result['seconds'])}; this user's "
-                      f"runs find it in {result['cache']}", *chosen])
+    return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
+                      f"use the cache {result['cache']}", *chosen])

@@ -329,10 +329,10 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if dropped := summary.get("dropped_updates"):
         none = "; no weight has moved: lower precision.recipe.loss_scale" * (dropped == summary["steps"])
-        rows.append(("dropped updates", f"{dropped:,}, as gradients overflowed float16{none}"))
+        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16{none}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
-        rows.append(("error", f"{summary['error']}; kept: {kept}"))
+        rows.append(("error", f"{summary['error']}; saved: {kept}"))
     if summary.get("energy_wh"):
         rows.append(("energy", f"{summary['energy_wh']:.3g} Wh for {summary['energy_tokens']:,} "
                                f"tokens ({summary['energy_source']})"))
