@@ -194,7 +194,7 @@ def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
     advice = advise(preset("llama-8b"), here, base="bf16")
     native = {plan.recipe for plan in advice.plans if plan.status == "native"}
     assert ("fp8-tensorwise" in native) == ("fp8" in low) and ("int8" in native) == ("int8" in low)
-    assert ("none of these formats" in advice.sentence) == (not low)
+    assert ("no matmul for these formats" in advice.sentence) == (not low)
 
 
 def test_provenance_of_a_gpu(monkeypatch, tmp_path):

@@ -209,7 +209,7 @@ class Workers(ExitStack):
         if failed:
             # of a traceback the last line, which is a sentence
             words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
-            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
+            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not finish; "
                                  f"repeat the command to continue. Their errors: {words}")
 
 

@@ -118,10 +118,10 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     except FileNotFoundError:       # none yet
         pass
     except (OSError, ConfigError) as error:
-        record, passed_over = None, f"; a record of an earlier race is passed over: {error}"
+        record, passed_over = None, f"; an earlier record was not used: {error}"
     if record is None:
         if _device(at_hand).type == "cuda":
-            print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
+            print(f"lpkit: {name}: verifies and times {', '.join(offered)}, once for this "
                   f"machine", file=sys.stderr, flush=True)
         record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
         # a lack of memory is of this moment; no room, no right to write: anew next time

@@ -398,7 +398,7 @@ def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
                   f"{repeated.kept_share(step.recompute):g} of what autograd keeps")
     micro += f", attention={d.s.attention}"
     if d.under_way > 1:
-        micro += f", {d.under_way:g} micro-batches at a time"
+        micro += f", {d.under_way:g} micro-batches in flight"
     whole = "whole weights in the compute dtype: outside the blocks, and of the current block"
     if d.staged:
         whole = "whole weights of the stage in the compute dtype, during all micro-batches"

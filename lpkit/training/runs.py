@@ -332,7 +332,7 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16{none}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
-        rows.append(("error", f"{summary['error']}; saved: {kept}"))
+        rows.append(("error", f"{summary['error']}; kept: {kept}"))
     if summary.get("energy_wh"):
         rows.append(("energy", f"{summary['energy_wh']:.3g} Wh for {summary['energy_tokens']:,} "
                                f"tokens ({summary['energy_source']})"))
