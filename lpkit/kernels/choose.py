@@ -107,7 +107,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
         return Chosen(refused={}, choice=Choice(asked=asked, used=asked,
-                                                why="asked for, and verified here"))
+                                                why="requested, and verified here"))
     key = _key(name, kernel, offered, raced, in_block, captured)
     path = (cache or own_cache(RACED)) / f"{key}.json"
     record, passed_over = None, ""
@@ -134,10 +134,10 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     where = ("in a compiled block" if in_block else "here") + ", in a CUDA graph" * captured
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if used != fastest:
-        why = (f"{fastest} is less than {FUSES} times as fast alone {where}, and the compiler also "
-               f"fuses this with what is beside it; verified")
+        why = (f"{fastest} alone is less than {FUSES} times as fast {where}, and the compiler also "
+               f"fuses {used} with other operations; verified")
     if len(seconds) == 1:
-        why = "nothing else runs here"
+        why = "no other version runs here"
     if record["refused"]:
         why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
     return Chosen(refused=record["refused"],
