@@ -62,8 +62,8 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
     ratio = min(fp32) / max(min(bf16), 1e-9)
     return Choice(asked="auto", used="bf16" if 1.1 < ratio <= MOST_SPEEDUP else "fp32",
                   why=f"a {size} x {size} matmul in bf16 ran at {ratio:.2f}x the speed of fp32 on "
-                  f"one thread of this {device.type}, by the best CPU time of {len(fp32)} rounds; bf16 "
-                  f"is used above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
+                  f"one thread of this {device.type}, by the best CPU time of {len(fp32)} rounds; "
+                  f"bf16 is used above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
 
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
