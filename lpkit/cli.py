@@ -38,7 +38,7 @@ COMMANDS = {
     "data": "turn text into token files, or print what they contain",
     "train": "train a preset or a config file",
     "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",
-    "warm": "verify, time and compile the kernels of a config before its first run",
+    "warm": "verify and time the kernels of a config, and compile its update, before its first run",
     "sample": "generate text with the model of a run",
     "import": "turn a transformers folder into a run that other runs can start from",
     "export": "write the weights of a run for transformers",

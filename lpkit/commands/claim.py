@@ -1,5 +1,5 @@
 """Test whether X beats Y on this machine. A YAML file defines the comparison. The verdict states
-the measured difference, and the smallest difference that this test could have detected.
+the measured difference and the smallest difference that the test could detect.
 
   lpkit claim docs/claims/lion.yaml
   lpkit claim docs/claims/lion.yaml --null       test the referee: compare the first arm with itself

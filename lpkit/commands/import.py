@@ -18,7 +18,7 @@ from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="folder of save_pretrained")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="transformers folder")
     parser.add_argument("--out", type=a_folder, metavar="DIR", help="new run folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
                         help="bytes or gpt2, if FOLDER has no tokenizer.json")

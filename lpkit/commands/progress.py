@@ -1,6 +1,6 @@
 """Show how far the learners of a room are, if they agreed to report it. Reports have random names.
 
-    lpkit progress                          list the exercises that learners have not solved yet
+    lpkit progress                          show how many learners solved each exercise
     lpkit progress --csv reports.csv        write every report to a table
     lpkit progress --delete                 delete all reports and random names; homes stay
     lpkit progress --collect */learner.json --csv reports.csv     read files that learners handed in

@@ -6,7 +6,7 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop the run at the next micro-batch and keep a checkpoint
+Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and keep a checkpoint
 of the last whole step. --resume continues from the newest good checkpoint. When you resume, you may
 raise `steps`; the learning rate then follows the longer schedule.
 """

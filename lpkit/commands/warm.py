@@ -1,5 +1,5 @@
-"""Verify, time and compile the kernels of a config now, so that its first run starts at once. The
-command trains nothing and writes only to the cache.
+"""Verify and time the kernels of a config, and compile its update, before the first run needs them.
+The command trains nothing and writes only to the cache.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
