@@ -282,7 +282,7 @@ def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAUL
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
         words += (f"; extrapolated, since no published run has {shape}" if not most else
-                  f"; extrapolated, since published runs with {shape} have {most:,} devices")
+                  f"; extrapolated beyond the {most:,} devices of published runs with {shape}")
     if calibrated:
         words += ", after one measured step"
     return Spread(low=limits["low"], high=limits["high"], words=words)

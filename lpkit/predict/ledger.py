@@ -221,7 +221,7 @@ def _doubt(step: Step) -> str:
     if config.model.shares:
         return str(Doubt("each layer is counted with the average number of tokens", -18, 3))
     if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
-        return str(Doubt(f"blocks that {', '.join(changed)} changes are counted as other blocks"))
+        return str(Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules"))
     if OBJECTIVES[config.objective.name].implementation:
         return str(Doubt(f"bytes of objective={config.objective.name} are what its row says"))
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
