@@ -171,7 +171,7 @@ class Advice:
         return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
                 "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
-                "sources": [f"smallest worthwhile speed-up {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}"]}
+                "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}"]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
