@@ -342,7 +342,8 @@ def test_how_far_a_doubted_peak_is_off_is_what_was_measured():
     seen = {}
     for path in sorted(resource("data/measured").glob("ledger-*.json")):
         for case in json.loads(path.read_text()).get("drawn", []):
-            for doubt, before in ((OFFLOADED, "what comes back"), (PADDED, "whether a view"), (LOW_HEAD, "a head in low precision")):
+            for doubt, before in ((OFFLOADED, "what comes back"), (PADDED, "whether a view"),
+                                  (LOW_HEAD, "a head in low precision")):
                 if case["doubt"].startswith((doubt.words, before)):      # records keep the words of their day
                     off = 100 * (case["formula_bytes"] / case["measured_bytes"] - 1)
                     assert doubt.low - 0.5 <= off <= doubt.high + 0.5, case
