@@ -65,7 +65,7 @@ class _SignalError(KeyboardInterrupt):
 def usage() -> str:
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
-            f"`lpkit COMMAND --help` explains it; --json prints one object on standard output.")
+            f"`lpkit COMMAND --help` explains COMMAND; --json prints one JSON object.")
 
 
 def complain(sentence: object, code: int = 2) -> int:
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         if not out_of_memory(error):
             raise
         return complain("memory ran out; choose a smaller model, model.context or batch (more "
-                        "grad_accum_steps), and see what it takes with `lpkit predict`")
+                        "grad_accum_steps); `lpkit predict` predicts the memory")
 
 
 def _main(argv: list[str]) -> int:
