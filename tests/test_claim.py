@@ -611,7 +611,7 @@ def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
     failed.set_exception(RunFailedError(f"Traceback (most recent call last):\n  File x, line 3\n{sentence}\n"))
     with pytest.raises(RunFailedError) as error:
         settled_in(tmp_path, lambda *told: failed)
-    assert str(error.value).endswith(f"They said: {sentence}")
+    assert str(error.value).endswith(f"Their errors: {sentence}")
 
 
 def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
