@@ -133,7 +133,7 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
             with whole(path):
                 eight = made.products["bf16"] * _reached(bench["cases"], machine, made)
             made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 matmuls "
-                           f"compared with bf16: {path.name}; others: {made.source}")
+                           f"over bf16, recorded: {path.name}; others: {made.source}")
     return made
 
 
