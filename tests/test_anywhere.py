@@ -236,7 +236,7 @@ def test_what_is_wrong_is_one_sentence(words, said, capsys, monkeypatch, tmp_pat
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     code, out, err = launch(capsys, *words.split(" "))
     assert (code, out) == (2, None) and said in err and err.count("\n") == 1, err
-    assert [path.name for path in tmp_path.iterdir()] == (["cpu-3m.sky.yaml"] if "is written" in said else [])
+    assert [path.name for path in tmp_path.iterdir()] == (["cpu-3m.sky.yaml"] if "was written" in said else [])
 
 
 def test_a_place_that_refuses_is_one_sentence(capsys, monkeypatch, tmp_path):
