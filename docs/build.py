@@ -256,7 +256,7 @@ def options() -> str:
         parser = argparse.ArgumentParser(prog=f"lpkit {name}", description=command.__doc__,
                                          formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=110))
         command.arguments(parser)
-        parts.append(f"### {name}\n\n{what.capitalize()}.\n\n```text\n{parser.format_help()}```\n")
+        parts.append(f"### {name}\n\n{what[0].upper()}{what[1:]}.\n\n```text\n{parser.format_help()}```\n")
     return "\n" + "\n".join(parts)
 
 

@@ -24,7 +24,7 @@ from lpkit.values import annotated, unique
 
 COMMANDS = {
     "lab": "open JupyterLab on your copies of the course, on this machine only",
-    "room": "open JupyterLab for many learners on this machine, isolated from each other",
+    "room": "open JupyterLab for many learners on this machine; each learner has a separate lab",
     "progress": "show how far a room's learners are, if they agreed to report it",
     "doctor": "try what this machine can do; if something does not work, say what to use instead",
     "measure": "measure this machine once and save it as mine.yaml, for `predict` and `plan`",
@@ -32,21 +32,21 @@ COMMANDS = {
     "plan": "find layouts that train a model in time and within a budget, or say why they do not",
     "claim": "test whether X beats Y on this machine: tune and run both, and judge by statistics",
     "sweep": "search settings with Optuna; each trial is one training run",
-    "claims": "list published claims about cheaper training, what the kit finds, and a verdict",
-    "cards": "tabulate cards: predictions compared with measurements",
+    "claims": "list published claims about cheaper training, with results and a verdict",
+    "cards": "print a table of cards: predictions compared with measurements",
     "advise": "say whether low precision would be faster for a model on a machine, and why",
-    "data": "prepare a corpus: text in, token files out",
+    "data": "turn text into token files, or print what they contain",
     "train": "train a preset or a config file",
     "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",
-    "warm": "compile and race now what the first run of a config would wait for",
-    "sample": "generate text from a run",
+    "warm": "verify and time the kernels of a config, and compile its update, before its first run",
+    "sample": "generate text with the model of a run",
     "import": "turn a transformers folder into a run that other runs can start from",
     "export": "write the weights of a run for transformers",
-    "new": "write the files of your experiment: a notebook, a technique, a test and a claim",
+    "new": "write the files of an experiment: a notebook, a technique, a test and a claim",
     "notebook": "run notebooks with parameters, without a browser",
-    "slides": "turn a notebook that has run into slides: one file, which needs no network",
-    "pack": "write one file with wheels and the course, for a room without a network",
-    "bench": "measure the performance figures of the kit, each with its peer",
+    "slides": "turn an executed notebook into slides: one HTML file, which needs no network",
+    "pack": "write one file that installs lpkit and the course without a network",
+    "bench": "run benchmarks of the kit and of its peers in the same process",
 }
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
 WAYS_OUT = {
@@ -65,7 +65,7 @@ class _SignalError(KeyboardInterrupt):
 def usage() -> str:
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
-            f"`lpkit COMMAND --help` explains it; --json prints one object on standard output.")
+            f"`lpkit COMMAND --help` explains COMMAND; --json prints one JSON object.")
 
 
 def complain(sentence: object, code: int = 2) -> int:
@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         if not out_of_memory(error):
             raise
         return complain("memory ran out; choose a smaller model, model.context or batch (more "
-                        "grad_accum_steps), and see what it takes with `lpkit predict`")
+                        "grad_accum_steps); `lpkit predict` predicts the memory")
 
 
 def _main(argv: list[str]) -> int:
@@ -137,7 +137,7 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true",
                         help="print one JSON object on standard output")
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE",
-                        help="import a module that has rows of your own, which files may then name")
+                        help="import a module with your own rows; repeatable")
     command.arguments(parser)
     pending: list[int] = []
     # argparse's reading of mixed arguments cannot be interrupted: its own clearing up would fail

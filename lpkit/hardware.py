@@ -61,9 +61,9 @@ def bf16_choice(device: torch.device | str, *, size: int = 512, rounds: int = 50
         torch.set_num_threads(threads)
     ratio = min(fp32) / max(min(bf16), 1e-9)
     return Choice(asked="auto", used="bf16" if 1.1 < ratio <= MOST_SPEEDUP else "fp32",
-                  why=f"a {size} x {size} matrix product in bf16 ran at {ratio:.2f}x the speed of "
-                  f"fp32 on one thread of this {device.type}, best CPU time of {len(fp32)} rounds; "
-                  f"bf16 is taken above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
+                  why=f"a {size} x {size} matmul in bf16 ran at {ratio:.2f}x the speed of fp32 on "
+                  f"one thread of this {device.type}, by the best CPU time of {len(fp32)} rounds; "
+                  f"bf16 is used above 1.1x, and a ratio above {MOST_SPEEDUP}x is not believed")
 
 
 def threads_choice(asked: int | None, device: torch.device, *, flops: float,
@@ -83,24 +83,24 @@ def threads_choice(asked: int | None, device: torch.device, *, flops: float,
         return Choice(asked=str(asked or "auto"), used=str(threads), why=why)
 
     if asked:
-        return used(asked, "asked for")
+        return used(asked, "requested")
     if before:
-        return used(before, "as this run was begun")
+        return used(before, "as when this run began")
     if device.type != "cpu":
         return used(torch.get_num_threads(), f"{device.type} computes")
     if most == 1:
         shared = f"; {processes} processes share {machine_facts.cores()}" if processes > 1 else ""
         return used(1, f"this process may use one core{shared}")
     if flops < SMALL_FLOPS:
-        return used(1, f"the largest product takes {flops / 1e6:.0f} MFLOP; below "
+        return used(1, f"the largest matmul takes {flops / 1e6:.0f} MFLOP; below "
                        f"{SMALL_FLOPS / 1e6:.0f} threads wait longer than they work")
     share = others()
     time.sleep(0.1)
     busy = share()
     if busy > BUSY_SHARE:
-        return used(1, f"others keep {busy:.0%} of the cores busy, and all threads wait for one "
-                       f"that does not run; system.threads={most} insists")
-    return used(most, f"others keep {busy:.0%} of the cores busy")
+        return used(1, f"other processes use {busy:.0%} of the cores, and all threads would "
+                       f"wait for the slowest; system.threads={most} overrides this")
+    return used(most, f"other processes use {busy:.0%} of the cores")
 
 
 def others() -> Callable[[], float]:

@@ -158,16 +158,16 @@ def test_published_figures():
 
 def test_small_models_get_a_no_and_wide_ones_a_yes(tmp_path):
     small = advise(gpt(12, 768), "h100", measured=tmp_path)
-    assert small.choice == "bf16" and "at these widths the casts take most of what the products save (fp8-delayed" in small.sentence
+    assert small.choice == "bf16" and "at these widths the casts take most of the time that faster matmuls save (fp8-delayed" in small.sentence
     tiny = advise(gpt(12, 256), "h100", measured=tmp_path)
-    assert tiny.choice == "bf16" and "at these widths the casts cost more than the products save" in tiny.sentence
+    assert tiny.choice == "bf16" and "at these widths the casts cost more time than faster matmuls save" in tiny.sentence
     wide = advise(gpt(26, 1664), "h200", measured=tmp_path)
     assert wide.choice.startswith("fp8") and wide[wide.choice].speedup > 1.2 and "memory -" in wide.sentence
     assert wide["mxfp8"].status == "emulated" and wide["mxfp8"].speedup < 1
 
 
 @pytest.mark.parametrize("machine, config, choice, said", [
-    ("a100-80", gpt(12, 768), "bf16", "casts cost more"),              # int8 is native there, and does not pay
+    ("a100-80", gpt(12, 768), "bf16", "casts cost more time"),              # int8 is native there, and does not pay
     ("t4", gpt(12, 768), "fp16", "fp16: "),
     # fp8-delayed before: NVFP4's casts were taken as many kernels. They are one (`kernels/fused_cast.py`), and NVIDIA's step of
     # Llama 3 8B on GB200 is 1.59 times as fast in NVFP4
@@ -262,7 +262,7 @@ def test_a_recorded_step_of_the_same_model_is_the_answer(tmp_path):
     share = min(1, statistics.median(got[name].speedup / got[name].cost.speedup for name in ("fp8-rowwise", "fp8-delayed")))
     assert share < 1
     other = got["fp8-tensorwise"]
-    assert other.speedup == pytest.approx(share * other.cost.speedup) and f"times the {share:.2f} that recorded recipes" in other.source
+    assert other.speedup == pytest.approx(share * other.cost.speedup) and f"times {share:.2f}, the share that recorded recipes" in other.source
     assert got["mxfp8"].source == "formula", "what is emulated errs in another way"
     assert advise(gpt(13, 768), "h200", measured=tmp_path)["fp8-rowwise"].source == "formula"
 

@@ -227,16 +227,16 @@ def test_what_is_asked_is_in_the_job(capsys, monkeypatch, tmp_path):
     ("cpu-3m --name ../six", "name must be at most 40 small letters, digits and dashes, and begin with a letter, got '../six'"),
     ("cpu-3m --gpu h100\n#SBATCH", "gpu must be what the place calls a GPU"),
     ("cpu-3m --on sky parallel.shard=2 --nodes 3", "is 2 devices, not 3; use 2 devices"),
-    ("mine.yaml --on k8s", "Name a preset (cpu-3m) and settings: k8s sees no file from here"),
-    ("--on slurm", "what should be trained? Name a preset (cpu-3m) or a config file"),
-    ("cpu-3m --on sky --submit", "cpu-3m.sky.yaml is written, and this machine has no `sky`; where there is one: sky jobs launch --yes cpu-3m.sky.yaml"),
+    ("mine.yaml --on k8s", "Give a preset (cpu-3m) and settings; k8s reads no files here"),
+    ("--on slurm", "what should lpkit train? Give a preset (cpu-3m) or a config file"),
+    ("cpu-3m --on sky --submit", "cpu-3m.sky.yaml was written, but `sky` is not on this machine; elsewhere: sky jobs launch --yes cpu-3m.sky.yaml"),
 ])
 def test_what_is_wrong_is_one_sentence(words, said, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     code, out, err = launch(capsys, *words.split(" "))
     assert (code, out) == (2, None) and said in err and err.count("\n") == 1, err
-    assert [path.name for path in tmp_path.iterdir()] == (["cpu-3m.sky.yaml"] if "is written" in said else [])
+    assert [path.name for path in tmp_path.iterdir()] == (["cpu-3m.sky.yaml"] if "was written" in said else [])
 
 
 def test_a_place_that_refuses_is_one_sentence(capsys, monkeypatch, tmp_path):
@@ -329,7 +329,7 @@ def test_a_file_that_cannot_be_packed_is_not_there(capsys, monkeypatch, tmp_path
         monkeypatch.setenv(name, value)
     assert cli.main(["pack", str(tmp_path / "room.tar")]) == 2
     assert "lpkit: pip could not bring the wheels (ERROR: " in capsys.readouterr().err and not list(tmp_path.iterdir())
-    assert cli.main(["pack", str(tmp_path / "room.zip")]) == 2 and "is to be NAME.tar" in capsys.readouterr().err
+    assert cli.main(["pack", str(tmp_path / "room.zip")]) == 2 and "must be NAME.tar" in capsys.readouterr().err
 
 
 @pytest.mark.prove

@@ -131,7 +131,7 @@ def test_what_is_asked_for_by_name_is_verified(planted):
     with pytest.raises(ConfigError, match=r"^system\.attention=planted: .* differs from its definition: .*; the nearest that is right: plain$"):
         build.decide(Config().replace({"system.attention": "planted", "system.device": "cpu", "precision.recipe": "fp32"}))
     chosen = build.decide(Config().replace({"system.attention": "blocked-wide", "system.device": "cpu", "precision.recipe": "fp32"}))
-    assert chosen.choices["attention"].why == "asked for, and verified here"
+    assert chosen.choices["attention"].why == "requested, and verified here"
     with pytest.raises(ConfigError, match=r"system\.attention=flex has no backward on a CPU; sdpa can"):
         build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
 
@@ -146,7 +146,7 @@ def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch, t
     assert build.decide(config.replace({"steps": 10**7})).choices["attention"].why == "raced" and len(races) == 1
     begun = {"chosen": {"attention": {"asked": "auto", "used": "blocked", "why": "raced"}}}
     again = build.decide(config.replace({"steps": 10**7}), before=begun).choices["attention"]
-    assert (again.used, again.why) == ("blocked", "as this run was begun") and len(races) == 1
+    assert (again.used, again.why) == ("blocked", "as when this run began") and len(races) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

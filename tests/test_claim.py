@@ -286,7 +286,7 @@ def test_a_gain_that_is_there_is_seen():
     assert asked[:2] == [("pilot", 5), ("tuning", 4)] and found["tuning"]["runs"] == 4
     assert found["runs"] == 5 + 4 + 2 * verdict["seeds"] and found["seconds"] == 2 * found["runs"]
     assert verdict["sentence"].startswith("lion is better than adamw") and verdict["sentence"].count(". ") == 0
-    assert "seeds an arm see" in said[0]
+    assert "seeds per arm detect" in said[0]
 
 
 def test_the_edge_of_the_grid_is_a_doubt():
@@ -294,7 +294,7 @@ def test_the_edge_of_the_grid_is_a_doubt():
     rates = {"optimizer.lr": ["1e-4", 3e-4, "1e-3"], "optimizer.weight_decay": [0, "0.1"]}
     found, _, _ = settled(noisy, SEES | {"tuning": rates})
     assert found["tuned"]["lion"]["optimizer.lr"] == 1e-3
-    assert found["doubts"] == [f"the best optimizer.lr of {arm} is at the edge of its values; more of them may give another verdict"
+    assert found["doubts"] == [f"the best optimizer.lr of {arm} is the smallest or largest value; more values may change the verdict"
                                for arm in ("adamw", "lion")]
     assert not settled(noisy, SEES | {"tuning": rates | {"optimizer.lr": [3e-4, "1e-3", 3e-3]}})[0]["doubts"]
 
@@ -611,7 +611,7 @@ def test_a_run_that_fails_says_its_whole_sentence(tmp_path):
     failed.set_exception(RunFailedError(f"Traceback (most recent call last):\n  File x, line 3\n{sentence}\n"))
     with pytest.raises(RunFailedError) as error:
         settled_in(tmp_path, lambda *told: failed)
-    assert str(error.value).endswith(f"They said: {sentence}")
+    assert str(error.value).endswith(f"Their errors: {sentence}")
 
 
 def test_names_of_arms_reach_no_terminal_as_they_are(tmp_path, capsys):
@@ -726,7 +726,7 @@ def test_a_run_whose_worker_is_killed_is_started_again(who, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_whose_worker_is_killed_again_and_again_ends_the_command(tmp_path):
-    with pytest.raises(RunFailedError, match=r"2 of 2 runs did not come to their end; .* They said: nothing, and were killed"):
+    with pytest.raises(RunFailedError, match=r"2 of 2 runs did not finish; .* Their errors: nothing, and were killed"):
         worked(tmp_path / "out", worker_of, 99)
 
 
@@ -750,7 +750,7 @@ def test_a_run_that_fails_by_itself_is_not_started_again(tmp_path):
     config = claim().config("adamw")
     lock = tmp_path / runs.name_of(config) / ".lock"
     with files.locked(lock), runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(
-            RunFailedError, match=r"^1 of 1 runs did not come to their end; the same command goes on. They said: lpkit.errors.ConfigError: another process is "):
+            RunFailedError, match=r"^1 of 1 runs did not finish; repeat the command to continue. Their errors: lpkit.errors.ConfigError: another process is "):
         workers.finished([config])
     assert len(workers.children._started) == 1 and lock.exists()
 

@@ -132,7 +132,7 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
     tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
     with jobs(name, tmp_path) as (submit, lost), \
             runs.Workers(tmp_path, runs.processes.Children(), 1, lambda *told: begun.append(told) or submit(*told), lost) as workers, \
-            pytest.raises(RunFailedError, match=r"They said: .*rror"):
+            pytest.raises(RunFailedError, match=r"Their errors: .*rror"):
         workers.finished([config])
     assert len(begun) == 1
 

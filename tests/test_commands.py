@@ -301,7 +301,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
     (["train", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"), (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
     (["train", "cpu-3m", "data.source=nowhere"], "there is no file, folder or glob 'nowhere'"), (["train", "cpu-3m", "--out", "six"], "already holds a run"),
     (["train", "--resume", "--out", "six", "seed=5"], "with other settings: seed was 0 and is 5"),
-    (["train", "six"], "go on with a run by --resume --out six, or begin from its weights with a preset and start.run=six"),
+    (["train", "six"], "continue its run by --resume --out six, or start from its weights with a preset and start.run=six"),
     (["train", "cpu-3m", "--processes", "1", "--out", "six"], "already holds a run"), (["train", "cpu-3m", "--out", "papers"], "holds no run"),
     (["warm", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"), (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
     (["bench", "imports"], "did you mean 'import'"), (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
@@ -330,4 +330,4 @@ def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):
         assert int(columns) - 12 < max(map(len, lines)) <= int(columns)
         at = lines[0].index("runs/x")
         assert all(line[at - 1] == " " and line[at] != " " for line in lines), "one column of names, one of values"
-        assert " ".join(line[at:] for line in lines).endswith(f"bf16 (asked: auto; {choice['why']})")
+        assert " ".join(line[at:] for line in lines).endswith(f"bf16 (requested: auto; {choice['why']})")

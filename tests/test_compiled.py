@@ -151,8 +151,8 @@ def test_weights_of_tokens_are_in_the_graph_too(graphs):
 
 
 @pytest.mark.parametrize("asked, used, why", [
-    ("auto", "off", "on a CPU"), (False, "off", "asked for"), (True, "blocks", "each block is compiled once"),
-    ("blocks", "blocks", "asked for"), ("model", "model", "all blocks in one graph")])
+    ("auto", "off", "on a CPU"), (False, "off", "requested"), (True, "blocks", "each block is compiled once"),
+    ("blocks", "blocks", "requested"), ("model", "model", "all blocks in one graph")])
 def test_what_is_compiled_is_recorded(asked, used, why):
     choice = decide(TINY.replace({"system.compile": asked})).choices["compile"]
     assert (choice.asked, choice.used) == (str(asked).lower(), used) and why in choice.why

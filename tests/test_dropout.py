@@ -244,7 +244,7 @@ def test_what_is_not_proved_is_refused(changes, more, said):
 @pytest.mark.parametrize("more", [{}, {"precision.recipe": "bf16", "model.context": 64}, {"steps": 10**6}], ids=str)
 def test_auto_takes_the_attention_that_drops(more):
     used = build.decide(of([GPT2], **more)).choices["attention"]
-    assert used.used == "plain" and "drops probabilities" in used.why
+    assert used.used == "plain" and "drops attention probabilities" in used.why
 
 
 def test_on_the_command_line():

@@ -84,8 +84,8 @@ def test_the_name_is_the_row_the_module_and_the_files(family, name, own, tmp_pat
     ("class", "'class' is no module's name"), ("a b", "is no module's name"), ("zażółć", "is no module's name"), ("x" * 65, "at most 64 letters"),
     ("my_rule\n", "is no module's name"), ("--help ", "is no module's name"),
     ("json", "there is a module json"), ("torch", "there is a module torch"), ("lpkit", "there is a module lpkit"), ("lessons", "there is a module lessons"),
-    ("lion", "there is a row optimizer=lion"), ("taken", "taken.py is there already"), ("linked", "linked.yaml is there already"),
-    ("folder", "folder is there already")])
+    ("lion", "there is a row optimizer=lion"), ("taken", "taken.py exists"), ("linked", "linked.yaml exists"),
+    ("folder", "folder exists")])
 def test_what_cannot_be_is_a_sentence_and_nothing_is_written(name, sentence, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.py").write_text("mine")

@@ -152,7 +152,7 @@ def test_progress_is_shown_where_it_takes_long(graphs, monkeypatch, tmp_path, ca
     assert not capsys.readouterr().err
     monkeypatch.setattr(choosing, "_device", lambda calls: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for said in ("lpkit: rms-norm: reference, pytorch, triton, compile are verified and raced, once for this machine\n", ""):
+    for said in ("lpkit: rms-norm: verifies and times reference, pytorch, triton, compile, once for this machine\n", ""):
         choose("rms-norm", alone, "auto", [rows()], cache=tmp_path / "gpu")
         assert capsys.readouterr().err == said
 
@@ -268,7 +268,7 @@ def test_warm_does_what_the_first_run_waits_for(monkeypatch, tmp_path, capsys):
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run"
     assert cli.main(["warm", "cpu-3m", *words]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("cpu-3m was warmed in ") and "\n  attention: " in said
+    assert said.startswith("prepared cpu-3m in ") and "\n  attention: " in said
 
 
 @pytest.mark.parametrize("words, said", [

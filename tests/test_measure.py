@@ -79,11 +79,11 @@ LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
 
 
 @pytest.mark.parametrize("asked, flops, before, busy, used, why", [
-    (3, 1.0, "2", 0.9, "3", "asked for"),                       # first what somebody wants
-    (None, LARGE, "1", 0.0, "1", "as this run was begun"),      # else the sums of a resumed run have another order
+    (3, 1.0, "2", 0.9, "3", "requested"),                       # first what somebody wants
+    (None, LARGE, "1", 0.0, "1", "as when this run began"),      # else the sums of a resumed run have another order
     (None, 0.9 * SMALL_FLOPS, None, 0.0, "1", "MFLOP"),
-    (None, LARGE, None, 0.0, "4", "others keep 0%"),
-    (None, LARGE, None, 0.6, "1", "others keep 60%"),
+    (None, LARGE, None, 0.0, "4", "other processes use 0%"),
+    (None, LARGE, None, 0.6, "1", "other processes use 60%"),
 ])
 def test_threads_by_size_and_load(monkeypatch, asked, flops, before, busy, used, why):
     monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
@@ -194,7 +194,7 @@ def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
     advice = advise(preset("llama-8b"), here, base="bf16")
     native = {plan.recipe for plan in advice.plans if plan.status == "native"}
     assert ("fp8-tensorwise" in native) == ("fp8" in low) and ("int8" in native) == ("int8" in low)
-    assert ("none of these formats" in advice.sentence) == (not low)
+    assert ("no matmul for these formats" in advice.sentence) == (not low)
 
 
 def test_provenance_of_a_gpu(monkeypatch, tmp_path):

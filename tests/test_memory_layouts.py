@@ -85,7 +85,7 @@ def test_a_pipeline_of_chunks_begins_more_before_the_first_comes_back():
         layout = Layout(tensor=8, pipeline=stages, interleave=chunks)
         words = next(row.formula for row in memory(config, "h200", layout=layout).rows if row.name == "activations")
         first = 2 * (stages - 1) + (chunks - 1) * stages + 1 if chunks > 1 else stages
-        assert words.endswith(f"{first / chunks:g} micro-batches under way"), words
+        assert words.endswith(f"{first / chunks:g} micro-batches in flight"), words
 
 
 def test_bf16_weights_with_float32_gradients():

@@ -233,7 +233,7 @@ def test_a_search_says_that_it_is_one():
     """`--devices` searches what fits, and says so; without it a Config is answered as it is."""
     config = preset("llama-8b")
     said, found = predict(config, "h200"), predict(config, "h200", 1)
-    assert said.assumptions["recompute"] == "none" and said.assumptions["layout_why"].startswith("as asked; with --devices")
+    assert said.assumptions["recompute"] == "none" and said.assumptions["layout_why"].startswith("as requested; --devices searches")
     assert found.assumptions["recompute"] != "none" and found.assumptions["layout_why"].startswith("the first that fits")
 
 

@@ -308,7 +308,7 @@ def test_a_skipped_update_changes_nothing_and_is_not_divergence(tiny, tmp_path):
     assert [line["grad_norm"] for line in run.metrics] == [None] * 4      # inf, which JSON does not have
     json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0], parse_constant=pytest.fail)
     assert run.summary["dropped_updates"] == 4 and run.summary["status"] == "complete" and "val_loss" in run.metrics[-1]
-    assert "4, as gradients overflowed float16; no weight has moved" in dict(described(run.summary))["dropped updates"]
+    assert "4, because gradients overflowed float16; no weight has moved" in dict(described(run.summary))["dropped updates"]
     assert [line["lr"] for line in run.metrics] == [line["lr"] for line in train(config.replace({"precision.recipe": "fp32"}), out=tmp_path / "fp32").metrics]
     fresh = dict(Training.build(config).model.named_parameters())
     saved = checkpoint.load_latest(run.checkpoints)[0].tensors

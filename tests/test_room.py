@@ -436,7 +436,7 @@ def test_warming_prints_how_long_it_takes_and_what_went_wrong(tmp_path, monkeypa
     monkeypatch.setenv("ENDS", "3")
     (tmp_path / "shared").mkdir()
     room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=1)
-    with pytest.raises(ConfigError, match="'cpu-3m' could not be warmed: no kernel for this processor"):
+    with pytest.raises(ConfigError, match="'cpu-3m' could not be prepared: no kernel for this processor"):
         opening.warm(room, ["cpu-3m"])
     assert "preset cpu-3m (1 of 1), 0 s" in capsys.readouterr().err
     monkeypatch.setenv("ENDS", "0")
@@ -550,7 +550,7 @@ def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
     store = progress.Store(tmp_path)
     assert store.events() == [] and len(store.problems) == (which == "progress.jsonl")
     assert store.add("anna", [report("1")]) == 1 and len(store.events()) == 1 and not store.problems
-    assert f"{tmp_path / which} " in (said := capsys.readouterr().err) and "it is moved to damaged/" in said and os.path.lexists(tmp_path / "damaged" / which)
+    assert f"{tmp_path / which} " in (said := capsys.readouterr().err) and "it was moved to damaged/" in said and os.path.lexists(tmp_path / "damaged" / which)
 
 
 def test_an_empty_code_signs_in_as_nobody(tmp_path):

@@ -106,11 +106,11 @@ def test_predict_and_plan_take_it_in_python_and_by_command(tmp_path, capsys):
     assert plan(SMALL, 1e6, on, devices=1).options[0].time.factor == pytest.approx(on.measured["factor"])
     assert cli.main(["predict", "cpu-3m", *WORDS, "--machine", str(path)]) == 0
     page = capsys.readouterr().out
-    assert f"all seconds times {on.measured['factor']:.3f}, by one measured step" in page and "after one measured step" in page
-    assert "as a box took them on 2026-11-26" in page and "each at what the nearest shape reached" not in page
+    assert f"all seconds are multiplied by {on.measured['factor']:.3f}, from one measured step" in page and "after one measured step" in page
+    assert "as a box took them on 2026-11-26" in page and "at the share of the nearest measured shape" not in page
     assert cli.main(["plan", "--model", "cpu-3m", "--tokens", "1e6", "--devices", "1", "--machine", str(path), "--show", "1"]) == 0
     page = capsys.readouterr().out
-    assert f"calibrated, all of them times {on.measured['factor']:.3f}" in page and "each at what the nearest shape reached" in page
+    assert f"calibrated, multiplied by {on.measured['factor']:.3f}" in page and "at the share of the nearest measured shape" in page
     assert cli.main(["advise", "cpu-3m", "--machine", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["efficiency"]["factor"] == pytest.approx(on.measured["factor"])
 
@@ -229,14 +229,14 @@ def test_nothing_else_is_overwritten_and_no_half_is_written(tmp_path, monkeypatc
         assert "does not begin with '# a box, by lpkit measure'" in capsys.readouterr().err
     path.unlink()
     for wrong in (tmp_path / "mine.json", tmp_path / "nowhere" / "mine.yaml"):
-        assert cli.main([*words, str(wrong)]) == 2 and "is no .yaml file in a folder that is there" in capsys.readouterr().err
+        assert cli.main([*words, str(wrong)]) == 2 and "must be a .yaml file in an existing folder" in capsys.readouterr().err
     assert cli.main([*words, str(path)]) == 0 and "link" in capsys.readouterr().out
     before = path.read_text()
     assert cli.main([*words, str(path)]) == 0 and path.read_text() == before, "of this machine: it is renewed"
     monkeypatch.setattr("os.replace", lambda *names: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     assert cli.main([*words, str(path)]) == 2 and path.read_text() == before and [*tmp_path.iterdir()] == [path]
     capsys.readouterr()
-    assert cli.main(["measure", "cpu-3m"]) == 0 and "no; --save mine.yaml does" in capsys.readouterr().out
+    assert cli.main(["measure", "cpu-3m"]) == 0 and "no; use --save mine.yaml" in capsys.readouterr().out
 
 
 def test_several_devices_are_refused_before_anything_runs(capsys):

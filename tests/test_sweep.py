@@ -456,7 +456,7 @@ def test_the_example_of_the_page_runs(tmp_path, capsys):
     small = written(tmp_path, **told | {"settings": told["settings"] | SMALL, "trials": 2})
     assert cli.main(["sweep", str(small), "--out", str(tmp_path / "out")]) == 0
     head, *rows, last = capsys.readouterr().out.splitlines()
-    assert head.split() == ["trial", "val_loss", "pruned", *told["search"]] and len(rows) == 2 and last.startswith("the best of 2 trials, which took ")
+    assert head.split() == ["trial", "val_loss", "pruned", *told["search"]] and len(rows) == 2 and last.startswith("the best of 2 trials; all took ")
 
 
 def test_the_page_says_every_key_of_a_file_and_of_the_object(tmp_path):

@@ -93,5 +93,5 @@ def test_a_sweep_that_is_told_to_end_ends_its_jobs(name, tmp_path):
     children = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     err = process.communicate()[1]
-    assert process.returncode == 128 + signal.SIGTERM and "stopped; the same command goes on" in err
+    assert process.returncode == 128 + signal.SIGTERM and "stopped; repeat the command to continue" in err
     assert not psutil.wait_procs(children, timeout=30)[1]

@@ -160,7 +160,7 @@ def test_what_a_race_decides_is_assumed_and_said():
 def test_three_answers_side_by_side():
     found = reconcile(SMALL)
     assert found.traced.rows == found.measured.rows
-    assert found.sentences[1] == "The trace's peak is the measured one, to the byte."
+    assert found.sentences[1] == "The trace's peak equals the measured peak to the byte."
     assert found.comparison()["peak"].measured == found.measured.peak_bytes
     assert abs(found.comparison()["peak"].error) < 0.05
     assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1

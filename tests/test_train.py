@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, mo
     handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
     assert handle.result().summary["chosen"]["precision"]["used"] == "bf16"
     chosen = train(tiny, out=tmp_path / "run", resume=True).summary["chosen"]["precision"]
-    assert chosen == {"asked": "auto", "used": "bf16", "why": "as this run was begun"}
+    assert chosen == {"asked": "auto", "used": "bf16", "why": "as when this run began"}
 
 
 def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tmp_path):

@@ -72,7 +72,7 @@ def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
     assert str(best.options[0].layout) in table and "23.3 days (19.5 days to 31.4 days)" in spec["layout"]["title"]["text"]
     assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
     spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
-    assert spec["data"] == [] and "miss by" in table
+    assert spec["data"] == [] and " more each" in table
     spec, table = plan_view(LLAMA, H200, 1e12, 512, 250_000.0, math.inf)
     assert spec["data"] == [] and "budget" in table and "too much" in table
     assert plan_view(LLAMA, H200, 1e12, 512, math.inf, 86_400.0)[0]["data"] == []

@@ -209,8 +209,8 @@ class Workers(ExitStack):
         if failed:
             # of a traceback the last line, which is a sentence
             words = "; ".join({str(error).strip().rpartition("\n")[2]: 0 for error in failed})
-            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not come to their end; "
-                                 f"the same command goes on. They said: {words}")
+            raise RunFailedError(f"{len(due) - done} of {len(due)} runs did not finish; "
+                                 f"repeat the command to continue. Their errors: {words}")
 
 
 def work(told: int) -> None:

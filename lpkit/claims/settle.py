@@ -94,17 +94,17 @@ class Settling:
         """Sigma of one arm's target, a share of it, and the seeds an arm that see the effect. The
         pilot is the first arm as the file has it, untuned: a budget that cannot see is told so
         before the rest is paid."""
-        claim, sigma, df, told = self.claim, self.claim.sigma, None, "as the file says"
+        claim, sigma, df, told = self.claim, self.claim.sigma, None, "from the file"
         if sigma is None:
             runs = self.run("pilot", [self._config(first, {}).replace({"seed": PILOT_SEED + k})
                                       for k in range(claim.pilot)])
             sigma = statistics.stdev(map(math.log, _losses(runs, first)))
-            df, told = claim.pilot - 1, f"by {claim.pilot} runs of {first}"
+            df, told = claim.pilot - 1, f"from {claim.pilot} runs of {first}"
         self.say(f"sigma is {sigma:.2%} of {claim.target}, {told}; {referee.POWER:.0%} of the time "
-                 + ", ".join(f"{n} seeds an arm see {claim.sees(n, sigma, df):.2%}"
+                 + ", ".join(f"{n} seeds per arm detect {claim.sees(n, sigma, df):.2%}"
                              for n in sorted({3, 5, 10, 20, claim.seeds})))
         n = claim.seeds_to_see(sigma, df)
-        self.say(f"{claim.effect:.2%} asks for {n} seeds an arm; the file allows {claim.seeds}")
+        self.say(f"{claim.effect:.2%} needs {n} seeds per arm; the file allows {claim.seeds}")
         return sigma, n
 
     def _tune(self, arms: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -127,8 +127,8 @@ class Settling:
             for key, value in tuned[arm].items():
                 tried = {point[key] for point, _ in grid if isinstance(point[key], (int, float))}
                 if len(tried) > 2 and value in (min(tried), max(tried)):
-                    self.doubts.append(f"the best {key} of {arm} is at the edge of its values; "
-                                       f"more of them may give another verdict")
+                    self.doubts.append(f"the best {key} of {arm} is the smallest or largest value; "
+                                       f"more values may change the verdict")
         return tuned, {"points": len(grid), "runs": len(runs), "seconds": _seconds(runs)}
 
     def _seeds(self, arm: str, n: int, **changes: Any) -> list[Config]:

@@ -47,10 +47,9 @@ def needs(what: str, *packages: str) -> None:
     """Raises ConfigError for those that are not installed."""
     absent = [package for package in packages if not _there(package)]
     if absent:
-        raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; "
-                          f"`{sys.executable} -m pip install {' '.join(absent)}` brings "
-                          f"{'it' if len(absent) == 1 else 'them'}. Train, predict, bench and "
-                          f"doctor do without")
+        raise ConfigError(f"{what} needs {', '.join(absent)}, which this Python does not have; run "
+                          f"`{sys.executable} -m pip install {' '.join(absent)}`. The commands "
+                          f"train, predict, bench and doctor work without")
 
 
 def _there(package: str) -> bool:
@@ -91,9 +90,9 @@ def settings(parser: argparse.ArgumentParser, what: str = "change a setting") ->
     Comes after the other positional arguments; `asked` reads what was given."""
     parser.parse_args = parser.parse_intermixed_args
     parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE",
-                        help=f"{what}; as many as needed")
+                        help=f"{what}; repeatable")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="the same")
+                        help=f"{what}; repeatable")
 
 
 def asked(args: argparse.Namespace, **options: str) -> list[str]:
@@ -113,6 +112,7 @@ def target_and_asked(args: argparse.Namespace) -> tuple[str | None, list[str]]:
 
 
 TARGET = "PRESET|config.yaml|RUN|config.json|FOLDER"    # which `config_of` reads
+MODEL = "preset, config file, run folder, or a transformers model (its config.json or its folder)"
 
 
 def config_of(target: str, settings: Iterable[str]) -> Config:
@@ -135,8 +135,8 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
 def settings_and_machine(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that predicts."""
     settings(parser)
-    parser.add_argument("--machine", default="h200", help="a row of the catalogue, a YAML file, or "
-                        "`this`: the one at hand, measured")
+    parser.add_argument("--machine", default="h200", help="name from the catalogue, YAML file, or "
+                        "`this` to measure this machine now (default h200)")
 
 
 def machine(target: str) -> Any:

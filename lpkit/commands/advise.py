@@ -7,7 +7,7 @@
 import argparse
 from typing import Any
 
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.errors import pick
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import text_table
@@ -15,10 +15,10 @@ from lpkit.techniques.recipes import RECIPES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET)
+    parser.add_argument("target", metavar=TARGET, help=MODEL)
     settings_and_machine(parser)
     parser.add_argument("--recipe", action="append", metavar="NAME",
-                        help="consider only this recipe; repeatable")
+                        help="recipe to consider; repeatable (default: every recipe that casts)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def text(result: dict[str, Any]) -> str:
                      duration(plan["step_seconds"]), f"{plan['speedup']:.2f}x",
                      f"{plan['linear_speedup']:.2f}x",
                      f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
-    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; a step in "
-             f"{result['base']} takes {duration(result['plans'][0]['base_step_seconds'])}, by "
-             f"formula", text_table(rows, indent="  ")]
+    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; predicted "
+             f"step in {result['base']}: {duration(result['plans'][0]['base_step_seconds'])}",
+             text_table(rows, indent="  ")]
     return "\n".join([*lines, "", f"  efficiency: {result['efficiency']['source']}",
                       *(f"  {source}" for source in result["sources"])])

@@ -1,4 +1,4 @@
-"""Measure the performance figures of the kit, each with its peer in the same process.
+"""Run benchmarks of the kit and of its peers in the same process.
 
     lpkit bench                 list the benchmarks
     lpkit bench loader
@@ -6,9 +6,7 @@
     lpkit bench --all
 
 A ratio is the median of the paired ratios over interleaved rounds, with its quartiles. If a target
-is missed, the exit code stays 0, and the row says by how much. With --json, `ratio`, `quartiles`
-and `peer` belong to the case that is worst compared with its target, and `cases` has all of them;
-several benchmarks make one object with a list `benches`. They are in tests/bench of a checkout.
+is missed, the row says by how much, and the exit code is 0. For --json, see docs/commands.md.
 """
 
 import sys
@@ -19,8 +17,8 @@ from lpkit.files import PACKAGE
 
 ROOT = PACKAGE.parent
 if not (ROOT / "tests" / "bench").is_dir():
-    raise ConfigError("the benches lie in tests/bench of a checkout, and this lpkit is installed "
-                      "without them; run this in a clone of the repository")
+    raise ConfigError("lpkit bench needs tests/bench, which this installation does not have; run "
+                      "it in a clone of the repository")
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 command = import_module("tests.bench.command")

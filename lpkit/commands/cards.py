@@ -1,6 +1,6 @@
-"""Tabulate the cards of a folder: model, machine, predicted, measured, error in percent.
+"""Print a table of the cards in a folder: model, machine, prediction, measurement, error.
 
-`lpkit predict --card FILE` and `.card(FILE)` of a prediction or a watch write cards as JSON."""
+`lpkit predict --card FILE` and the method `.card(FILE)` of a prediction or a watch write cards."""
 
 import argparse
 from typing import Any
@@ -15,7 +15,7 @@ HEADS = ("card", "model", "machine", "peak", "measured", "error", "step", "measu
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="folder of the cards")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Test whether X beats Y on this machine. A file says what is compared; the verdict says what was
-seen, and which difference would have been too small to see.
+"""Test whether X beats Y on this machine. A YAML file defines the comparison. The verdict states
+the measured difference and the smallest difference that the test could detect.
 
   lpkit claim docs/claims/lion.yaml
-  lpkit claim docs/claims/lion.yaml --null       the first arm against itself: the referee on trial
-  lpkit claim FILE --executor submitit           jobs make the runs: of Slurm, or processes here
+  lpkit claim docs/claims/lion.yaml --null       test the referee: compare the first arm with itself
+  lpkit claim FILE --executor submitit           make the runs in Slurm jobs, or in processes here
 
-A claim that was stopped goes on by the same command, and no run is done twice.
+To continue a claim that was stopped, repeat the command. No finished run is repeated.
 """
 
 import argparse
@@ -23,19 +23,19 @@ from lpkit.values import Count
 
 
 def shared_arguments(parser: argparse.ArgumentParser, what: str, kept: str) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help=f"the {what}, a YAML file")
+    parser.add_argument("file", metavar="FILE", type=Path, help=f"YAML file of the {what}")
     parser.add_argument("--out", type=a_folder, default=Path(f"runs/{what}s"), metavar="DIR",
-                        help=f"where runs and {kept} are kept (default: runs/{what}s)")
-    parser.add_argument("--executor", metavar="NAME", help="who makes the runs, whatever the file "
-                        "says: workers, submitit or ray")
+                        help=f"folder for runs and {kept} (default runs/{what}s)")
+    parser.add_argument("--executor", metavar="NAME", help="workers, submitit or ray, which "
+                        "make the runs (default: the executor that the file names)")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     shared_arguments(parser, "claim", "verdicts")
     parser.add_argument("--null", action="store_true",
-                        help="the first arm against itself, with other seeds")
+                        help="compare the first arm with itself, with different seeds")
     parser.add_argument("--processes", type=Count, metavar="N",
-                        help="runs side by side (default: as many as the cores allow)")
+                        help="number of parallel runs (default: as many as the cores allow)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
         made = executor(out, told.job, around) if executor else ()
         result, heard = processes.hear(lambda: work(made), children.end)
         if heard:
-            processes.tell("lpkit: stopped; the same command goes on")
+            processes.tell("lpkit: stopped; repeat the command to continue")
             sys.exit(128 + heard)
     return result
 
@@ -88,7 +88,7 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
 def text(result: dict[str, Any]) -> str:
     tuned = [f"{arm}: {', '.join(f'{key}={value}' for key, value in point.items())}"
              for arm, point in result["tuned"].items()]
-    cost = (f"{result['runs']} runs took {duration(result['seconds'])}, of which tuning "
+    cost = (f"{result['runs']} runs took {duration(result['seconds'])}; of this, tuning took "
             f"{duration(result['tuning']['seconds'])}")
     doubts = [f"doubt: {one}" for one in result["doubts"]]
     sentences = [one["sentence"] for one in result["verdicts"]]

@@ -1,5 +1,5 @@
-"""List published claims about cheaper training of Transformers with source and conditions, what the
-kit predicts and measures, and a verdict.
+"""List published claims about cheaper training of Transformers: source, conditions, prediction and
+measurement by the kit, and a verdict.
 
     lpkit claims
     lpkit claims lion-faster
@@ -19,7 +19,7 @@ from lpkit.tables import beside, text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="the claim to print in full")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="claim to print in full")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def text(result: dict[str, Any]) -> str:
                      for what, words in (("says", result["says"]), *opened(result)))
 
 
-HEADS = ("claim", "said", "kit", "measured", "verdict")
+HEADS = ("claim", "claimed", "kit", "measured", "verdict")
 QUANTITIES = ("bytes", "FLOPs")     # units of a claim that promises a quantity and no change
 SHARES = {"cases": "cases", "time": "the time"}
 
@@ -79,10 +79,10 @@ def narrow(row: tuple[str, ...]) -> str:
 
 def opened(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Returns everything in the row as names and words."""
-    unit, said = row["unit"], "nothing to hold a number against"
+    unit, said = row["unit"], "no number"
     if row["claimed"] is not None:
         said = words(unit, row["claimed"])
     found = [(name, "; ".join(f"{case}: {words(unit, value)}" for case, value in row[name].items()))
              for name in ("kit", "measured", "elsewhere") if row[name]]
-    return [("source", row["source"]), ("conditions", row["conditions"]), ("said", said), *found,
-            ("verdict", row["verdict"]), ("why", row["why"]), ("shown", row["shown"])]
+    return [("source", row["source"]), ("conditions", row["conditions"]), ("claimed", said), *found,
+            ("verdict", row["verdict"]), ("why", row["why"]), ("shown by", row["shown"])]

@@ -1,11 +1,11 @@
-"""Prepare a corpus once: text in, token files out. Training does this by itself when it has to.
+"""Turn text into token files, or check such files. `lpkit train` makes missing token files itself.
 
     lpkit data prepare python-stdlib
     lpkit data prepare 'books/**/*.txt' --tokenizer bpe --vocab 8192 --out corpora/books
     lpkit data show corpora/books
 
 SOURCE: python-stdlib, a file, a folder or a glob (.txt .md .py .jsonl .parquet), or hf:owner/name.
-A prepared folder is itself a data.source.
+You can use a prepared folder as data.source.
 """
 
 import argparse
@@ -20,21 +20,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare | show")
     default = DataConfig()
 
-    prepare = actions.add_parser("prepare", help="make the token files of a source")
-    prepare.add_argument("source", metavar="SOURCE")
+    prepare = actions.add_parser("prepare", help="write the token files of a source")
+    prepare.add_argument("source", metavar="SOURCE", help="text: see `lpkit data -h`")
     prepare.add_argument("--tokenizer", default=default.tokenizer, metavar="NAME",
-                         help="bytes, bpe or gpt2, or a folder with a tokenizer.json "
-                         "(%(default)s)")
-    prepare.add_argument("--vocab", type=int, metavar="N", help="the model's vocabulary; bpe "
-                         "learns so many entries (8192)")
+                         help="bytes, bpe, gpt2, or a folder with a tokenizer.json "
+                         "(default %(default)s)")
+    prepare.add_argument("--vocab", type=int, metavar="N", help="vocabulary size of the model; "
+                         "bpe learns N entries (default: the tokenizer's, 8192 for bpe)")
     prepare.add_argument("--out", type=a_folder, metavar="DIR",
-                         help="a new folder; without it, the cache that training looks in")
+                         help="new folder (default: the cache that `lpkit train` uses)")
     prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
-                         help="share kept for validation (%(default)s)")
-    prepare.add_argument("--special-tokens", action="store_true", help="text may spell them")
+                         help="fraction of the text for validation (default %(default)s)")
+    prepare.add_argument("--special-tokens", action="store_true", help="read <|endoftext|> in text "
+                         "as a special token (default: as ordinary text)")
 
-    show = actions.add_parser("show", help="print what a prepared folder holds, and check it")
-    show.add_argument("folder", type=a_folder, metavar="DIR")
+    show = actions.add_parser("show", help="check a prepared folder, and print its contents")
+    show.add_argument("folder", type=a_folder, metavar="DIR", help="prepared folder")
 
     for action in (prepare, show):
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
@@ -68,6 +69,5 @@ def text(result: dict[str, Any]) -> str:
     for split, facts in result["splits"].items():
         lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} "
                      f"documents, sha256 {facts['sha256'][:12]}")
-    lines.append(f"  unigram     {result['unigram_entropy']:.3f} nats per token: what knowing only "
-                 f"frequencies reaches")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  unigram     {result['unigram_entropy']:.3f} nats per token: the "
+                      f"loss of a model that knows only token frequencies"])

@@ -2,8 +2,8 @@
 
   lpkit export runs/six --out six
 
-Then `AutoModelForCausalLM.from_pretrained("six")` loads the model. It is one file, also if several
-processes wrote the checkpoint.
+`AutoModelForCausalLM.from_pretrained("six")` then loads the model. The weights are in one
+file, also if several processes wrote the checkpoint.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -13,10 +13,10 @@ from lpkit.errors import named
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=a_folder, metavar="RUN", help="a run folder")
-    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as peft reads it; "
-                        "else it is merged")
-    parser.add_argument("--out", type=a_folder, metavar="DIR", required=True, help="a new folder")
+    parser.add_argument("run", type=a_folder, metavar="RUN", help="run folder")
+    parser.add_argument("--adapter", action="store_true", help="write only the adapter, as peft "
+                        "reads it (default: merge the adapter into the weights)")
+    parser.add_argument("--out", type=a_folder, metavar="DIR", required=True, help="new folder")
 
 
 def run(args: Namespace) -> dict:
@@ -30,4 +30,4 @@ def run(args: Namespace) -> dict:
 def text(result: dict) -> str:
     what = "adapter_model.safetensors and adapter_config.json" if result["adapter"] else \
         "model.safetensors and config.json"
-    return f"{named(result['out'])}: {what} of {named(result['run_dir'])}"
+    return f"wrote {what} of {named(result['run_dir'])} to {named(result['out'])}"

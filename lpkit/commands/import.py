@@ -4,8 +4,8 @@
   lpkit train runs/smollm/config.yaml start.run=runs/smollm data.tokenizer=runs/smollm \\
               data.source='books/*.txt' steps=300 --out runs/books
 
-Reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and Qwen3. It
-downloads, unpickles and executes nothing. --check only reads the headers, and writes nothing.
+The command reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama, Mistral, Qwen2 and
+Qwen3. It downloads, unpickles and executes nothing. --check reads only headers and writes nothing.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -18,13 +18,13 @@ from lpkit.techniques.operation import POSITIONS
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="written by save_pretrained")
-    parser.add_argument("--out", type=a_folder, metavar="DIR", help="a new folder")
+    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="transformers folder")
+    parser.add_argument("--out", type=a_folder, metavar="DIR", help="new run folder")
     parser.add_argument("--tokenizer", default="", metavar="NAME",
-                        help="for a folder without a tokenizer.json: bytes or gpt2")
+                        help="bytes or gpt2, if FOLDER has no tokenizer.json")
     parser.add_argument("--base", type=a_folder, metavar="RUN",
-                        help="if FOLDER is an adapter of peft: the run that it adapts")
-    parser.add_argument("--check", action="store_true", help="print what it holds, and write nothing")
+                        help="run that FOLDER adapts, if FOLDER is an adapter of peft")
+    parser.add_argument("--check", action="store_true", help="print the contents, write nothing")
 
 
 def run(args: Namespace) -> dict:
@@ -54,7 +54,7 @@ def run(args: Namespace) -> dict:
 
 def _adapter(args: Namespace) -> dict:
     if not args.out or args.check or args.tokenizer:
-        raise ConfigError("lpkit import --base needs --out DIR alone: no --check, no --tokenizer")
+        raise ConfigError("lpkit import --base needs --out DIR, without --check or --tokenizer")
     base = opened(args.base)
     from lpkit.training.adapted import bring_adapter  # imports torch
 
@@ -66,15 +66,15 @@ def _adapter(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     if "base" in result:
-        what = f"{result['length']} places before the text" if "length" in result else (
+        what = f"{result['length']} virtual tokens before the text" if "length" in result else (
             f"rank {result['rank']} on {', '.join(result['targets'])}")
-        return (f"{named(result['run_dir'])}: {result['adapter']}, {what} of "
-                f"{named(result['base'])}")
+        return (f"wrote the run {named(result['run_dir'])}: {named(result['base'])} with "
+                f"{result['adapter']}, {what}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")
     if not (run := result["run_dir"]):
         return what
-    return (f"{what}\n{named(run)} is a run now. Train from it: lpkit train {named(run)}/config.yaml "
-            f"start.run={named(run)} data.tokenizer={named(run)} {result['fits']} data.source=... "
-            f"--out ...")
+    return (f"{what}\nwrote the run {named(run)}. To train from it: lpkit train "
+            f"{named(run)}/config.yaml start.run={named(run)} data.tokenizer={named(run)} "
+            f"{result['fits']} data.source=... --out ...")

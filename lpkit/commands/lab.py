@@ -3,14 +3,14 @@
 Your copies and your results are in your work folder. When the lab opens (or with --update), changes
 of the course are copied into your notebooks; a cell that you changed keeps your text.
 
-  lpkit lab                    the lab, on the copies in your data directory
-  lpkit lab --course DIR       the lab, on copies in DIR: a new, an empty or a work folder
+  lpkit lab                    open the copies in your data directory
+  lpkit lab --course DIR       open the copies in DIR: a new, an empty or a work folder
   lpkit lab --reset 03         replace your 03 by the course's; your answers to exercises stay, and
-                               your file is kept under today's date
+                               your file gets today's date in its name
 
-On a cloud machine, open a tunnel from your own computer (the command is printed) and open the URL
-there. LPKIT_SOLUTIONS says when exercises show a solution: always, attempted (default) or solved.
-When the lab ends, everything that was started in it ends, too.
+On a cloud machine, run the printed `ssh` command on your own computer, then open the URL there.
+LPKIT_SOLUTIONS sets when exercises show a solution: always, attempted (default) or solved.
+When the lab ends, all processes that were started in the lab end, too.
 """
 
 import argparse
@@ -25,17 +25,17 @@ from lpkit.errors import named
 def arguments(parser: argparse.ArgumentParser) -> None:
     from lpkit.course.lab import PORT
 
-    parser.add_argument("--course", type=a_folder, metavar="DIR", help="your work folder (default: "
+    parser.add_argument("--course", type=a_folder, metavar="DIR", help="work folder (default: "
                         "lpkit/course in your data directory, which is ~/.local/share or "
                         "$XDG_DATA_HOME)")
     alone = parser.add_mutually_exclusive_group()
-    alone.add_argument("--update", action="store_true", help="copy what is new in the course, and "
-                       "do not open the lab")
+    alone.add_argument("--update", action="store_true", help="copy changes of the course into your "
+                       "notebooks, and do not open the lab")
     alone.add_argument("--reset", metavar="NAME", help="replace your notebook by the course's, "
                        "and do not open the lab")
-    parser.add_argument("--port", type=int, default=PORT, help=f"default {PORT}; if it is taken, "
-                        f"the next free port")
-    parser.add_argument("--no-browser", action="store_true", help="print the URL only")
+    parser.add_argument("--port", type=int, default=PORT,
+                        help=f"port (default {PORT}; if {PORT} is taken, the next free port)")
+    parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 server.open_browser()
             code = server.process.wait()    # also when someone shuts the lab down from its menu
             if code and not children.over:
-                print(f"JupyterLab ended with {code}; the end of its log:\n"
+                print(f"JupyterLab ended with exit code {code}; the end of its log:\n"
                       f"{server.process.stdout.read()}", file=sys.stderr)
             return code
 

@@ -1,6 +1,6 @@
-"""Write the job that trains on several machines into NAME.SUFFIX, and start it with --submit.
+"""Write a job file that trains on several machines. With --submit, start the job.
 
-  lpkit launch cpu-3m --processes 2                         torchrun's command for this machine
+  lpkit launch cpu-3m --processes 2                         the torchrun command for this machine
   lpkit launch gpt2-124m --on slurm --nodes 2 --processes 8 --gpu h100 --submit
   lpkit launch gpt2-124m --on k8s --nodes 2 --processes 8 --gpu nvidia.com/gpu
   lpkit launch gpt2-124m --on sky --nodes 2 --processes 8 --gpu H100
@@ -20,14 +20,16 @@ from lpkit.files import expanded, write_atomically
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml", help="what to train")
     settings(parser)
-    parser.add_argument("--on", default="here", metavar="PLACE", help="here, slurm, k8s or sky")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (1)")
-    parser.add_argument("--processes", type=int, default=1, metavar="P", help="processes per machine (1)")
-    parser.add_argument("--gpu", metavar="KIND", help="a GPU a process, by what the place calls it; "
-                        "without it none is asked for")
-    parser.add_argument("--name", help="name of the job (default: the target's)")
-    parser.add_argument("--out", metavar="DIR", help="the run folder, which all nodes see")
-    parser.add_argument("--submit", action="store_true", help="start it: bash, sbatch, kubectl or sky")
+    parser.add_argument("--on", default="here", metavar="PLACE",
+                        help="place of the job: here, slurm, k8s or sky (default here)")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--processes", type=int, default=1, metavar="P",
+                        help="processes per machine (default 1)")
+    parser.add_argument("--gpu", metavar="KIND", help="request one GPU per process, by the name "
+                        "that PLACE gives it (default: no GPU)")
+    parser.add_argument("--name", help="name of the job (default: the name of the target)")
+    parser.add_argument("--out", metavar="DIR", help="run folder, which all machines must share")
+    parser.add_argument("--submit", action="store_true", help="also start the job")
 
 
 def run(args: Namespace) -> dict:
@@ -37,8 +39,8 @@ def run(args: Namespace) -> dict:
 
     place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or target in PRESETS):
-        more = "or a config file" if place.sees else f"and settings: {args.on} sees no file from here"
-        raise ConfigError(f"what should be trained? Name a preset (cpu-3m) {more}")
+        more = "or a config file" if place.sees else f"and settings; {args.on} reads no files here"
+        raise ConfigError(f"what should lpkit train? Give a preset (cpu-3m) {more}")
     config, name = resolve(target, asked), args.name or Path(target).stem.lower()
     job = Job(name=name, train=(), nodes=args.nodes, processes=args.processes, gpu=args.gpu)
     out, world = args.out or f"{place.runs}/{name}", job.nodes * job.processes
@@ -53,7 +55,7 @@ def run(args: Namespace) -> dict:
     job, file = Job(**{**vars(job), "train": (*words, "--resume")}), Path(f"{name}.{place.suffix}")
     command, script = [*place.submit, str(file)], place.text(job)
     write_atomically(file, script)
-    answer = _handed_on(command, f"{file} is written, and ") if args.submit else None
+    answer = _handed_on(command, f"{file} was written, but ") if args.submit else None
     return {"on": args.on, "file": str(file), "job": script, "command": command, "run_dir": out,
             "answer": answer}
 
@@ -61,7 +63,7 @@ def run(args: Namespace) -> dict:
 def _handed_on(command: list[str], written: str) -> str:
     tool, by_hand = shutil.which(command[0]), " ".join(command)
     if tool is None:
-        raise ConfigError(f"{written}this machine has no `{command[0]}`; where there is one: {by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` is not on this machine; elsewhere: {by_hand}")
     if command[0] == "bash":
         os.execv(tool, command)     # what it hears is the run's
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -72,5 +74,5 @@ def _handed_on(command: list[str], written: str) -> str:
 
 
 def text(result: dict) -> str:
-    how = result["answer"] or f"to start it: {' '.join(result['command'])}"
-    return f"{result['file']} is the job, {result['run_dir']} its run; {how}"
+    how = result["answer"] or f"To start the job: {' '.join(result['command'])}"
+    return f"Wrote the job to {result['file']}. Its run folder is {result['run_dir']}. {how}"

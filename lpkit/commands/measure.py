@@ -1,8 +1,8 @@
-"""Measure this machine once, and predict other configs on it: products at the shapes of a config's
-Linears, copies, what GPUs hear of one another, and one real update.
+"""Measure this machine, so that you can predict other configs for it. The command times the matmuls
+of a config's Linears, memory copies, messages between GPUs, and one training update.
 
     lpkit measure cpu-3m --save mine.yaml
-    lpkit predict llama-8b --machine mine.yaml      here or elsewhere; so do plan and advise
+    lpkit predict llama-8b --machine mine.yaml      on any computer; plan and advise take it, too
 """
 
 import argparse
@@ -20,9 +20,10 @@ from lpkit.techniques.machines import from_dict
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?",
+                        help="config that gives the shapes and the update (default cpu-3m)")
     settings(parser)
-    parser.add_argument("--save", metavar="mine.yaml", help="write the row there")
+    parser.add_argument("--save", metavar="mine.yaml", help="YAML file to write")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     words = [target or "cpu-3m", *changes]
     config, path = resolve(words[0], changes), expanded(args.save or "mine.yaml")
     if path.suffix not in (".yaml", ".yml") or not path.parent.is_dir():
-        raise ConfigError(f"--save {named(path)} is no .yaml file in a folder that is there")
+        raise ConfigError(f"--save {named(path)} must be a .yaml file in an existing folder")
     import yaml
 
     from lpkit.measure import row  # imports torch
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     factor = with_step(from_dict(found)).measured["factor"]
     head = f"# {found['title']}, by lpkit measure\n"
     if args.save and path.exists() and not read_text(path, 2**20).startswith(head):
-        raise ConfigError(f"{named(path)} does not begin with {head.strip()!r}: it is of another "
-                          f"machine, or of something else; remove it, or choose another name")
+        raise ConfigError(f"{named(path)} does not begin with {head.strip()!r}, so it is not of "
+                          f"this machine; remove it, or choose another name")
     if args.save:       # flops come last, in braces: a file that was cut short is none
         write_atomically(path, head + yaml.safe_dump(found, sort_keys=False, width=100,
                                                      default_flow_style=None))
@@ -48,17 +49,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    row, link = result["measured"], "not measured: one device is here"
+    row, link = result["measured"], "not measured: this machine has one device"
     if row["ranks"] > 1:
-        link = f"{quantity(result['link_bytes_per_second'], 'B/s')}, both ways, {row['ranks']} ranks"
-    products = [(dtype, f"{len(each)} products, {min(one[3] for one in each):.2f} to 1 of "
+        speed = quantity(result["link_bytes_per_second"], "B/s")
+        link = f"{speed} in both directions together, {row['ranks']} ranks"
+    products = [(dtype, f"{len(each)} matmuls, {min(one[3] for one in each):.2f} to 1 times "
                  f"{quantity(result['flops'][dtype], 'FLOP/s')}")
                 for dtype, each in row["products"].items()]
-    step = (f"{duration(row['seconds'])}; the formula says "
-            f"{duration(row['seconds'] / result['factor'])}: all seconds times {result['factor']:.3f}; "
-            f"others took {row['others']:.0%} of the CPUs meanwhile")
-    if row["others"] > 0.25:
-        step += ": measure again when they are done"
+    step = (f"{duration(row['seconds'])}, predicted {duration(row['seconds'] / result['factor'])}; "
+            f"predictions are multiplied by {result['factor']:.3f}; other processes took "
+            f"{row['others']:.0%} of the CPUs{': measure again later' * (row['others'] > 0.25)}")
     rows = [("copies", quantity(result["bytes_per_second"], "B/s")), *products, ("link", link),
-            ("update", step), ("saved", result["saved"] or "no; --save mine.yaml does")]
+            ("update", step), ("saved", result["saved"] or "no; use --save mine.yaml")]
     return f"{result['target']} on {result['title']}\n{text_table(rows, indent='  ')}"

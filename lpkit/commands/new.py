@@ -1,9 +1,9 @@
-"""Write the files of your own experiment: a notebook, a module with a row, a test, and a claim.
+"""Write the files of an experiment: a notebook, a module that adds a row, a test, and a claim.
 
   lpkit new experiment my_rule                      my_rule.ipynb, .py, .yaml, and test_my_rule.py
   lpkit new experiment my_cast --family recipe      a precision recipe instead of an optimizer
 
-All four files run as they are, on an example that you replace; see docs/own_technique.md.
+All four files run unchanged, on an example that you replace. See docs/own_technique.md.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from lpkit.techniques.outside import TABLES
 
 # The field of a Config that will name the row. notebooks/experiments has an example of each family.
 FAMILIES = {"optimizer": "optimizer", "recipe": "precision.recipe"}
-FILES = {"{}.ipynb": "in the course's form", "{}.py": "the row, and what it does",
-         "test_{}.py": "holds it to something independent", "{}.yaml": "for a first verdict"}
+FILES = {"{}.ipynb": "notebook", "{}.py": "module with the row and its implementation",
+         "test_{}.py": "test against an independent reference", "{}.yaml": "claim"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("experiment",), help="experiment")
-    parser.add_argument("name", metavar="NAME", help="of the row, its module and the files")
+    parser.add_argument("kind", choices=("experiment",), help="kind of files")
+    parser.add_argument("name", metavar="NAME", help="name of the row, the module and the files")
     parser.add_argument("--family", choices=tuple(FAMILIES), default="optimizer",
-                        help="what the row is (default optimizer)")
+                        help="kind of the row (default optimizer)")
     parser.add_argument("--out", type=a_folder, default=Path(), metavar="DIR",
-                        help="the folder for the files (default: this one)")
+                        help="folder for the files (default: the current folder)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     files = {args.out / file.format(name): file.format(example) for file in FILES}
     for path in (*files, args.out / name):
         if path.exists() or path.is_symlink():
-            raise ConfigError(f"{named(path)} is there already, and nothing is overwritten; choose "
+            raise ConfigError(f"{named(path)} exists, and lpkit new overwrites nothing; choose "
                               f"another name, or another --out")
     if name in TABLES[field] or name == "lessons" or importlib.util.find_spec(name):
         what = f"row {field}={name}" if name in TABLES[field] else f"module {name}"
-        raise ConfigError(f"there is a {what} already, which this one would hide or be hidden by; "
-                          f"choose another name")
+        raise ConfigError(f"there is a {what} already; choose another name, so that neither hides "
+                          f"the other")
     own_folder(args.out)
     with ExitStack() as undo:       # all of them, or none
         for path, source in files.items():
@@ -65,4 +65,4 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     files = text_table(zip(map(named, result["files"]), FILES.values()))
-    return "\n".join([files, "", "They run as they are, in that folder:", *result["commands"]])
+    return "\n".join([files, "", "To run the files in their folder:", *result["commands"]])

@@ -1,11 +1,11 @@
 """Run notebooks with parameters, without a browser.
 
-  lpkit notebook --list                                  what there is, with every parameter
-  lpkit notebook 00 seed=1 --tier cpu --out runs/try     one run: 00_start_here.ipynb, .json
-  lpkit notebook 00 tier=smoke,cpu seed=0,1 --on processes=2   the four combinations, two at a time
-  lpkit notebook --all --tier smoke                      the course, and a table of what it claims
+  lpkit notebook --list                                  list all notebooks and their parameters
+  lpkit notebook 00 seed=1 --tier cpu --out runs/try     write 00_start_here.ipynb and .json
+  lpkit notebook 00 tier=smoke,cpu seed=0,1 --on processes=2   run four combinations, two at a time
+  lpkit notebook --all --tier smoke                      run all notebooks, print a table of claims
 
-key=a,b and a repeated key make a grid; a parameter that is itself text or a tuple keeps its commas.
+key=a,b or a repeated key makes a grid. In text and tuple parameters, commas belong to the value.
 """
 
 import collections
@@ -25,17 +25,17 @@ OUT = Path("runs") / "notebooks"
 
 def arguments(parser):
     parser.add_argument("target", nargs="?", metavar="NAME",
-                        help="00_start_here, 00, start_here, or the path of a notebook")
+                        help="00_start_here, 00, start_here, or the path of a notebook file")
     settings(parser, "set a parameter that the notebook declares")
     parser.add_argument("--tier", choices=("smoke", "cpu", "gpu"),
-                        help="how large: sets the parameter `tier`")
+                        help="size of the run: set the parameter `tier`")
     parser.add_argument("--out", type=a_folder, default=OUT, metavar="DIR",
-                        help=f"for the executed notebook and its record (default {OUT})")
-    parser.add_argument("--on", metavar="processes=N", help="run side by side, torch's threads "
-                        "shared out")
-    parser.add_argument("--all", action="store_true", help="every notebook of the course")
-    parser.add_argument("--list", action="store_true", help="show the notebooks and their "
-                        "parameters, run nothing")
+                        help=f"folder for executed notebooks and their records (default {OUT})")
+    parser.add_argument("--on", metavar="processes=N", help="run N notebooks at a time; "
+                        "they share the threads of PyTorch (default 1)")
+    parser.add_argument("--all", action="store_true", help="run every notebook of the course")
+    parser.add_argument("--list", action="store_true", help="list the notebooks and their "
+                        "parameters, and run nothing")
 
 
 def run(args) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def run(args) -> dict[str, Any]:
         paths = [notebooks.find(name)] if name else notebooks.course()
         return {"notebooks": [notebooks.describe(path) for path in paths]}
     if args.all and (name or asked):
-        raise ConfigError(f"--all runs all as they are; leave it or {shown(name or asked[0])} out")
+        raise ConfigError(f"--all takes no name or setting; leave out {shown(name or asked[0])}")
     if not args.all and not name:
         raise ConfigError("which notebook? `lpkit notebook --list` shows them, --all runs them all")
     paths = notebooks.course() if args.all else [notebooks.find(name)]
@@ -92,7 +92,7 @@ def text(result: dict[str, Any]) -> str:
     return "\n".join([
         text_table([("notebook", "seconds", "peak MB", "claim", "result"), *rows]),
         f"claims: {counts}", "",
-        text_table([("executed copy", "its record"), *files])])
+        text_table([("executed copy", "record"), *files])])
 
 
 def _outcome(run: dict[str, Any]) -> str:

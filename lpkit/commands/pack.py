@@ -1,10 +1,10 @@
-"""Make one file for a room without a network: wheels, the course, and what installs them.
+"""Write one file that installs lpkit and the course without a network.
 
   lpkit pack room.tar
-  tar xf room.tar && python3 lpkit-offline/install my-venv       there, on a machine of the same kind
+  tar xf room.tar && python3 lpkit-offline/install my-venv       on a machine of the same kind
 
-pip chooses the wheels by constraints.txt, for this Python and platform, from the indexes that it is
-set to. The corpus is the library of the Python that is there.
+The file holds wheels for this Python and platform. pip downloads the versions in constraints.txt
+from the indexes in its configuration. The training text is Python's own library.
 """
 
 import runpy
@@ -15,15 +15,15 @@ from lpkit.files import PACKAGE, expanded, sha256, whole_file
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT.tar", help="the file to make")
+    parser.add_argument("out", metavar="OUT.tar", help="file to write")
 
 
 def run(args: Namespace) -> dict:
     out, code = expanded(args.out), PACKAGE.parent / "binder" / "offline.py"
     if out.suffix != ".tar" or not out.parent.is_dir():
-        raise ConfigError(f"{named(out)} is to be NAME.tar in a folder that is there")
+        raise ConfigError(f"{named(out)} must be NAME.tar in an existing folder")
     if not code.is_file():
-        raise ConfigError("pack needs a clone of the repository, and this is an installed wheel")
+        raise ConfigError("lpkit pack runs in a clone of the repository, not in an installed wheel")
     with whole_file(out) as whole:
         manifest = runpy.run_path(str(code))["pack"](PACKAGE.parent, whole)
     return {**manifest, "file": str(out), "bytes": out.stat().st_size, "sha256": sha256(out)}

@@ -1,5 +1,4 @@
-"""Find the layouts that train a model on a machine before a deadline and within a budget, and say
-why the others do not.
+"""Find layouts that train a model before a deadline and within a budget, and say why others do not.
 
     lpkit plan --model llama-70b --tokens 1e12 --machine h200 --budget 1M --deadline 30d
     lpkit plan --model llama-70b --tokens 1T --machine h200 --devices 512 --show 1
@@ -12,7 +11,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from lpkit import values
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import between, duration, quantity
@@ -31,27 +30,27 @@ UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "mode
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar=TARGET)
-    parser.add_argument("--tokens", required=True, help="to train on: 1e12, 300B, 1.5T")
+    parser.add_argument("--model", required=True, metavar=TARGET, help=MODEL)
+    parser.add_argument("--tokens", required=True, help="training tokens: 1e12, 300B or 1.5T")
     settings_and_machine(parser)
-    parser.add_argument("--budget", help="US dollars for the run: 250000, 250k, $1.5M")
-    parser.add_argument("--deadline", help="for the run: 12h, 30d, 2w")
-    parser.add_argument("--devices", type=int, help="how many; by default powers of two are "
-                        "searched")
+    parser.add_argument("--budget", help="most US dollars for the run: 250000, 250k or $1.5M")
+    parser.add_argument("--deadline", help="most time for the run: 90min, 12h, 30d or 2w")
+    parser.add_argument("--devices", type=int, help="number of devices (default: search powers "
+                        "of two)")
     parser.add_argument("--precision", action="append", metavar="NAME",
-                        help="bf16, fp32, a recipe that casts, or bf16-master, the ZeRO paper's "
-                        "setting; by default the config's; repeatable")
-    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
-                        f"by default the config's")
-    parser.add_argument("--batch-tokens", help="tokens of an update: 4M; by default the config's")
-    parser.add_argument("--context", type=int, help="tokens of a sequence; by default the config's")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
-    parser.add_argument("--factor", type=FACTOR, help="seconds of a measured step over their "
-                        "prediction, as lpkit.predict.time.calibrate gives it: all times are "
-                        "multiplied by it")
-    parser.add_argument("--top", type=Count, default=10, help="layouts to show (%(default)s)")
-    parser.add_argument("--show", type=Count, metavar="N", help="open the N-th: every row with its "
-                        "formula and source")
+                        help="bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
+                        "casts; repeatable (default: the config's)")
+    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
+                        f"{', '.join(OPTIMIZERS)}")
+    parser.add_argument("--batch-tokens", help="tokens per update: 4M (default: the config's)")
+    parser.add_argument("--context", type=int, help="tokens per sequence (default: the config's)")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device and hour "
+                        "(default: the machine's)")
+    parser.add_argument("--factor", type=FACTOR, help="multiply all times by FACTOR, the measured "
+                        "over the predicted seconds of a step (lpkit.predict.time.calibrate)")
+    parser.add_argument("--top", type=Count, default=10, help="layouts to print (default 10)")
+    parser.add_argument("--show", type=Count, metavar="N", help="print every row of layout N with "
+                        "its formula and source")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,7 +130,7 @@ def _with_batch(config: Config, tokens: float) -> Config:
 def text(result: dict[str, Any]) -> str:
     m, best = result["machine"], result["plans"][0]
     rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
-             "recompute", "precision", "memory", "step", "MFU", "time", "nine of ten", "cost",
+             "recompute", "precision", "memory", "step", "MFU", "time", "time range", "cost",
              "lpkit")]
     for i, one in enumerate(result["plans"], 1):
         axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
@@ -150,26 +149,26 @@ def text(result: dict[str, Any]) -> str:
         f"feasible; {result['order']}", "", text_table(rows, align=">", indent="  "), ""]
     whys = [one["why_untrained"] for one in result["plans"]]
     lines += [f"  {', '.join(str(i) for i, each in enumerate(whys, 1) if each == why)} cannot be "
-              f"trained here: {why}" for why in dict.fromkeys(filter(None, whys))]
-    lines += [f"  {name}: {one['layouts']:,} layouts, {one['nearest']}"
+              f"trained by lpkit: {why}" for why in dict.fromkeys(filter(None, whys))]
+    lines += [f"  {name} excludes {one['layouts']:,} layouts, nearest: {one['nearest']}"
               for name, one in result["refused"].items()]
-    lines += [f"  not to be trusted to the byte: {result['doubt']}"] * bool(result["doubt"])
+    lines += [f"  memory is an estimate: {result['doubt']}"] * bool(result["doubt"])
     if best["emulated"]:
-        lines.append(f"  {best['precision']} is emulated in wider products: {best['emulated']}")
+        lines.append(f"  {best['precision']} is emulated with wider matmuls: {best['emulated']}")
     if best["energy_wh"] is not None:
         paid = ("" if best["cost"] is None else f", ${best['cost_per_million_tokens']:.3g} per "
                 f"million tokens")
-        lines.append(f"  the first takes {quantity(best['device_hours'])} device hours and "
+        lines.append(f"  layout 1 takes {quantity(best['device_hours'])} device hours and "
                      f"{quantity(best['energy_wh'], 'Wh')} at rated power{paid}")
     for one in result["compute_optimal"]:
-        lines.append(f"  best use of the budget by {one['law']}: "
+        lines.append(f"  compute-optimal for the budget by {one['law']}: "
                      f"{quantity(one['parameters'], 'parameters')} on "
                      f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
     if result["show"] is not None:
         lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
     calibrated = "not calibrated"
     if result["factor"] != 1:
-        calibrated = f"calibrated, all of them times {result['factor']:.3f}"
+        calibrated = f"calibrated, multiplied by {result['factor']:.3f}"
     return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
                       f"  network: {m['network']}",
                       f"  efficiency: {result['efficiency']['source']}",
@@ -179,7 +178,7 @@ def text(result: dict[str, Any]) -> str:
 def _opened(one: dict[str, Any], number: int) -> list[str]:
     memory, time = one["memory_rows"], one["time_rows"]
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
-    lines = [f"  plan {number}: bytes of a device; * lives at the peak, {one['peak_moment']}"]
+    lines = [f"  layout {number}: bytes per device; * is alive at the peak ({one['peak_moment']})"]
 
     def opened(row: dict[str, Any], mark: str, value: str) -> None:
         lines.append(f"  {mark} {row['name']:<{width}}{value}  {row['formula']}")
@@ -187,8 +186,8 @@ def _opened(one: dict[str, Any], number: int) -> list[str]:
 
     for row in memory:
         opened(row, "*" if row["at_peak"] else " ", f"{quantity(row['bytes'], 'bytes'):>10}")
-    lines += ["", f"  plan {number}: seconds of a step of {duration(one['step_seconds'])}; in "
-              f"brackets what hides behind it"]
+    lines += ["", f"  layout {number}: seconds of a step of {duration(one['step_seconds'])}; "
+              f"seconds in brackets overlap with other rows"]
     for row in time:
         hidden = f" [{duration(row['hidden_seconds'])}]" if row["hidden_seconds"] else ""
         opened(row, " ", f"{duration(row['seconds']):>10}{hidden}")

@@ -1,4 +1,4 @@
-"""Parameters, memory, FLOPs, time and cost of a training run, before it runs."""
+"""Predict parameters, memory, FLOPs, time and cost of a training run before it runs."""
 
 import argparse
 from functools import partial
@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from lpkit.commands import TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -16,25 +16,26 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET)
+    parser.add_argument("target", metavar=TARGET, help=MODEL)
     settings_and_machine(parser)
-    parser.add_argument("--devices", type=int, help="data-parallel; by default the config's "
-                        "parallel group")
-    parser.add_argument("--mfu", type=float, help="one share of the peak FLOP/s to assume for the "
-                        "whole step; by default each operation has its own")
-    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3; by default the lowest that "
-                        "fits")
-    parser.add_argument("--precision", help="a recipe, or bf16-master, bf16-fp32-grads, bf16-pure "
-                        "(weights in 16 bits); by default the config's")
-    parser.add_argument("--optimizer", help=f"{', '.join(OPTIMIZERS)}: the state it keeps; "
-                        f"by default the config's")
-    parser.add_argument("--recompute", help="none, selective, block or core-attention; by default "
-                        "the config's, or the first of the first three that fits")
-    parser.add_argument("--measure", action="store_true", help="also run an update here, and put "
-                        "both side by side")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device")
-    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, the "
-                        "update here too) as FILE.json and as a picture, FILE.svg")
+    parser.add_argument("--devices", type=int, help="number of data-parallel devices (default: "
+                        "the config's layout)")
+    parser.add_argument("--mfu", type=float, help="fraction of the peak FLOP/s to assume for the "
+                        "whole step (default: each operation has its own efficiency)")
+    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3 (default: the config's; with "
+                        "--devices, the lowest that fits)")
+    parser.add_argument("--precision", help="a recipe, or 16-bit weights: bf16-master, "
+                        "bf16-fp32-grads or bf16-pure (default: the config's)")
+    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
+                        f"{', '.join(OPTIMIZERS)}")
+    parser.add_argument("--recompute", help="none, selective, block or core-attention (default: "
+                        "the config's; with --devices, the first of the first three that fits)")
+    parser.add_argument("--measure", action="store_true", help="also run an update here, and "
+                        "compare it with the prediction")
+    parser.add_argument("--price-per-hour", type=float, help="US dollars per device (default: "
+                        "the machine's price)")
+    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, also "
+                        "the measurement) to FILE.json and as a picture to FILE.svg")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -55,11 +56,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """Returns what the formulas say of this machine, beside an update here."""
+    """Return bytes and seconds of an update on this machine: predicted and measured."""
     from lpkit import hardware, measure, reconcile
     from lpkit.training.formulas import said
 
-    with said(config, "the update that was to be measured"):
+    with said(config, "the measured update"):
         bytes_ = reconcile(config)
         try:
             seconds, why = measure.reconcile_seconds(config).to_dict(), ""
@@ -92,22 +93,22 @@ def text(result: dict[str, Any]) -> str:
         line("reserved", quantity(result["reserved_bytes"], "bytes"),
              "by the allocator, with expandable segments")
     if result["doubt"]:
-        lines += wrap(f"Not to be trusted to the byte: {result['doubt']}.", 150, initial_indent="  ",
+        lines += wrap(f"Memory is an estimate: {result['doubt']}.", 150, initial_indent="  ",
                       subsequent_indent="  ")
     lines.append("")
     if a["emulated"]:
-        line("", "", f"{a['precision']} is emulated in wider products: {a['emulated']}")
+        line("", "", f"{a['precision']} is emulated with wider matmuls: {a['emulated']}")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)
     line("step", duration(result["step_seconds"]),
          f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
          f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
-    line("", "", f"{between(result['step_seconds_range'], duration)}: {result['range_is']}")
+    line("", "", f"range {between(result['step_seconds_range'], duration)}: {result['range_is']}")
     if a["factor"] != 1:
-        line("", "", f"all seconds times {a['factor']:.3f}, by one measured step of this machine")
+        line("", "", f"all seconds are multiplied by {a['factor']:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
         others = ", ".join(name for name in STACKS if name != a["stack"])
-        line("", "", f"by {STACKS[a['stack']].words}; system.stack takes others' steps:")
+        line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
         line("", "", others)
     line("tokens/s", quantity(result["tokens_per_second"]), "")
     line("run", duration(result["run_seconds"]),
@@ -133,8 +134,8 @@ def _beside(measured: dict[str, Any]) -> list[str]:
     lines = []
     for key, shown in (("bytes", lambda value: quantity(value, "bytes")), ("seconds", duration)):
         rows = measured[key]
-        lines += ["", f"  {key} of an update on {rows[0]['where']}" if rows
-                  else f"  no {key}: {measured['no_seconds']}"]
+        lines += ["", f"  {key} on {rows[0]['where']}: predicted, measured, error" if rows
+                  else f"  {key} were not measured: {measured['no_seconds']}"]
         for row in rows:
             error = percent(row["error"]) if row["formula"] and row["measured"] else ""
             lines.append(f"  {row['name']:<28}{shown(row['formula']):>10}"

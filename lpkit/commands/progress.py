@@ -1,11 +1,11 @@
-"""Show how far a room's learners are: reports of those who agreed, under random names.
+"""Show how far the learners of a room are, if they agreed to report it. Reports have random names.
 
-    lpkit progress                          where learners of the room in /srv/lpkit-room stop
-    lpkit progress --csv reports.csv        every report, as a table
-    lpkit progress --delete                 all of it, with the drawn names; homes stay
-    lpkit progress --collect */learner.json --csv reports.csv     of files that learners handed in
+    lpkit progress                          show how many learners solved each exercise
+    lpkit progress --csv reports.csv        write every report to a table
+    lpkit progress --delete                 delete all reports and random names; homes stay
+    lpkit progress --collect */learner.json --csv reports.csv     read files that learners handed in
 
-The teacher sees the same live at /services/progress/ of the hub.
+The teacher sees the same numbers live at /services/progress/ of the hub.
 """
 
 from lpkit.commands import lesson

@@ -1,10 +1,10 @@
-"""Generate text from a run.
+"""Generate text with the model of a run.
 
   lpkit sample runs/six --prompt "def "
   lpkit sample runs/six --prompt "def " --prompt "class " --cache int8
 
-Each --prompt is continued as it would be alone. A cache in int8 takes about half of one in 16 bits,
-int4 a third; `notebooks/lessons/decoding.py` has bytes and seconds.
+The text after one prompt does not depend on the other prompts. An int8 cache needs about half the
+bytes of a 16-bit cache, an int4 cache about a third.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -16,19 +16,19 @@ from lpkit.values import Count, PositiveOrZero, Seed, checked
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=a_folder, metavar="RUN", help="a run folder")
-    parser.add_argument("--prompt", action="append", help="how the text begins; as many as needed "
+    parser.add_argument("run", type=a_folder, metavar="RUN", help="run folder")
+    parser.add_argument("--prompt", action="append", help="beginning of the text; repeatable "
                         "(default: a line break)")
-    parser.add_argument("--tokens", type=int, default=200,
-                        help="how many to generate (default: 200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=50, help="choose among the k likeliest "
-                        "(default: 50)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cache", default="same", metavar="FORMAT", help="of keys and values: "
-                        f"{'; '.join(f'{name}, {row.why}' for name, row in CACHES.items())} "
-                        "(default: same)")
-    parser.add_argument("--special-tokens", action="store_true", help="prompts may spell them")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to generate (default 200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the "
+                        "likeliest token; above 0 samples (default 0.8)")
+    parser.add_argument("--top-k", type=int, default=50, help="sample only from the likeliest "
+                        "TOP_K tokens (default 50)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    parser.add_argument("--cache", default="same", metavar="FORMAT", help="KV cache, default same; "
+                        + "; ".join(f"{name}: {row.why}" for name, row in CACHES.items()))
+    parser.add_argument("--special-tokens", action="store_true", help="read <|endoftext|> in a "
+                        "prompt as a special token (default: as ordinary text)")
 
 
 def run(args: Namespace) -> dict:

@@ -1,7 +1,7 @@
-"""Make slides of a notebook that has run: one HTML file, which needs no network.
+"""Turn an executed notebook into slides: one HTML file, which needs no network.
 
-  lpkit notebook 06 --tier smoke                    runs it, into runs/notebooks
-  lpkit slides 06 --out slides                      its headings, questions, figures and claims
+  lpkit notebook 06 --tier smoke                    execute notebook 06 into runs/notebooks
+  lpkit slides 06 --out slides                      write its headings, questions, figures, claims
 """
 
 from argparse import ArgumentParser, Namespace
@@ -12,11 +12,11 @@ from lpkit.errors import ConfigError, named
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("notebook", metavar="NAME", help="06, or 06_fp8_training")
+    parser.add_argument("notebook", metavar="NAME", help="notebook: 06 or 06_fp8_training")
     parser.add_argument("--executed", type=a_folder, default=OUT, metavar="DIR",
-                        help=f"where `lpkit notebook` wrote it (default {OUT})")
+                        help=f"folder of the executed notebook (default {OUT})")
     parser.add_argument("--out", type=a_folder, default=".", metavar="DIR",
-                        help="for NAME.slides.html (default: here)")
+                        help="folder for NAME.slides.html (default: the current folder)")
 
 
 def run(args: Namespace) -> dict:
@@ -27,8 +27,8 @@ def run(args: Namespace) -> dict:
     name = notebooks.find(args.notebook).stem
     path = args.executed / f"{name}.ipynb"
     if not path.is_file():
-        raise ConfigError(f"{named(path)} is not there; `lpkit notebook {name} --tier smoke --out "
-                          f"{args.executed}` makes it")
+        raise ConfigError(f"there is no {named(path)}; run `lpkit notebook {name} --tier smoke "
+                          f"--out {args.executed}` first")
     page, out = lesson("slides").page(notebooks.read(path), name), args.out / f"{name}.slides.html"
     own_folder(args.out)
     write_atomically(out, page)
@@ -36,4 +36,4 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    return f"{named(result['out'])}: open it in a browser; arrow keys turn its slides"
+    return f"wrote {named(result['out'])}; open it in a browser; arrow keys change slides"

@@ -1,6 +1,6 @@
-"""Search settings. A file says which; each trial is one training run.
+"""Search for the best settings with Optuna. A YAML file lists the settings; each trial is one run.
 
-  lpkit sweep docs/lr-search.yaml       stopped, it goes on by the same command
+  lpkit sweep docs/lr-search.yaml       repeat the command to continue a sweep that was stopped
 """
 
 import argparse
@@ -49,4 +49,4 @@ def text(result: dict[str, Any]) -> str:
              (one["trial"], one["val_loss"], one["pruned"] and one["pruned"]["step"],
               *one["settings"].values())] for one in trials[:10]]
     table = text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
-    return f"{table}\nthe best of {len(trials)} trials, which took {duration(result['seconds'])}"
+    return f"{table}\nthe best of {len(trials)} trials; all took {duration(result['seconds'])}"

@@ -6,9 +6,9 @@
   lpkit train --out runs/six --resume steps=900
   lpkit train cpu-3m --processes 2
 
-Ctrl-C, SIGTERM and SIGHUP (a closed SSH) stop at the next micro-batch and keep a checkpoint of the
-last whole step; --resume continues from the newest good checkpoint. You may raise steps of a run
-that continues; the learning rate then follows the longer schedule.
+Ctrl-C, SIGTERM and SIGHUP (SSH closed) stop the run at the next micro-batch and keep a checkpoint
+of the last whole step. --resume continues from the newest good checkpoint. When you resume, you may
+raise `steps`; the learning rate then follows the longer schedule.
 """
 
 import os
@@ -28,13 +28,13 @@ EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml",
-                        help="what to train; may be left out with --resume")
+                        help="preset or config file to train; not needed with --resume")
     settings(parser)
     parser.add_argument("--out", type=a_folder, metavar="DIR",
-                        help="the run folder (default: a new one under runs/)")
+                        help="run folder (default: a new folder in runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
-                        "machine: replicas, where parallel.* does not say otherwise")
+                        "machine; each is a replica, unless parallel.* sets another layout")
 
 
 def run(args: Namespace) -> dict:
@@ -47,21 +47,21 @@ def run(args: Namespace) -> dict:
     from lpkit.training.runs import Run
 
     if args.resume and not args.out:
-        raise ConfigError("--resume needs --out DIR, the folder of the run to go on with")
+        raise ConfigError("--resume needs --out DIR, the folder of the run to continue")
     target, asked = target_and_asked(args)
     if target is None and not args.resume:
-        raise ConfigError("what should be trained? Name a preset (cpu-3m) or a config file, or go "
-                          "on with --resume --out DIR")
+        raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
+                          "continue a run with --resume --out DIR")
     if target not in (None, *PRESETS) and Path(target).is_dir() and not of_transformers(Path(target)):
-        raise ConfigError(f"{target} is a folder: go on with a run by --resume --out {target}, or "
-                          f"begin from its weights with a preset and start.run={target}")
+        raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
+                          f"or start from its weights with a preset and start.run={target}")
     config = (resolve(target, asked) if target is not None
               else Run.open(args.out).config.replace(parse_settings(asked)))
     out = args.out or default_folder(Path(target).stem)
     world = os.environ.get("WORLD_SIZE", "1")       # torchrun's
     if world != "1" and args.processes is not None:
-        raise ConfigError(f"--processes={args.processes} starts processes, and this is one of "
-                          f"{world} that were started; leave it out")
+        raise ConfigError(f"--processes={args.processes} starts processes, but torchrun started "
+                          f"{world} already; leave it out")
     if world != "1" and os.environ.get("RANK", "0") != "0":     # the first shows steps and result
         train(config, out=out, resume=args.resume)
         sys.exit(0)
@@ -86,7 +86,7 @@ def run(args: Namespace) -> dict:
             with suppress(OSError):     # a terminal that closed
                 bar.close()
     for problem in summary["damaged"]:
-        print(f"lpkit: passed over what was damaged: {in_one_line(problem)}", file=sys.stderr)
+        print(f"lpkit: skipped a damaged file: {in_one_line(problem)}", file=sys.stderr)
     stopped_by = summary["stopped_by"]
     return summary | ({"exit_code": EXIT_CODES[stopped_by]} if stopped_by in EXIT_CODES else {})
 
@@ -94,7 +94,7 @@ def run(args: Namespace) -> dict:
 def text(summary: dict) -> str:
     from lpkit.training.runs import described
 
-    chosen = [(key, f"{choice['used']} (asked: {choice['asked']}; {choice['why']})")
+    chosen = [(key, f"{choice['used']} (requested: {choice['asked']}; {choice['why']})")
               for key, choice in summary["chosen"].items()]
     rows = [*described(summary), *chosen]
     at, width = max(len(name) for name, _ in rows) + 2, shutil.get_terminal_size().columns

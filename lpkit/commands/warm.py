@@ -1,10 +1,10 @@
-"""Verify and race kernels and compile an update now, so that the first run of a preset or a config
-file does not wait for it. Nothing is trained, and only the cache is written.
+"""Verify and time the kernels of a config, and compile its update, before the first run needs them.
+The command trains nothing and writes only to the cache.
 
   lpkit warm gpt2-124m
   lpkit warm gpt2-124m precision.recipe=fp8-tensorwise
 
-All later processes of this user find it; those of other users do not, since what lies there is executed.
+All later processes of this user use the cache. Other users cannot, because its files are executed.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -16,7 +16,7 @@ from lpkit.predict.units import duration
 
 
 def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what will be trained")
+    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what you will train")
     settings(parser)
 
 
@@ -43,5 +43,5 @@ def run(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
-    return "\n".join([f"{result['target']} was warmed in {duration(result['seconds'])}; this user's "
-                      f"runs find it in {result['cache']}", *chosen])
+    return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
+                      f"use the cache {result['cache']}", *chosen])

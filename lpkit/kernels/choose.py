@@ -107,7 +107,7 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
             raise ConfigError(f"{setting}={asked}: {name} {why}; the nearest that is right: "
                               f"{definition or next(iter(offered))}")
         return Chosen(refused={}, choice=Choice(asked=asked, used=asked,
-                                                why="asked for, and verified here"))
+                                                why="requested, and verified here"))
     key = _key(name, kernel, offered, raced, in_block, captured)
     path = (cache or own_cache(RACED)) / f"{key}.json"
     record, passed_over = None, ""
@@ -118,10 +118,10 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     except FileNotFoundError:       # none yet
         pass
     except (OSError, ConfigError) as error:
-        record, passed_over = None, f"; a record of an earlier race is passed over: {error}"
+        record, passed_over = None, f"; an earlier record was not used: {error}"
     if record is None:
         if _device(at_hand).type == "cuda":
-            print(f"lpkit: {name}: {', '.join(offered)} are verified and raced, once for this "
+            print(f"lpkit: {name}: verifies and times {', '.join(offered)}, once for this "
                   f"machine", file=sys.stderr, flush=True)
         record = _find(kernel, offered, at_hand, raced, within_seconds, in_block, captured)
         # a lack of memory is of this moment; no room, no right to write: anew next time
@@ -134,10 +134,10 @@ def choose(name: str, kernel: Kernel, asked: str, at_hand: Sequence[tuple], *,
     where = ("in a compiled block" if in_block else "here") + ", in a CUDA graph" * captured
     why = f"the fastest of {', '.join(seconds)} {where}, and verified"
     if used != fastest:
-        why = (f"{fastest} is less than {FUSES} times as fast alone {where}, and the compiler also "
-               f"fuses this with what is beside it; verified")
+        why = (f"{fastest} alone is less than {FUSES} times as fast {where}, and the compiler also "
+               f"fuses {used} with other operations; verified")
     if len(seconds) == 1:
-        why = "nothing else runs here"
+        why = "no other version runs here"
     if record["refused"]:
         why += "; not " + "; not ".join(f"{key}: {said}" for key, said in record["refused"].items())
     return Chosen(refused=record["refused"],

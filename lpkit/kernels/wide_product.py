@@ -103,10 +103,10 @@ def choose_for(sizes: tuple[int, int, int], asked: str, before: str | None = Non
     """The choice for a model whose largest product has these sizes, in any order. `before`: the
     choice of a run that goes on."""
     if asked == "auto" and before in NAMES:
-        return Choice(asked=asked, used=before, why="as this run was begun")
+        return Choice(asked=asked, used=before, why="as when this run began")
     if asked == "auto" and not any(large(*each) for each in itertools.permutations(sizes)):
-        return Choice(asked=asked, used="bf16", why="no product of this model is so large that "
-                      "its casts would be won back")
+        return Choice(asked=asked, used="bf16", why="no matmul of this model is large enough to "
+                      "win back the time of its casts")
     return choice(asked, torch.get_num_threads())
 
 

@@ -171,7 +171,7 @@ class Advice:
         return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
                 "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
-                "sources": [f"worth it above {MIN_WORTHWHILE_SPEEDUP}x: {WORTH_SOURCE}"]}
+                "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}"]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
@@ -218,11 +218,11 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         plans.append(Plan(
             recipe=name, backend="emulated" if step.emulated else backend,
             status="emulated" if step.emulated else "native", recorded_speedup=speedup,
-            why=step.emulated or f"{on.title} multiplies these formats itself", source=source,
+            why=step.emulated or f"{on.title} has matmuls for these formats", source=source,
             cost=replace(cost, bytes=more_at_peak(held, plain[1]))))
     if reached := [plan.speedup / plan.cost.speedup for plan in plans if plan.source != "formula"]:
         share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
-        said = f"formula, times the {share:.2f} that recorded recipes reached of theirs"
+        said = f"formula times {share:.2f}, the share that recorded recipes reached"
         plans = [replace(plan, reached=share, source=said)
                  if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
@@ -253,8 +253,8 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
     native = [plan for plan in plans if plan.status == "native"]
     if not native:
         best = plans[0]
-        return base, (f"{base}: {on.title} multiplies none of these formats itself; emulated, "
-                      f"{best.recipe} gives the same numbers and a step takes "
+        return base, (f"{base}: {on.title} has no matmul for these formats; {best.recipe}, "
+                      f"emulated, gives the same numbers, and a step takes "
                       f"{1 / best.speedup:.2f} times as long")
     chosen, reached = None, 1.0
     for bits in sorted({plan.bits for plan in native}, reverse=True):
@@ -269,11 +269,11 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             f"get {cost.linear_speedup:.2f} times as fast; memory {_signed(cost.more_bytes)}")
     best = native[0]
     if best.speedup < 1:
-        return base, (f"{base}: at these widths the casts cost more than the products save "
+        return base, (f"{base}: at these widths the casts cost more time than faster matmuls save "
                       f"({best.recipe}: {best.speedup:.2f} times the speed, {best.source})")
-    return base, (f"{base}: at these widths the casts take most of what the products save "
-                  f"({best.recipe}: a step {best.speedup:.2f} times as fast, {best.source}; below "
-                  f"{MIN_WORTHWHILE_SPEEDUP} it loses at equal loss)")
+    return base, (f"{base}: at these widths the casts take most of the time that faster matmuls "
+                  f"save ({best.recipe}: a step {best.speedup:.2f} times as fast, {best.source}; "
+                  f"it reaches an equal loss sooner only above {MIN_WORTHWHILE_SPEEDUP})")
 
 
 # Recorded benches.

@@ -223,15 +223,15 @@ class Reconciled:
         off = peak.formula - peak.measured
         size = quantity(abs(off), "bytes")
         if not off:
-            return f"The {of}'s peak is the {truth} one, to the byte."
+            return f"The {of}'s peak equals the {truth} peak to the byte."
         if abs(peak.error) < 0.001:
-            return f"The {of}'s peak is the {truth} one within 0.1%: {size} off."
+            return f"The {of}'s peak is within 0.1% of the {truth} peak: {size} off."
         widest = max(rows.values(), key=lambda row: (row.formula - row.measured) * off)
         return (f"The {of}'s peak is {size} ({percent(peak.error)}) "
-                f"{'above' if off > 0 else 'below'} the {truth} one; {widest.name!r} explains most "
-                f"of it: {quantity(widest.formula, 'bytes')} against "
-                f"{quantity(widest.measured, 'bytes')}. The {of}'s moment is: {moment}; the "
-                f"{truth} one: {_moment(self.truth)}.")
+                f"{'above' if off > 0 else 'below'} the {truth} peak. Most of the difference "
+                f"is in {widest.name!r}: {quantity(widest.formula, 'bytes')} by the {of}, {truth} "
+                f"{quantity(widest.measured, 'bytes')}. The {of}'s peak is at: {moment}; the "
+                f"{truth} peak: {_moment(self.truth)}.")
 
     def _repr_html_(self) -> str:
         sides = {"formula": self.formula, "traced": self.traced.rows}

@@ -208,7 +208,7 @@ def recorded(optimizer: torch.optim.Optimizer, chosen: Mapping[str, Choice]) -> 
     choices = dict(chosen)
     for key in does.keys() & choices.keys():
         if choices[key].used != does[key]:
-            why = f"the optimizer that was built, {type(optimizer).__name__}, does this"
+            why = f"the optimizer {type(optimizer).__name__} does this"
             choices[key] = replace(choices[key], used=does[key], why=why)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.dtype != torch.float32 for p in parameters):

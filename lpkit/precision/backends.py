@@ -120,21 +120,21 @@ def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choic
             first = choose("auto", name, recipe, device).used
             raise ConfigError(f"precision.backend={asked} cannot run {name} here: {why_not}; the "
                               f"nearest that can: {first}")
-        return Choice(asked=asked, used=asked, why="asked for")
+        return Choice(asked=asked, used=asked, why="requested")
     passed = {}     # and why
     for first in BACKENDS:
         passed[first] = BACKENDS[first].why_not(name, recipe, device)
         if not passed[first] and BACKENDS[first].automatic(recipe, device):
             break
-    why = "this device multiplies these formats itself"
+    why = "this device has matmuls for these formats"
     if first == "pytorch":
-        why = "nothing is cast but by autocast"
+        why = "only autocast casts operands"
     elif first == "emulated" and recipe.products:
         native = passed["scaled_mm"] or f"a {device.type.upper()} is slower with it"
-        why = f"the same numbers in bf16 products; not scaled_mm: {native}"
+        why = f"bf16 matmuls give the same numbers; not scaled_mm: {native}"
     elif first == "emulated":
-        why = ("float16 values in float32 products, which a CPU has: the same numbers, several "
-               "times faster than PyTorch's float16 products there")
+        why = ("float32 matmuls of float16 values give the same numbers on a CPU, several times "
+               "faster than PyTorch's float16 matmuls")
     return Choice(asked=asked, used=first, why=why)
 
 

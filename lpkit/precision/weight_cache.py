@@ -43,14 +43,14 @@ def choose(name: str, recipe: Recipe, backend: Backend, device: torch.device, *,
     if forwards == 1:
         why = "they are cast once in an update anyway: one micro-batch, nothing recomputed"
     elif any(cast.rounding == "stochastic" for cast in casts):
-        why = "a stochastic cast draws anew each time"
+        why = "a stochastic cast gives different numbers each time"
     elif not hasattr(backend, "product"):
-        why = "the library keeps what it keeps"
+        why = "the library has its own cache"
     elif compiled:
         why = "casts are in the graph of torch.compile, which would not see that a weight changed"
     elif history and device.type != "cpu":
-        why = ("a weight's scale may move with its history in each micro-batch, and to compare it "
-               "would wait for the GPU")
+        why = ("the scale of a weight may change in each micro-batch, and comparing it would wait "
+               "for the GPU")
     if why:
         return Choice(asked="true", used=CAST, why=why)
     return Choice(asked="true", used=CACHED, why=f"one cast for {forwards} forwards of an update")

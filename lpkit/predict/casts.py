@@ -120,7 +120,7 @@ def why_emulated(recipe: Row, on: Machine, backend: str = "auto") -> str:
     if on.kind == "cpu":
         return "a CPU multiplies 8 bits no faster than 16"
     if backend == "emulated":
-        return "asked for"
+        return "requested"
     if backend != "auto":
         return ""
     if recipe.dtype not in on.flops:

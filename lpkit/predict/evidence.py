@@ -126,14 +126,14 @@ def efficiency(machine: Machine, stack: str = DEFAULT, *, folder: Path = MEASURE
             made, products={**made.products, **best}, shapes=row["products"], bandwidth=1.0,
             start_seconds=0.0,
             links=1.0 if row["ranks"] > 1 else made.links, factor=row.get("factor", 1.0),
-            source=f"products, copies and one step as {row['device']} took them on {row['date']}, "
-            f"torch {row['torch']} (`{row['command']}`); the rest: {made.source}")
+            source=f"matmuls, copies and one step as {row['device']} took them on {row['date']}, "
+            f"torch {row['torch']} (`{row['command']}`); others: {made.source}")
     for path, bench in benches(machine, folder):
         if bench["name"] == "fp8-linear" and bench["cases"]:
             with whole(path):
                 eight = made.products["bf16"] * _reached(bench["cases"], machine, made)
-            made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 products "
-                           f"beside bf16's recorded: {path.name}; the rest {made.source}")
+            made = replace(made, products=made.products | {"fp8": eight}, source=f"FP8 matmuls "
+                           f"over bf16, recorded: {path.name}; others: {made.source}")
     return made
 
 
@@ -161,8 +161,8 @@ def reached(name: str | None, stack: str, numbers: Mapping[str, float]) -> Effic
         bandwidth=kept * ASSUMED.bandwidth, casts=kept * ASSUMED.casts,
         kernel_seconds=ASSUMED.kernel_seconds / kept, attention=row.attention * of("attention"),
         **{field: of(field) for field in AS_THEY_ARE},
-        source=f"{row.source}; a step keeps {kept:.2f} of what kernels reach alone, and "
-        f"{how.words} was taken: fitted to published runs, data/published/fit.json")
+        source=f"{row.source}; a step reaches {kept:.2f} of the speed of single kernels, with "
+        f"{how.words}: fitted to published runs, data/published/fit.json")
 
 
 # Recorded benches.
@@ -248,7 +248,7 @@ class Spread:
         return self.low * value, self.high * value
 
 
-GIVEN = Spread(low=1.0, high=1.0, words="at the MFU that was given")
+GIVEN = Spread(low=1.0, high=1.0, words="at the given MFU")
 TELLS = 0.08            # of seconds: less does not tell two layouts apart (docs/plan.md)
 KINDS = ("MI300X and after", "8 bits or fewer", "A100, H100 and after in 16 bits")
 UNSEEN = "no published run is of this kind"
@@ -278,11 +278,11 @@ def spread(machine: Machine, precision: str, layout: Layout, stack: str = DEFAUL
     known, kind = fitted(), UNSEEN if emulated else kind_of(machine, precision)
     kinds, shape = known["calibrated" if calibrated else "kinds"], shape_of(layout)
     known_as, limits = range_of(kinds, kind, stack)
-    words = f"nine of ten held-out runs, {known_as}" if known_as else f"{UNSEEN}: as wide as any"
+    words = f"nine of ten held-out runs ({known_as})" if known_as else f"{UNSEEN}; the widest range"
     most = known["most_devices"].get(shape, 0)
     if layout.devices > most:
-        words += (f"; extrapolated: no published run has {shape}" if not most else
-                  f"; extrapolated: published runs with {shape} have {most:,} devices at most")
+        words += (f"; extrapolated, since no published run has {shape}" if not most else
+                  f"; extrapolated beyond the {most:,} devices of published runs with {shape}")
     if calibrated:
         words += ", after one measured step"
     return Spread(low=limits["low"], high=limits["high"], words=words)

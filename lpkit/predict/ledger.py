@@ -152,7 +152,7 @@ def model_states(count: float, *, precision: "str | Precision" = "bf16-master",
             row("master weights", p.master, 1, MOMENTS, "a float32 copy for the optimizer"),
             row("optimizer state", work.cut_bytes, 1, MOMENTS,
                 describe_state(optimizer, moment_format), work.whole_bytes),
-            row("gradients", p.gradients, 2, (UPDATE,), "the same dtype as the weights"))
+            row("gradients", p.gradients, 2, (UPDATE,), "in the dtype of the weights"))
 
 
 def memory(config: Config, machine: "str | Machine" = "h200", devices: int | None = None, *,
@@ -199,15 +199,15 @@ class Doubt(NamedTuple):
 
     def __str__(self) -> str:
         if self.low is None:
-            return f"{self.words}, and nobody has measured how far that is off{TRACE}"
-        return (f"{self.words}, and the peak was from {-self.low}% too low to {self.high}% too "
-                f"high in drawn configs{TRACE}")
+            return f"{self.words}; the error of this estimate was not measured{TRACE}"
+        return (f"{self.words}; in random configs of this kind the peak was {-self.low}% too low "
+                f"to {self.high}% too high{TRACE}")
 
 
-OFFLOADED = Doubt("what comes back, and what goes, is taken to be one tensor of the MLP", -29, 7)
-PADDED = Doubt("whether a view keeps the padding of a result alive is taken by a rule", -7, 1)
-ADAPTED = Doubt("what an adapter's forward pass in low precision holds for a moment is left out", -15, 5)
-LOW_HEAD = Doubt("a head in low precision is taken for one in 16 bits, a chunk at a time", -25, 0)
+OFFLOADED = Doubt("offloaded tensors in transfer are counted as one tensor of the MLP", -29, 7)
+PADDED = Doubt("a rule decides whether a view keeps the padding of a result alive", -7, 1)
+ADAPTED = Doubt("short-lived tensors of adapters in low precision are not counted", -15, 5)
+LOW_HEAD = Doubt("a head in low precision is counted as a 16-bit head, chunk by chunk", -25, 0)
 
 
 def _doubt(step: Step) -> str:
@@ -215,15 +215,15 @@ def _doubt(step: Step) -> str:
     config, p = step.config, step.p
     memory, kind = config.memory, config.model.attention.name
     if changed := [row.name for row in (*config.transforms, *config.governors)]:
-        return (f"what {', '.join(changed)} makes of the model is in no formula: parameters, "
-                f"bytes, FLOPs and seconds are those of the model without; "
-                f"lpkit.measure.memory(config) counts an update here")
+        return (f"no formula covers {', '.join(changed)}: parameters, bytes, FLOPs and seconds are "
+                f"those of the unchanged model; lpkit.measure.memory(config) counts the bytes of a "
+                f"real update")
     if config.model.shares:
-        return str(Doubt("each layer is taken to see the average of the tokens", -18, 3))
+        return str(Doubt("each layer is counted with the average number of tokens", -18, 3))
     if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
-        return str(Doubt(f"what {', '.join(changed)} makes of a block is taken by the same rules"))
+        return str(Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules"))
     if OBJECTIVES[config.objective.name].implementation:
-        return str(Doubt(f"what objective={config.objective.name} holds is as its row says"))
+        return str(Doubt(f"bytes of objective={config.objective.name} are what its row says"))
     if step.s.attention == "plain" and KINDS[kind].state_bytes:
         return str(Doubt(f"the definition of {kind} attention is counted roughly"))
     if memory.activation_offload.name != "device":
@@ -233,7 +233,7 @@ def _doubt(step: Step) -> str:
     if config.model.changes:
         return str(ADAPTED)
     if any(at_end(name, ()) is None for name in p.low.keep if name != "head"):
-        return str(Doubt("Linears that stay in 16 bits by a pattern are counted as the others"))
+        return str(Doubt("Linears that a pattern keeps in 16 bits are counted as cast Linears"))
     if memory.cross_entropy.name != "full" and "head" not in p.low.keep:
         return str(LOW_HEAD)
     return str(PADDED) if step.padded else ""
@@ -275,7 +275,7 @@ def _held(d: Walk, doubt: str) -> Memory:
         others = 1 - part * in_codes / (d.inside + d.tables)
         rows[0] = rows[0]._replace(
             at={moment: others * weights + part * nbytes for moment, weights in rows[0].at.items()},
-            formula=f"{rows[0].formula}; frozen ones {8 * nbytes / in_codes:.3f} bits each")
+            formula=f"{rows[0].formula}; frozen weights {8 * nbytes / in_codes:.3f} bits")
     at = d.at
     _live(at, _gradients(d, gradients.bytes))
     _live(at, _batches(d))
@@ -392,48 +392,48 @@ def _casts(d: Walk) -> Iterator[State]:
 def _words(d: Walk, gradients: Row) -> dict[str, tuple[str, str]]:
     """Says how each row is counted and where that is from, in the order in which they are shown."""
     step, layout, repeated = d.step, d.step.layout, d.step.repeated
-    micro = (f"micro-batch of {d.s.batch}, {d.m.T:,} tokens each, recompute={step.recompute}")
+    micro = f"micro-batch of {d.s.batch} x {d.m.T:,} tokens, recompute={step.recompute}"
     if repeated.kept_share is not None:
-        micro += (f", an estimate: at most {repeated.kept_share(step.recompute):g} of what "
-                  f"autograd keeps, as torch.compile chooses")
+        micro += (f", an estimate: torch.compile keeps at most "
+                  f"{repeated.kept_share(step.recompute):g} of what autograd keeps")
     micro += f", attention={d.s.attention}"
     if d.under_way > 1:
-        micro += f", {d.under_way:g} micro-batches under way"
-    whole = "all outside the blocks, and the block at work, whole, in the compute dtype"
+        micro += f", {d.under_way:g} micro-batches in flight"
+    whole = "whole weights in the compute dtype: outside the blocks, and of the current block"
     if d.staged:
-        whole = "the whole stage in the compute dtype, from the first micro-batch to the last"
+        whole = "whole weights of the stage in the compute dtype, during all micro-batches"
     elif d.whole:
-        whole = "whole weights, until a block's backward is done"
+        whole = "whole weights of each block, until its backward ends"
     words = {} if d.sharded else {walk.MESSAGES: (
-        f"gradients on their way, {layout.reduction}, and what ZeRO 1 gathers weights into",
+        f"gradients in transfer ({layout.reduction}), and weights that ZeRO 1 gathers",
         "lpkit.parallel.replicas")}
     words |= {
         walk.GRADIENTS: (gradients.formula, gradients.source),
-        "objective": ("what rests of it, and what it saves beside next-token's loss",
+        "objective": ("numbers that the objective keeps, and tensors that it saves for backward",
                       "operations of its row"),
         "batch": ("token ids and targets of one update, int64", "lpkit.datasets"),
         "gathered weights": (whole, FSDP)}
     if d.sharded:
-        words[walk.MESSAGES] = ("one block's gradients, whole, reduced in float32 on their way to "
-                                "their shards", FSDP)
+        words[walk.MESSAGES] = ("whole float32 gradients of one block, while they are reduced to "
+                                "shards", FSDP)
     return words | {
-        walk.COPIES: ("each weight of a 16-bit product once more in that dtype, until its backward",
+        walk.COPIES: ("a 16-bit copy of the weight of each matmul, until its backward ends",
                  AMP),
-        walk.LOW: (f"each weight as {step.p.what.split()[-1]} casts it, until its backward",
+        walk.LOW: (f"a copy of each weight in {step.p.what.split()[-1]}, until its backward ends",
                    LINEAR),
-        "scales": ("of the operands that are kept", LINEAR),
+        "scales": ("scales of the operands that are kept", LINEAR),
         "amax histories": ("the largest magnitudes of x, w and dy in earlier micro-batches",
                            LINEAR),
         walk.ACTIVATIONS: (micro, "lpkit.predict.activations"),
-        walk.AGAIN: ("one block's activations, all of them", CHECKPOINTS),
-        walk.LOGITS: (("logits as the head multiplies them: compiled with the loss, they are all",
+        walk.AGAIN: ("all activations of one block", CHECKPOINTS),
+        walk.LOGITS: (("logits in the dtype of the head; the compiled loss keeps nothing else",
                        COMPILED) if step.compiles_loss else
                       ("a float32 log-probability per token and vocabulary entry", CROSS_ENTROPY)),
-        walk.GRADIENTS_OF_LOGITS: ("of the log-probabilities and of the logits, float32",
+        walk.GRADIENTS_OF_LOGITS: ("float32 gradients of the log-probabilities and of the logits",
                                    CROSS_ENTROPY),
-        "optimizer temporaries": ("the moments and the weight of the largest parameter, as its "
-                                  "update wants them", "lpkit.optim.stepper"),
-        walk.TEMPORARIES: ("gradients of activations, and what is cast or copied on the way",
+        "optimizer temporaries": ("copies of the moments and the weight of the largest parameter "
+                                  "during its update", "lpkit.optim.stepper"),
+        walk.TEMPORARIES: ("gradients of activations, and short-lived casts and copies",
                            ENGINE)}
 
 

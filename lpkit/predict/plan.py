@@ -152,9 +152,9 @@ class Plan:
         """The order of the options in words, and how many of them the formula cannot tell apart."""
         values = [self._key(option)[0] for option in self.options]
         near = sum(value <= (1 + evidence.TELLS) * values[0] for value in values)
-        ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, and the formula cannot "
-                f"tell them apart") if near > 1 else ""
-        return f"the {self.first} first{ties}"
+        ties = (f"; {near} are within {evidence.TELLS:.0%} of the first, too close for the formula "
+                f"to rank") if near > 1 else ""
+        return f"the {self.first} comes first{ties}"
 
     @property
     def _key(self) -> Callable[[Option], tuple]:
@@ -163,14 +163,14 @@ class Plan:
     @property
     def sentence(self) -> str:
         """The reason nothing is feasible: each constraint's nearest miss, and what would do."""
-        misses = [f"{name}: {one.layouts:,} layouts, {one.nearest}"
+        misses = [f"{name} excludes {one.layouts:,} layouts, nearest: {one.nearest}"
                   for name, one in self.refusals.items() if one.layouts]
         out = ""
         if self.refusals["budget"].layouts:
             enough = self.budget + self.refusals["budget"].excess
-            out = (f"; a budget of ${enough:,.0f} would do, or "
+            out = (f"; a budget of ${enough:,.0f} would be enough, or "
                    f"{quantity(self.tokens * self.budget / enough, 'tokens')}")
-        return (f"no layout of {self.counted:,} on {self.machine.title} is feasible. "
+        return (f"none of {self.counted:,} layouts on {self.machine.title} is feasible. "
                 f"{'; '.join(misses)}{out}")
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Plan:
         seconds *= 1 if self.calibration is None else self.calibration
         splits = list(self.splits(count))
         if seconds > self.deadline:
-            words = f"{count:,} devices take {duration(seconds)} for the products alone"
+            words = f"{count:,} devices take {duration(seconds)} for the matmuls alone"
             self.refusals["deadline"].add(seconds - self.deadline, words, len(splits))
             return
         for layout in splits:
@@ -276,7 +276,7 @@ class Plan:
         devices = f"{layout.devices:,} devices"
         if not found:
             excess, variant = missed
-            words = f"{devices} ({variant}) miss by {quantity(excess, 'bytes')} each"
+            words = f"{devices} ({variant}) need {quantity(excess, 'bytes')} more each"
             self.refusals["memory"].add(excess, words)
             return
         best = min(found, key=attrgetter("order"))

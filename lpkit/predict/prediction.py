@@ -130,11 +130,11 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             break
     step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
                      recompute=recompute, efficiency=efficiency)
-    why = "nothing that was tried fits; the leanest is shown"
+    why = "no layout fits; this layout needs the least memory"
     if len(modes) == len(to_try) == 1:
-        why = "as asked" if held.fits else "as asked; with --devices what fits is searched"
+        why = "as requested" + "; --devices searches for a layout that fits" * (not held.fits)
     elif held.fits:
-        why = "the first that fits: recomputing none, selective, block, and in each ZeRO 0 to 3"
+        why = "the first that fits of: recompute none, selective, block, each with ZeRO 0 to 3"
     communication = "inside the MFU"
     if not mfu:
         names = [row.name for row in step.rows if row.phases.get("communication")]

@@ -125,13 +125,13 @@ class Precision:
 
 
 _BF16 = Precision(dtype="bf16", weights=4, gradients=4, master=0, compute_bytes=2, residual_bytes=4,
-                  what="float32 weights, bf16 products by autocast: what lpkit.train does")
+                  what="float32 weights, bf16 matmuls by autocast, as lpkit.train does")
 _PURE = Precision(dtype="bf16", weights=2, gradients=2, master=0, compute_bytes=2, residual_bytes=2,
-                  what="bf16 throughout; small updates are lost, unless rounding is stochastic")
+                  what="bf16 throughout; loses small updates unless rounding is stochastic")
 _NAMED = {
     "fp32": replace(_BF16, dtype="fp32", compute_bytes=4, what="float32 throughout"),
     "bf16": _BF16,
-    "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 products by autocast"),
+    "fp16": replace(_BF16, dtype="fp16", what="float32 weights, float16 matmuls by autocast"),
     "bf16-master": replace(_PURE, master=4, what="bf16 weights and gradients, float32 master "
                            "weights: the ZeRO paper's setting"),
     "bf16-fp32-grads": replace(_PURE, gradients=4, master=4, buffered=True, what="bf16 weights, "
@@ -157,7 +157,7 @@ def precision_of_recipe(name: str, recipe: Recipe) -> Precision:
     if name in _NAMED:
         return _NAMED[name]
     return replace(_BF16, dtype=recipe.dtype, compute_bytes=2 if recipe.compute else 4,
-                   low=low_of(recipe), what=f"float32 weights, products under {name}")
+                   low=low_of(recipe), what=f"float32 weights, matmuls with {name}")
 
 
 def precision_of(config: Config, on: Machine, asked: str | None = None) -> str:

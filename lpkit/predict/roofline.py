@@ -66,8 +66,8 @@ ASSUMED = Efficiency(
 REACHED = Efficiency(
     products=dict.fromkeys(("fp32", "bf16", "fp16", "fp8", "int8", "fp4"), 1.0),
     attention=0.5, bandwidth=1.0, casts=0.25, kernel_seconds=5e-6, fused=1.0,
-    source="ceilings that were measured here, so nothing is taken off; casts at a quarter of the "
-           "bandwidth are assumed")
+    source="ceilings that were measured on this machine, in full; assumed: casts at a quarter of "
+           "the bandwidth")
 FLOOR = Efficiency(
     products=dict.fromkeys(DTYPES, 1.0), attention=1.0, bandwidth=1.0, casts=1.0,
     kernel_seconds=0.0, fused=ASSUMED.fused, links=1.0, network=1.0, overlapped=True,
@@ -84,7 +84,7 @@ def flat_mfu(mfu: float) -> Efficiency:
     return Efficiency(
         products=dict.fromkeys(DTYPES, mfu), attention=mfu, bandwidth=1.0, casts=1.0,
         kernel_seconds=0.0, fused=0.0, links=1.0, network=1.0, flat=mfu,
-        source=f"assumed: model FLOPs at {mfu:g} of the peak, everything else inside it "
+        source=f"assumed: model FLOPs at {mfu:g} of the peak, everything else included "
                "(Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311)")
 
 

@@ -391,7 +391,7 @@ class _Rank:
         count = f"{pieces} micro-batches x {layers * running:g} layers"
         share = f"{self.p.dtype} at {rate.products[self.p.dtype]:.2f} of the peak"
         if rate.shapes:
-            share = f"{self.p.dtype}, each at what the nearest shape reached"
+            share = f"{self.p.dtype} at the share of the nearest measured shape"
         for name, (forward, backward) in self.linears.items():
             row(name, f"{count}, {self.sizes[name]} and its two gradients, {share}", ROOFLINE,
                 forward=times * forward, backward=times * backward)
@@ -401,27 +401,27 @@ class _Rank:
             forward=heads * self.head[0], backward=heads * self.head[1])
         moved = times * self.pointwise + heads * self.pointwise_head
         row("norms, activations, loss",
-            f"bytes moved, {rate.fused:g} of them left by fusion, at {rate.bandwidth:g} of the "
-            f"memory's bandwidth; backward moves {BACKWARD_MOVES:g} times as much",
+            f"{rate.fused:g} of the bytes move after fusion, at {rate.bandwidth:g} of the memory "
+            f"bandwidth; backward moves {BACKWARD_MOVES:g} times as many",
             "lpkit.predict.flops.moved_bytes", forward=moved, backward=BACKWARD_MOVES * moved)
         gaps = times * rate.layer_seconds
         row("between kernels", f"{count}, {rate.layer_seconds * 1e6:.0f} us each", rate.source,
             forward=gaps / 3, backward=gaps * 2 / 3)
         row("weight copies",
-            "each weight to the compute dtype, each gradient back, once a micro-batch", AMP,
+            "casts of weights to the compute dtype, of gradients back, per micro-batch", AMP,
             forward=times * self.casts, backward=times * self.casts * self.trained)
         row("recomputation",
-            f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} once more",
+            f"recompute={self.recompute}: {', '.join(sorted(self.again)) or 'nothing'} again",
             CHECKPOINTS, backward=times * self.repeated)
         if layout.tensor > 1:
             row("tensor: gathers and scatters",
                 f"4 collectives of {self.group_bytes:,} bytes a layer forward, 4 backward, over "
-                f"{self.link('tensor').words}; the one more that backward needs is hidden",
+                f"{self.link('tensor').words}; one more in backward overlaps",
                 f"{TENSOR}; {RINGS}", hidden=times * self.tensor_once,
                 communication=times * (8 * self.tensor_once + self.repeated_tensor)
                 + 2 * heads * self.tensor_once)
         row("context: keys and values",
-            "gathered before attention, forward and again backward; their gradients scattered",
+            "gathers before attention, forward and backward; a scatter of their gradients",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         if stages > 1:
             schedule = SCHEDULES[layout.schedule]
@@ -430,7 +430,7 @@ class _Rank:
             half = (layer - forward) / 2        # dx, and dw
             hops = schedule.hops(stages, v, pieces)
             row("pipeline: send and receive", f"{hops:g} messages in a row, activations forward and "
-                f"gradients backward; others travel beside work", PIPELINE,
+                f"gradients backward; others overlap with work", PIPELINE,
                 communication=hops * send)
             left = schedule.bubble(2, forward, half, half) / layer
             row("pipeline: bubble", f"{left:.2g} x (stages - 1) / (micro-batches x chunks) of the "
@@ -503,7 +503,7 @@ class _Rank:
         """A message that may take `window` seconds unseen."""
         shown = self.shown(said, window)
         self.row(name, f"{times} x {said:.4g} s over {on.words}, of which {said - shown:.4g} s "
-                 f"hide behind a pass of {window:.4g} s", source, hidden=times * (said - shown),
+                 f"overlap with a pass of {window:.4g} s", source, hidden=times * (said - shown),
                  communication=times * shown)
 
 

@@ -24,9 +24,9 @@ def describe_state(name: str, moment_format: str = "float32") -> str:
     row, numbers = find(name), find_format(moment_format).numbers
     words = {0: "nothing", 1: f"one {numbers} moment", 2: f"two {numbers} moments"}
     if row.slots and row.slots_per_number < 1:
-        return f"{numbers} moments of less than a matrix, and of each number of a vector"
+        return f"{numbers} moments: fewer than the numbers of a matrix, one per number of a vector"
     found = words.get(len(row.slots), f"{len(row.slots)} {numbers} moments")
-    return f"{found}, and those of other rules by name" if row.groups else found
+    return f"{found}, plus moments of the rules in optimizer.groups" if row.groups else found
 
 
 def elementwise(settings: OptimizerSettings) -> bool:

@@ -313,9 +313,9 @@ def choose_attention(asked: str, *, device: str, low_precision: bool, model: Any
         pick(ATTENTION, asked, "system.attention")
         if problem := why_not(asked, given):
             raise ConfigError(f"system.attention={asked} {problem}")
-        return asked, "asked for"
+        return asked, "requested"
     if drops_probabilities(model):
-        return able(given)[0], "it drops probabilities of attention"
+        return able(given)[0], "the backend that drops attention probabilities"
     if device == "cpu" and given.rule not in (None, Rule(), EVERY_KEY):
         return "blocked", f"it skips what {model.attention.name} attention leaves out"
     if given.rule != Rule():

@@ -73,7 +73,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
                       interpreter=interpreted(asked),
                       capability=torch.cuda.get_device_capability(device) if on_gpu else None)
     if asked == "auto" and before in ATTENTION and not why_not(before, given):
-        return Choice(asked=asked, used=before, why="as this run was begun")
+        return Choice(asked=asked, used=before, why="as when this run began")
     if problem := why_not(used, given):
         raise ConfigError(f"{WHERE}={used} {problem}")
     if asked == "auto" and model.attention.rule(model.T) and not drops_probabilities(model) and (
@@ -81,7 +81,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
         return race(given, config.micro_batch, device)
     if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
         verified(asked, given, config.micro_batch, device)
-        why = "asked for, and verified here"
+        why = "requested, and verified here"
     why += ran(used, given, device, refuse=asked != "auto")
     return Choice(asked=asked, used=used, why=why)
 

@@ -63,7 +63,7 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
     silently took the CPU would be found out days later."""
     kind, _, number = asked.partition(":")
     if kind == "cpu":
-        return Choice(asked=asked, used=asked, why="asked for")
+        return Choice(asked=asked, used=asked, why="requested")
     if local_world > 1 and number:
         raise ConfigError(f"system.device={asked} names one GPU, and {local_world} processes take "
                           f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say which")
@@ -79,18 +79,18 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
         raise ConfigError(f"system.device={asked}: {problem}; use system.device=cpu, and see "
                           f"`lpkit doctor` and nvidia-smi for the reason")
     if local_rank:
-        why = f"PyTorch sees {count} GPUs, and this is rank {local_rank} of them"
+        why = f"PyTorch sees {count} GPUs, and rank {local_rank} uses this one"
     else:
-        why = "asked for" if asked != "auto" else f"PyTorch sees {torch.cuda.get_device_name()}"
+        why = "requested" if asked != "auto" else f"PyTorch sees {torch.cuda.get_device_name()}"
     return Choice(asked=asked, used="cuda" if index is None else f"cuda:{index}", why=why)
 
 
 def choose_recipe(asked: Settings, device: torch.device, before: str | None = None) -> Choice:
     """`before`: what a run that goes on was begun with. A second race may end otherwise."""
     if asked.name in RECIPES:
-        return Choice(asked=asked.name, used=asked.name, why="asked for")
+        return Choice(asked=asked.name, used=asked.name, why="requested")
     if before in RECIPES:
-        return Choice(asked=asked.name, used=before, why="as this run was begun")
+        return Choice(asked=asked.name, used=before, why="as when this run began")
     return hardware.bf16_choice(str(device))
 
 

@@ -34,9 +34,9 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
     """Raises ConfigError where compiling was asked for, and nothing here can."""
     if asked == "auto" and device.type != "cuda":
         return Choice(asked="auto", used=OFF,
-                      why="on a CPU compiling takes longer than a short run")
+                      why="on a CPU, compiling takes longer than a short run")
     if asked is False:
-        return Choice(asked="false", used=OFF, why="asked for")
+        return Choice(asked="false", used=OFF, why="requested")
     from lpkit.kernels import jit
 
     if (problem := jit.why_no_compiler(device.type)) and asked == "auto":
@@ -45,7 +45,7 @@ def choose(asked: bool | str, device: torch.device) -> Choice:
         raise ConfigError(f"system.compile={str(asked).lower()}: {problem}, or set "
                           f"system.compile=false")
     used = asked if asked in HOW else BLOCKS
-    why = "a GPU repays the compilation" if asked == "auto" else "asked for"
+    why = "compiled code is faster on a GPU" if asked == "auto" else "requested"
     return Choice(asked=str(asked).lower(), used=used, why=f"{why}: {HOW[used]}")
 
 

@@ -141,5 +141,5 @@ def said(config: Config, what: str, processes: int = 1) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)
         device = choose_device(config.system.device).used
         asked = _tighter(fit(config, hardware.room(device, processes)), 0)
-        raise RunFailedError(f"{what} met the end of the memory of {device} "
+        raise RunFailedError(f"{what} ran out of memory on {device} "
                              f"({_first_line(error)}); {_sentence(asked, {})}") from error

@@ -44,8 +44,8 @@ def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> 
                           f"kernel by kernel here")
     used = ON if asked and not why else OFF
     return Choice(asked=str(asked).lower(), used=used, why=why or (
-        "forward and backward of an update are started by one call, but for the first "
-        f"{WARM_UP} and those that somebody watches" if used == ON else "asked for"))
+        f"one call starts forward and backward of an update, except in the first {WARM_UP} updates "
+        f"and in updates that are observed" if used == ON else "requested"))
 
 
 def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) -> str:

@@ -329,7 +329,7 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if dropped := summary.get("dropped_updates"):
         none = "; no weight has moved: lower precision.recipe.loss_scale" * (dropped == summary["steps"])
-        rows.append(("dropped updates", f"{dropped:,}, as gradients overflowed float16{none}"))
+        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16{none}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))

@@ -25,7 +25,7 @@ TELL_SECONDS = 5.0      # between lines of progress
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="names of learners")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="names of the learners")
     parser.add_argument("--learners", type=Annotated[int, between(0, rooms.MOST)], default=0,
                         metavar="N", help="add N numbered learners")
     parser.add_argument("--folder", type=a_folder, default=rooms.FOLDER, metavar="DIR",
@@ -33,14 +33,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--title", default="", metavar="TEXT", help="name of the room, which the "
                         "sign-in page shows (default: the name of the folder)")
     parser.add_argument("--port", type=int, default=8000, help="port of the room (default 8000)")
-    parser.add_argument("--address", default="127.0.0.1", help="address to listen on (default "
-                        "127.0.0.1, which a tunnel reaches; 0.0.0.0: all networks of this machine)")
+    parser.add_argument("--address", default="127.0.0.1", help="address to listen on: 127.0.0.1 "
+                        "(default, for a tunnel), or 0.0.0.0 for all networks of this machine")
     parser.add_argument("--tls", nargs=2, metavar=("CERT", "KEY"), default=(),
                         help="PEM files of the certificate and its key")
     parser.add_argument("--no-tls", action="store_true",
-                        help="allow another address without encryption")
+                        help="allow an address other than 127.0.0.1 without encryption")
     parser.add_argument("--authenticator", default="", metavar="NAME", help="JupyterHub "
-                        "authenticator instead of codes: github, or a class; needs --teacher")
+                        "authenticator (github, or a class) instead of codes; needs --teacher")
     parser.add_argument("--teacher", default="", metavar="NAME", help="user who sees the map and "
                         "every lab (default teacher)")
     parser.add_argument("--config", default="", metavar="FILE", help="JupyterHub configuration, "
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     solutions.shown_when()      # labs inherit the word: refuse a wrong one here
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
         raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
-                          f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or say --no-tls")
+                          f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or give --no-tls")
     if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
-        raise ConfigError(f"with --authenticator {args.authenticator}, whoever has the teacher's name "
-                          f"there rules the room; give your own name there as --teacher NAME")
+        raise ConfigError(f"with --authenticator {args.authenticator}, the user with the teacher's name "
+                          f"controls the room; give your user name there as --teacher NAME")
     if len(args.title) > rooms.MOST_TEXT or not args.title.isprintable():
         raise ConfigError(f"--title must have at most {rooms.MOST_TEXT} printable characters, got "
                           f"{shown(args.title)}")
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                      "threads": room.threads, "gpus": room.gpus}
             print(json.dumps(found) if args.json else text(found), flush=True)
             if (code := progress.watch(room, keeper)) and not children.over:
-                print(f"the hub ended with {code}; `lpkit room --folder {room.folder}` opens the room "
+                print(f"the hub ended with exit code {code}; `lpkit room --folder {room.folder}` opens the room "
                       f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
             return code
 
@@ -117,7 +117,7 @@ def warm(room: rooms.Room, presets: Sequence[str]) -> None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     error = run.communicate(timeout=TELL_SECONDS)[1]
         if run.returncode:
-            raise ConfigError(f"{shown(preset)} could not be warmed: {error.strip()[-300:]}")
+            raise ConfigError(f"{shown(preset)} could not be prepared: {error.strip()[-300:]}")
         done.touch()
 
 

@@ -96,7 +96,7 @@ class Store:
             return found
         except (ConfigError, KeyError, AttributeError) as error:
             move_into(self.names.parent / "damaged", self.names)
-            tell(f"lpkit: {error}; it is moved to damaged/, and names are drawn again")
+            tell(f"lpkit: {error}; it was moved to damaged/, and learners get new names")
             return {"names": {}}
 
     def _is_none(self) -> bool:
@@ -122,7 +122,7 @@ class Store:
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
                 move_into(self.path.parent / "damaged", self.path)
-                tell(f"lpkit: {named(self.path)} is not a file of reports; it is moved to damaged/, and reports begin anew")
+                tell(f"lpkit: {named(self.path)} is not a file of reports; it was moved to damaged/, and a new file begins")
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
@@ -240,22 +240,22 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--room", type=Path, default=FOLDER, metavar="DIR",
-                        help=f"the room's folder (default {FOLDER})")
-    parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="learners' own files "
-                        "(lpkit/learner.json, or lpkit/course/learner.json, in their data "
-                        "directories), for rooms without a hub")
+                        help=f"folder of the room (default {FOLDER})")
+    parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="read these files "
+                        "instead, for rooms without a hub: learners have them in their data "
+                        "directories, as lpkit/learner.json or lpkit/course/learner.json")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write all reports as a table")
-    parser.add_argument("--delete", action="store_true", help="delete what the room keeps of its "
-                        "learners' progress, and the names that were drawn for them")
+    parser.add_argument("--delete", action="store_true", help="delete all reports of the room and "
+                        "the random names of its learners")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.collect and args.delete:
-        raise ConfigError("--delete is for what a room keeps; collected files are their learners'")
+        raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
     store = Store(args.room)
     if not args.collect and not (args.room / "room.json").exists():
-        raise ConfigError(f"there is no room in {named(args.room)}; name its folder by --room, or "
-                          f"learners' files by --collect")
+        raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, or "
+                          f"files of learners with --collect")
     events = [event for path in args.collect for event in collected(path)] if args.collect else \
         store.events()
     if args.csv:
@@ -272,8 +272,8 @@ def text(result: dict[str, Any]) -> str:
         lines += ["", text_table([("exercise", "right", "not yet"), *(
             (name, str(one["right"]), str(one["not_yet"])) for name, one in
             result["exercises"].items())])]
-    lines += [f"all of them: {named(result['csv'])}"] if result["csv"] else []
-    lines += [f"{result['deleted']} reports were deleted"] if result["deleted"] else []
+    lines += [f"wrote all reports to {named(result['csv'])}"] if result["csv"] else []
+    lines += [f"deleted {result['deleted']} reports"] if result["deleted"] else []
     return "\n".join(lines)
 
 

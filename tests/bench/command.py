@@ -1,4 +1,4 @@
-"""What `lpkit bench` takes, does and shows."""
+"""The command `lpkit bench`: its arguments, its runs and its tables."""
 
 import argparse
 import json
@@ -17,20 +17,21 @@ from tests.bench import BENCHES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="without one, all are listed")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark to run (default: list all benchmarks)")
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
-                        help="interleaved rounds (%(default)s)")
+                        help="number of interleaved rounds (default %(default)s)")
     parser.add_argument("--configs", type=int, metavar="N",
-                        help="of ledger's configs, spread over all, or fp8-step's sizes: this many")
-    parser.add_argument("--kernel", metavar="NAME", help="of kernels, this one alone")
+                        help="measure only N configs: ledger takes them evenly from its list, "
+                             "fp8-step takes its N largest sizes")
+    parser.add_argument("--kernel", metavar="NAME", help="measure only this kernel (for kernels)")
     parser.add_argument("--seconds", type=int, metavar="N",
-                        help="of evidence: end after these; the same command goes on")
+                        help="stop after N seconds (for evidence); repeat the command to continue")
     parser.add_argument("--pieces", metavar="NAME,NAME",
-                        help="of evidence, reliability, your-model or course: these alone, such as "
-                             "smoke,linear or 20,21")
+                        help="run only these pieces (for evidence, reliability, your-model and "
+                             "course), such as smoke,linear or 20,21")
     parser.add_argument("--out", type=a_folder, metavar="DIR",
-                        help="also keep each result there, as NAME-DEVICE.json")
+                        help="folder in which each result is saved as NAME-DEVICE.json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except ConfigError as error:    # what needs a GPU is no reason to lose the rest
             if not args.all:
                 raise
-            print(f"lpkit: {name} left out: {error}", file=sys.stderr)
+            print(f"lpkit: {name} was skipped: {error}", file=sys.stderr)
             left_out[name] = str(error)
             continue
         if args.out:
@@ -76,8 +77,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def text(result: dict[str, Any]) -> str:
     if "known" in result:
         return "\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
-                          "", "`lpkit bench NAME` measures one, --all every one."])
-    left_out = [f"{name} left out: {why}" for name, why in result.get("left_out", {}).items()]
+                          "", "`lpkit bench NAME` runs one benchmark, `lpkit bench --all` runs all."])
+    left_out = [f"{name} was skipped: {why}" for name, why in result.get("left_out", {}).items()]
     return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
 
 

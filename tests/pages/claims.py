@@ -148,7 +148,7 @@ def page() -> str:
         shown = re.sub(r"^notebooks/(\w+)\.ipynb", r"[\1](../\g<0>)", row["shown"])
         shown = re.sub(r"^lpkit .*", r"`\g<0>`", shown)
         parts += [f"## {row['name']}", "", f"> {row['says']}", ""]
-        told = dict(opened(row)) | {"shown": shown}
+        told = dict(opened(row)) | {"shown by": shown}
         parts += [f"- **{what}**: " + _linked(said)
                   for what, said in told.items()] + [""]
     return "\n".join([*parts, *_by_protocol()])
