@@ -122,7 +122,7 @@ class LiveRun(Stored, widgets.VBox):
         bar = widgets.HBox(
             [self.status, self.pause_button, self.stop_button],
             layout={"flex_flow": "row wrap", "align_items": "center", "padding": "4px 12px"})
-        self.ranks = widgets.HTML()
+        self.ranks = widgets.HTML(layout={"overflow": "auto", "max_width": "100%"})
         below = [self.ranks] if hasattr(handle, "ranks") else []
         super().__init__([bar, self.figure, *below], layout={"width": "100%", "overflow": "hidden"})
         self.pause_button.on_click(self._pause)
