@@ -56,6 +56,18 @@ def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
     assert recipe_race.predicted_db(recipe, SMALL) == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1)
 
 
+@pytest.mark.parametrize("band, named, unnamed", [
+    (None, ["fp8-rowwise", "+0.90%", "without a second seed"], ["mxfp8"]),
+    (0.1, ["fp8-rowwise ended farthest", "differ by 0.10%"], ["mxfp8", "within that noise"]),
+    (0.5, ["fp8-rowwise ended farthest", "within that noise of it: mxfp8."], ["nvfp4"]),
+    (2.0, ["no recipe can be told", "within 1.20 points", "differ by 2.00%"], ["fp8-rowwise"])])
+def test_a_recipe_is_named_as_the_farthest_only_where_the_noise_allows_it(band, named, unnamed):
+    last = {"mxfp8": 0.5, "fp8-rowwise": 0.9, "nvfp4": -0.3}
+    words = recipe_race.farthest(last, band, 40)
+    assert all(word in words for word in named), words
+    assert not any(word in words for word in unnamed), words
+
+
 def test_a_recipe_that_casts_nothing_has_no_noise_to_predict():
     with pytest.raises(ConfigError, match="casts no operand"):
         recipe_race.predicted_db(RECIPES["bf16"], SMALL)

@@ -204,6 +204,23 @@ def band(found: Mapping[str, Outcome]) -> float | None:
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
+def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
+    """Return a sentence that names the recipe whose loss ended farthest above BASE's, if the noise
+    allows it. `last`: by recipe, percent above BASE; `band`: percent by which two seeds of BASE
+    differ, None where the second was not run."""
+    first, *rest = rivals(last, within=band or 0)
+    if band is None:
+        return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
+                f"one run each: without a second seed nobody knows whether that is noise.")
+    noise = f"two seeds of {BASE} differ by {band:.2f}%"
+    if len(rest) + 1 == len(last) > 1:
+        return (f"After {steps} steps no recipe can be told from the others: they lie within "
+                f"{max(last.values()) - min(last.values()):.2f} points, and {noise}.")
+    also = f"; within that noise of it: {', '.join(rest)}" if rest else ""
+    return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%); "
+            f"{noise}{also}.")
+
+
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
     """Formula and measurement of every recipe, for `html_table`."""
