@@ -266,7 +266,7 @@ def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
     opened.run()
     text = said(opened)
     text("the end").wait_for()
-    text("it does not count").wait_for()
+    text("this guess does not count").wait_for()
     assert text("Lock in your guess first").count() and "your guess" not in str(opened.outputs()[2])
     opened.page.get_by_role("button", name="Lock in").click()
     text("the formula says 110 MB").wait_for()
@@ -491,8 +491,7 @@ Figure(figure([scatter([1, 2], [3, 4], "one"),
               yaxis3=axis("tokens a second", domain=[0, 0.44], anchor="x3")))
 """]
 TOPS = """() => [...document.querySelectorAll('.lpkit-figure')].map(figure =>
-    Object.keys(figure._fullLayout._plots).map(plot =>
-        Math.round(figure._fullLayout._plots[plot].bg.node().getBoundingClientRect().top)))"""
+    [...figure.querySelectorAll('.nsewdrag')].map(plot => Math.round(plot.getBoundingClientRect().top)))"""
 TOUCHING = """() => [...document.querySelectorAll('.lpkit-figure')].flatMap(figure => {
     const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim())
         .map(text => ({said: text.textContent, r: text.getBoundingClientRect()}))

@@ -95,7 +95,7 @@ class Question(widgets.VBox):
         self.button.disabled = self.locked or self.value is None
         self.button.description = "Locked" if self.locked else "Lock in"
         if self.late:
-            words = "What it asks was shown before it was locked in: it does not count."
+            words = "The answer was shown before you locked in a guess: this guess does not count."
         elif self.locked:
             words = f"You said {self.said}.{self._outcome()}"
         else:
