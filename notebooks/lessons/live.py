@@ -52,7 +52,7 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
     return figure(
         data, title, others=others, height=380, uirevision="run",
         shapes=[rule(y=y, xref="x domain") for y in levels.values()],
-        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain",
+        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain", yshift=2,
                           font={"color": FAINT}) for name, y in levels.items()],
         xaxis=axis("step", domain=[0, 0.6], **reach), yaxis=axis("loss (nats per token)"),
         xaxis2={**right, "anchor": "y2", "showticklabels": False},
