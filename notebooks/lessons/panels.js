@@ -23,7 +23,7 @@ function lpkitStacked({ data, layout }) {
     }
     return found;
   };
-  const BETWEEN = 96; // pixels from a panel to the next: ticks, the title of an axis, words above a panel
+  const BETWEEN = 112; // pixels from a panel to the next: ticks, the title of an axis, words above a panel
   const columns = parts("x"), rows = parts("y").reverse(), wide = columns.length;
   if (wide < 2) {
     restored();

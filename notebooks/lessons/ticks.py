@@ -87,7 +87,7 @@ def _power(value: float, form: str, whole: bool = False) -> int:
         return 0
     power = math.floor(math.log10(abs(value)) + 0.01)
     if form == "power":
-        return power if abs(power) > 2 or whole and power not in (0, 1) else 0
+        return power if abs(power) > 2 or (whole and power not in (0, 1)) else 0
     if form == "none" or abs(power) <= 3:
         return 0
     return 3 * math.floor((power - 1) / 3 + 0.5)
