@@ -42,19 +42,20 @@ FIGURE = """\
 <script type="application/json" id="{name}-spec">{spec}</script>
 <script>
 window.addEventListener("load", () => {{
+  const place = document.getElementById("{name}"), box = place.parentElement;
   const spec = JSON.parse(document.getElementById("{name}-spec").textContent);
-  const phone = matchMedia("(max-width: 720px)").matches, layout = spec.layout;
+  const {{data, layout}} = box.clientWidth < 600 ? lpkitStacked(spec) : spec;     // and fit: as figure.js does in the lab
+  const phone = matchMedia("(max-width: 720px)").matches;
   if (phone) layout.dragmode = false;     // a finger scrolls, and does not zoom
   const config = {{displaylogo: false, responsive: true, displayModeBar: phone ? false : "hover"}};
-  const place = document.getElementById("{name}"), box = place.parentElement;
-  const fit = () => {{       // as figure.js does in the lab
+  const fit = () => {{
     const scale = Math.min(1, box.clientWidth / 520);
     place.style.width = scale < 1 ? "520px" : "";
     place.style.transform = scale < 1 ? `scale(${{scale}})` : "";
     box.style.height = scale < 1 ? `${{Math.ceil(place.offsetHeight * scale)}}px` : "";
   }};
   fit();
-  Plotly.newPlot(place, spec.data, layout, config).then(() => new ResizeObserver(fit).observe(box));
+  Plotly.newPlot(place, data, layout, config).then(() => new ResizeObserver(fit).observe(box));
 }});
 </script>"""
 FORMULA = re.compile(r"^\$\$\n(.+?)\n\$\$$", re.MULTILINE | re.DOTALL)     # of a Markdown cell, as JupyterLab draws it
@@ -194,7 +195,8 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     shutil.copy(pages / "films" / "07.png", source / "_static" / "preview.png")
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
-    shutil.copy(NOTEBOOKS / "lessons" / "figure.css", source / "_static")
+    for shared in ("figure.css", "panels.js"):
+        shutil.copy(NOTEBOOKS / "lessons" / shared, source / "_static")
 
 
 def linked(text: str, executed: list[Path]) -> str:

@@ -51,3 +51,4 @@ def only_where_drawn(app, page, template, context, doctree):
     """plotly.js (5 MB) is loaded by the pages that hold a figure, from this site."""
     if 'class="lpkit-figure"' in context.get("body", ""):
         app.add_js_file("plotly.min.js", priority=100)
+        app.add_js_file("panels.js", priority=100)

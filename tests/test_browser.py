@@ -266,7 +266,7 @@ def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
     opened.run()
     text = said(opened)
     text("the end").wait_for()
-    text("it does not count").wait_for()
+    text("this guess does not count").wait_for()
     assert text("Lock in your guess first").count() and "your guess" not in str(opened.outputs()[2])
     opened.page.get_by_role("button", name="Lock in").click()
     text("the formula says 110 MB").wait_for()
@@ -465,6 +465,56 @@ def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scr
     page.get_by_role("button", name="Show it without a guess").click()
     assert page.locator("table").evaluate("""e => { const box = e.closest('.widget-vbox');
         return box.clientWidth < 390 && box.scrollWidth >= e.clientWidth && getComputedStyle(box).overflowX === 'auto' }""")
+
+
+PANELS = ["""
+from lessons.drawing import axis, bars, figure, note, scatter
+from lessons.figure import Figure
+notes = [note("words that say what the panel on the left shows", 0, 1.02, xref="x domain",
+              yref="paper"),
+         note("the panel on the right", 0, 1.02, xref="x2 domain", yref="paper")]
+Figure(figure([bars(["one", "two"], [1, 2], hover=""),
+               bars(["one", "two"], [3, 4], hover="", xaxis="x2", showlegend=False)],
+              "an axis of names for two panels", annotations=notes,
+              xaxis=axis("a title that is as long as its panel", domain=[0, 0.44]),
+              xaxis2=axis("another title that is as long", domain=[0.54, 1], anchor="y"),
+              yaxis=axis("names")))
+""", """
+right = dict(domain=[0.7, 1], matches="x")
+Figure(figure([scatter([1, 2], [3, 4], "one"),
+               scatter([1, 2], [3, 4], "two", xaxis="x2", yaxis="y2"),
+               scatter([1, 2], [3, 4], "three", xaxis="x3", yaxis="y3")], "three panels",
+              xaxis=axis("updates of the model", domain=[0, 0.6]), yaxis=axis("loss"),
+              xaxis2=dict(**right, anchor="y2", showticklabels=False),
+              yaxis2=axis("norm of the gradient", domain=[0.56, 1], anchor="x2"),
+              xaxis3=axis("updates of the model", **right, anchor="y3"),
+              yaxis3=axis("tokens a second", domain=[0, 0.44], anchor="x3")))
+"""]
+TOPS = """() => [...document.querySelectorAll('.lpkit-figure')].map(figure =>
+    [...figure.querySelectorAll('.nsewdrag')].map(plot => Math.round(plot.getBoundingClientRect().top)))"""
+TOUCHING = """() => [...document.querySelectorAll('.lpkit-figure')].flatMap(figure => {
+    const texts = [...figure.querySelectorAll('text')].filter(text => text.textContent.trim())
+        .map(text => ({said: text.textContent, r: text.getBoundingClientRect()}))
+        .filter(({r}) => r.width);
+    const touch = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
+        Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 1;
+    return texts.flatMap((a, i) => texts.slice(i + 1).filter(b => touch(a.r, b.r))
+        .map(b => [a.said, b.said])) })"""
+
+
+def test_on_a_narrow_page_panels_stand_below_one_another(notebook):
+    opened = notebook("panels.ipynb", PANELS)
+    opened.run()
+    opened.settle()
+    page = opened.page
+    shared, three = page.evaluate(TOPS)
+    assert len(set(shared)) == 1 and len(set(three)) == 2 and not page.evaluate(TOUCHING)
+    page.evaluate("() => window.jupyterapp.shell.collapseLeft()")
+    page.set_viewport_size({"width": 390, "height": 900})
+    page.wait_for_function(f"() => ({TOPS})().every(tops => new Set(tops).size === tops.length)")
+    assert [len(tops) for tops in page.evaluate(TOPS)] == [2, 3] and not page.evaluate(TOUCHING)
+    page.set_viewport_size({"width": 1200, "height": 900})
+    page.wait_for_function(f"() => new Set(({TOPS})()[0]).size === 1")
 
 
 SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for longer than anywidget waits

@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
+from lessons import drawing
 from lessons.l03_number_formats import listed, number_line_figure
 from lessons.l06_fp8_training import GAP, LEFT, NUMBERS, products_figure, products_view
 from lessons.l08_recompute_and_offload import recompute_figure
@@ -56,6 +57,12 @@ def test_products_are_drawn_to_scale_with_their_blocks(name):
 def test_what_casts_nothing_has_no_blocks():
     with pytest.raises(ConfigError, match="casts no operand"):
         products_figure(RECIPES["bf16"])
+
+
+def test_grid_lines_do_not_strike_words_through():
+    """Words in the middle of a coloured cell keep its colour behind them."""
+    assert drawing.note("a", 0, 1)["bgcolor"] == drawing.GROUND
+    assert "bgcolor" not in drawing.note("a", 0, 1, "center middle")
 
 
 @pytest.mark.parametrize("layers", [2, 6, 9])

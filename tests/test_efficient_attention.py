@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.l13_efficient_attention import KINDS, Layer, crossing, learn, mask_view, reach
+from lessons.l13_efficient_attention import (
+    KINDS,
+    Layer,
+    cheaper,
+    cost_figure,
+    crossing,
+    learn,
+    mask_view,
+    reach,
+)
 from lessons.tasks import Recall
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
@@ -33,6 +42,20 @@ def test_a_layer_runs_and_computes_at_least_what_is_needed(name):
     layer.runner()()
     assert layer.computed_flops > 0 and layer.measured_bytes() > 0
     assert layer.pairs is None or layer.op.pairs_share >= 0.99 * layer.pairs / 96**2
+
+
+@pytest.mark.parametrize("name", ["full", "windw", "bidirectional"])
+def test_a_kind_to_look_at_is_one_that_is_cheaper(name):
+    assert cheaper("window").size == KINDS["window"].settings.size
+    with pytest.raises(ConfigError, match="there is no kind"):
+        cheaper(name)
+
+
+def test_kinds_are_told_apart_in_the_legend_of_their_marks():
+    curves = {name: {128: 1.0, 256: 2.0} for name in KINDS}
+    marks = [(one["marker"]["color"], one["marker"]["symbol"])
+             for one in cost_figure(curves, curves, unit="s")["data"] if one["name"]]
+    assert len(marks) == len(set(marks)) == len(KINDS)
 
 
 def test_full_attention_keeps_the_bytes_of_its_formula():

@@ -13,6 +13,7 @@ import lpkit
 from lessons import l06_fp8_training as recipe_race
 from lessons.figure import plain
 from lessons.l06_fp8_training import LiveRuns, gap_figure, telemetry_of_runs
+from lessons.questions import Pick
 from lessons.race import race_figure
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -20,6 +21,7 @@ from lpkit.kernels.cast import Noise
 from lpkit.measure import telemetry
 from lpkit.measure.advice import advise
 from lpkit.precision.scaled import quantise
+from lpkit.predict.compare import TIED
 from lpkit.tables import html_table
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.background import start_each
@@ -54,6 +56,30 @@ def test_the_formula_is_within_one_decibel_of_products_that_were_made(name):
         true, got = operands[0].double() @ operands[1].double().T, made[0] @ made[1].T
         shares.append(float((got - true).square().sum() / true.square().sum()))
     assert recipe_race.predicted_db(recipe, SMALL) == pytest.approx(-10 * math.log10(sum(shares) / 3), abs=1)
+
+
+@pytest.mark.parametrize("band, named, unnamed", [
+    (None, ["fp8-rowwise", "+0.90%", "without a second seed"], ["mxfp8"]),
+    (0.1, ["fp8-rowwise ended farthest", "differ by 0.10%"], ["mxfp8", "within that noise"]),
+    (0.5, ["fp8-rowwise ended farthest", "within that noise of it: mxfp8."], ["nvfp4"]),
+    (2.0, ["no recipe can be told", "within 1.20 points", "differ by 2.00%"], ["fp8-rowwise"])])
+def test_a_recipe_is_named_as_the_farthest_only_where_the_noise_allows_it(band, named, unnamed):
+    last = {"mxfp8": 0.5, "fp8-rowwise": 0.9, "nvfp4": -0.3}
+    words = recipe_race.farthest(last, band, 40)
+    assert all(word in words for word in named), words
+    assert not any(word in words for word in unnamed), words
+
+
+@pytest.mark.parametrize("highest, right, words", [
+    (0.5, TIED, "no recipe can be told from the others"),
+    (5.0, "nvfp4", "nvfp4 ended farthest above bf16")])
+def test_recipes_closer_than_the_seeds_of_one_are_not_named(highest, right, words):
+    by_seed = {"mxfp8": [-0.5, 0.5], "nvfp4": [highest - 0.4, highest + 0.4]}
+    question = Pick("which?", [*by_seed, TIED])
+    question.value = right
+    question.lock()
+    said = recipe_race.farthest_of_seeds(by_seed, question)
+    assert words in said and f"(you said: {right})" in said and "up to 1.00 points" in said
 
 
 def test_a_recipe_that_casts_nothing_has_no_noise_to_predict():

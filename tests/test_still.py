@@ -169,7 +169,7 @@ def test_an_axis_reaches_as_far_as_plotlys(letter, axis, values, wanted):
     ({}, (0, 10), ["0", "2", "4", "6", "8", "10"]),
     ({}, (0, 60_000), ["0", "10k", "20k", "30k", "40k", "50k", "60k"]),
     ({"exponentformat": "SI", "ticksuffix": "B"}, (0, 2e9), ["0B", "0.5GB", "1GB", "1.5GB", "2GB"]),
-    ({"type": "log", "dtick": 1, "exponentformat": "power"}, (1e-4, 10), ["10⁻⁴", "10⁻³", "0.01", "0.1", "1", "10"]),
+    ({"type": "log", "dtick": 1, "exponentformat": "power"}, (1e-4, 10), ["10⁻⁴", "10⁻³", "10⁻²", "10⁻¹", "1", "10"]),
     ({"type": "log", "dtick": "D2", "exponentformat": "SI"}, (50, 2000), ["50", "100", "200", "500", "1000", "2000"]),
     ({"tickformat": ".0%"}, (0, 0.4), ["0%", "10%", "20%", "30%", "40%"]),
     ({"tickvals": [1, 5], "ticktext": ["one", "five"]}, (0, 4), ["one"]),

@@ -543,7 +543,8 @@ def test_a_progress_line_ends_also_where_its_steps_are_not_all_taken(monkeypatch
     for i in waiting.progress(range(9)):
         if i == 3:
             break
-    assert said[-1]["text/plain"].startswith("3 of 9 in ") and "<progress" not in said[-1]["text/html"]
+    assert said[-1]["text/plain"].startswith("3 of 9 parts took ")
+    assert "<progress" not in said[-1]["text/html"]
     assert "<progress" in said[0]["text/html"]
     list(waiting.progress(range(2)))
-    assert said[-1]["text/plain"].startswith("2 in ")
+    assert said[-1]["text/plain"].startswith("2 of 2 parts took ")

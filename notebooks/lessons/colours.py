@@ -19,7 +19,8 @@ FORMAT_COLOURS = {      # and of the recipes that cast to them
     "e5m2": "#3d97e0", "e2m1": "#b83a10", "nvfp4": "#b83a10", "nvfp4-published": "#b83a10",
     "tf32": "#7d7d7d", "e3m2": "#8c5a2b", "e2m3": "#8c5a2b", "e8m0": "#cc79a7", "int4": "#b88a00",
 }
-DASHES = ("solid", "dash", "dot", "dashdot")
+SYMBOLS = {"solid": "circle", "dash": "diamond", "dot": "square", "dashdot": "cross"}   # by dash
+DASHES = tuple(SYMBOLS)
 DECIBELS = (0.0, 60.0)      # of every map in colour: from nothing left to bf16 at its best
 
 

@@ -58,4 +58,4 @@ def for_cpu() -> tuple[Callable[..., tuple[Tensor, ...]] | None, str]:
         library[str(x.dtype).removeprefix("torch.")](*pointers, r.numel(), N, ctypes.c_float(eps))
         return s, y, r
 
-    return run, f"compiled by {Path(compiler).name}, a thread for each of a block's"
+    return run, f"compiled by {Path(compiler).name}; each thread of a block is a CPU thread"

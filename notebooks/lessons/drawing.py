@@ -18,6 +18,7 @@ POWERS = {"type": "log", "dtick": 1, "exponentformat": "power"}         # an axi
 BYTES = {"exponentformat": "SI", "ticksuffix": "B"}
 SECONDS = {"meta": "seconds"}       # of a trace whose values are measured seconds
 PALE = 0.35
+GROUND = "rgba(255,255,255,0.8)"
 
 
 def figure(data: Iterable[dict], title: str, *, others: float = 0.0, **layout: Any) -> dict:
@@ -98,7 +99,9 @@ def box(x0: float, x1: float, y0: float, y1: float, *, fill: str | None = None,
 
 
 def note(text: str, x: float, y: float, at: str = "left bottom", **more: Any) -> dict:
-    """Words whose corner `at` lies on (x, y)."""
+    """Words whose corner `at` lies on (x, y). A pale ground keeps grid lines from striking them
+    through; words in the middle of a cell or a box have its colour as their ground."""
     across, down = at.split()
+    ground = {} if at == "center middle" else {"bgcolor": GROUND}
     return {"text": text, "x": x, "y": y, "xanchor": across, "yanchor": down, "showarrow": False,
-            **more}
+            **ground, **more}

@@ -45,6 +45,10 @@ function fit(box, place) {
   box.style.height = scale < 1 ? `${Math.ceil(place.offsetHeight * scale)}px` : "";
 }
 
+// Panels need this many pixels to stand side by side. In a narrower figure panels.js puts them below one another.
+const SIDE_BY_SIDE = 600;
+const isNarrow = box => 0 < box.clientWidth && box.clientWidth < SIDE_BY_SIDE;
+
 async function render({ model, el }) {
   const part = name => model.widget_manager.get_model(model.get(name).replace("IPY_MODEL_", ""));
   const shown = await part("shown");
@@ -58,16 +62,20 @@ async function render({ model, el }) {
   el.classList.add("lpkit-room");
   el.append(title, box);
   box.append(place);
-  const Plotly = await plotly(await part("library"));
+  const library = await part("library");
+  const stacked = new Function(`${library.get("panels")}; return lpkitStacked`)();
+  const Plotly = await plotly(library);
 
-  let waits = false, gone = false;
+  let waits = false, gone = false, narrow = false;
   async function draw() { // of the specs that arrive while it waits for its turn only the last is drawn
     if (waits) return;
     waits = true;
     await inTurn(async () => {
       waits = false;
       if (gone) return;
-      const { data, layout } = structuredClone(shown.get("spec")); // plotly writes into what it is given
+      narrow = isNarrow(box);
+      const spec = structuredClone(shown.get("spec")); // plotly writes into what it is given
+      const { data, layout } = narrow ? stacked(spec) : spec;
       title.textContent = new DOMParser().parseFromString(layout.title?.text ?? "", "text/html").body.textContent;
       await Plotly.react(place, data, { ...layout, autosize: true }, model.get("config"));
       place.style.minHeight = "";
@@ -76,7 +84,8 @@ async function render({ model, el }) {
   }
   const resized = new ResizeObserver(() => {
     if (box.clientWidth) fit(box, place);
-    if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
+    if (place.dataset.drawn && box.clientWidth && narrow !== isNarrow(box)) draw();
+    else if (place.dataset.drawn && place.offsetWidth) Plotly.Plots.resize(place);
   });
   shown.on("change:spec", draw);
   if (box.clientWidth) fit(box, place);

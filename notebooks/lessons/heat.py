@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from lessons.colours import DECIBELS, WARNING
-from lessons.drawing import NAMES, axis, box, columns, figure, heat, note, rule
+from lessons.drawing import GROUND, NAMES, axis, box, columns, figure, heat, note, rule
 from lessons.explorer import Explorer
 from lessons.style import COLOURS
 from lpkit.errors import ConfigError, pick
@@ -127,7 +127,7 @@ def _histogram(sample: Any, recipe: str) -> tuple[dict, dict, list[dict], list[d
     if quality is None:
         words = f"{sample.nonfinite:,} NaN or Inf"
         return counts, {}, [], [head, note(words, 0.5, 0.5, "center middle", **panel,
-                                           font={"color": FAINT})]
+                                           bgcolor=GROUND, font={"color": FAINT})]
     shaded = sample.cast["format"] if recipe == AS_RUN else recipe
     head["text"] += f"<br>shaded: {escape(shaded)}"
     low, high = quality.window

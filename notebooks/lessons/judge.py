@@ -24,6 +24,7 @@ import itertools
 import math
 import numbers
 import random
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -172,7 +173,8 @@ class Verdict:
         return f"{MARKS[self.status][1]} {self.status}{self._more}"
 
     def _repr_html_(self) -> str:
-        said = f"{badge(self.status)} <b>{self.status}</b>{html.escape(self._more)}"
+        more = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self._more))
+        said = f"{badge(self.status)} <b>{self.status}</b>{more}"
         if self.solution:
             said += (f"<details><summary>a solution</summary><pre>{html.escape(self.solution)}"
                      f"</pre></details>")

@@ -169,7 +169,7 @@ def roofline_figure(machine: Machine, rates: Mapping[Product, float], *, dtype: 
                    range=[math.log10(bottom), math.log10(2 * peak)]),
         shapes=[rule(x=ridge, layer="below")],
         annotations=[note(f"arithmetic: {quantity(peak, 'FLOP/s')}", 0.99, math.log10(peak),
-                          "right bottom", xref="paper"),
+                          "right bottom", xref="paper", yshift=3),     # clear of the roof
                      note(speed, 0.99, 0.03, "right bottom", xref="paper", yref="paper")])
 
 

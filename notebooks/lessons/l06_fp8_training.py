@@ -37,6 +37,7 @@ from lessons.heat import Samples, beside_race, cell_and_table, explorer
 from lessons.judge import Exercise, adding_to
 from lessons.l04_scaling_recipes import expected_db
 from lessons.live import LiveRun
+from lessons.questions import Pick
 from lessons.race import race_figure
 from lessons.rivals import rivals
 from lessons.style import COLOURS
@@ -64,7 +65,7 @@ from lpkit.training.build import decide
 from lpkit.training.runs import Run
 
 # notebook 06 imports these from here
-__all__ = ["TIED", "ScaledMatmul", "decide", "disturbance", "rivals"]
+__all__ = ["TIED", "ScaledMatmul", "decide", "disturbance"]
 
 # ---- The study
 
@@ -204,6 +205,37 @@ def band(found: Mapping[str, Outcome]) -> float | None:
     return math.sqrt(statistics.fmean(gap * gap for gap in gaps[len(gaps) // 2:])) if gaps else None
 
 
+def farthest(last: Mapping[str, float], band: float | None, steps: int) -> str:
+    """Return a sentence that names the recipe whose loss ended farthest above BASE's, if the noise
+    allows it. `last`: by recipe, percent above BASE; `band`: percent by which two seeds of BASE
+    differ, None where the second was not run."""
+    first, *rest = rivals(last, within=band or 0)
+    if band is None:
+        return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%), in "
+                f"one run each: without a second seed nobody knows whether that is noise.")
+    noise = f"two seeds of {BASE} differ by {band:.2f}%"
+    if len(rest) + 1 == len(last) > 1:
+        return (f"After {steps} steps no recipe can be told from the others: they lie within "
+                f"{max(last.values()) - min(last.values()):.2f} points, and {noise}.")
+    also = f"; within that noise of it: {', '.join(rest)}" if rest else ""
+    return (f"After {steps} steps {first} ended farthest above {BASE} ({last[first]:+.2f}%); "
+            f"{noise}{also}.")
+
+
+def farthest_of_seeds(by_seed: Mapping[str, Sequence[float]], question: Pick) -> str:
+    """Score `question` (which recipe ended farthest above BASE) by the record, percent above BASE
+    by recipe and seed. Return a sentence that names the recipes, if seeds allow it."""
+    apart = max(max(seeds) - min(seeds) for seeds in by_seed.values())
+    first = rivals({name: fmean(seeds) for name, seeds in by_seed.items()}, within=apart)
+    question.scored(first)
+    said = f" (you said: {question.answer})" if question.answer else ""
+    named = "no recipe can be told from the others"
+    if len(first) < len(by_seed):
+        named = f"{' or '.join(first)} ended farthest above {BASE}"
+    return (f"After 300 steps {named}{said}: seeds of one recipe lie up to {apart:.2f} points "
+            f"apart, and a difference of means has to be larger than that.")
+
+
 def table(found: Mapping[str, Outcome], predicted: Mapping[str, float],
           advice: Advice) -> tuple[tuple[str, ...], list[tuple]]:
     """Formula and measurement of every recipe, for `html_table`."""
@@ -300,7 +332,8 @@ def products_figure(recipe: Recipe, *, title: str = "") -> dict:
         for tensor, cast in zip(PRODUCTS[product], casts)))
     return figure(
         [], title, height=900, shapes=shapes, annotations=[*notes, note(
-            f"a scale for: {share}; the thick side is summed over", 0, 170, font={"color": FAINT})],
+            f"a scale for: {share}<br>the thick side is summed over", 0, 170, align="left",
+            font={"color": FAINT})],
         margin={"l": 12, "r": 12, "t": 48, "b": 12},
         xaxis={**HIDDEN, "constraintoward": "left", "range": [-10, wide + 20]},
         yaxis={**HIDDEN, "range": [top + SPACE - 20, 230], "scaleanchor": "x"})

@@ -53,7 +53,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lessons.colours import WARNING
-from lessons.drawing import NAMES, axis, figure, heat, note, scatter
+from lessons.drawing import GROUND, NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.explorer import Explorer
 from lessons.figure import Stored
@@ -741,7 +741,7 @@ def search_figure(finding: Any, layers: Sequence[str], *, title: str = "") -> di
                  text=words, texttemplate="%{text}",
                  hovertemplate="%{y} in 16 bits: %{z:.0f}% back<extra></extra>")
     nothing = note("there was no loss to search for", 0.5, 0.5, "center middle", xref="paper",
-                   yref="paper", font={"color": FAINT})
+                   yref="paper", bgcolor=GROUND, font={"color": FAINT})
     return figure([cells], title, height=140 + 26 * len(layers), showlegend=False,
                   annotations=[] if finding.path else [nothing],
                   xaxis=axis("run, and the share of the lost loss that came back",

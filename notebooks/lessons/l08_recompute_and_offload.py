@@ -222,7 +222,7 @@ def recompute_figure(layers: int = 6, *, title: str = "") -> dict:
     end = forward_ends + layers * again
     names_axis = {"range": [layers - 0.5, -0.5], "showgrid": False, "ticks": ""}
     across = {"range": [0, end + 0.2], "zeroline": False, "dtick": layers}
-    words = {"font": {"size": 12, "color": FAINT}, "bgcolor": "rgba(255,255,255,0.8)"}
+    words = {"font": {"size": 12, "color": FAINT}}
     shapes = [rule(x=forward_ends, xref=f"x{i}", yref=f"y{i} domain") for i in ("", 2)]
     notes = [note("forward", forward_ends - 0.1, 1, "right bottom", yref="paper", **words),
              note("backward", forward_ends + 0.1, 1, "left bottom", yref="paper", **words),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons import activations
-from lessons.colours import ANSWER_COLOURS, WARNING
+from lessons.colours import ANSWER_COLOURS, SYMBOLS, WARNING, lines_of
 from lessons.decoding import Step as Decoded
 from lessons.decoding import decoding
 from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
@@ -274,20 +274,25 @@ NEVER = "#eceef1"       # tiles that are skipped
 
 def held_figure(held: Mapping[str, tuple[Mapping[int, float], Mapping[int, float]]], *,
                 title: str = "") -> dict:
-    """The plotly spec of bytes over the context, both axes logarithmic: for each name what a
-    formula says (a line) and what was measured (marks), by tokens."""
+    """Return the plotly spec of bytes over the context, both axes logarithmic: for each name a line
+    by formula and marks as measured, by tokens. A line on top of an equal line is dotted, so that
+    both are seen."""
     data, ticks = [], sorted({T for _, found in held.values() for T in found})
-    for (name, (said, found)), colour in zip(held.items(), COLOURS):
-        data.append(scatter(said, said.values(), "", colour, hover=None, showlegend=False,
+    lines, drawn = lines_of(held), []
+    for name, (said, found) in held.items():
+        line = {**lines[name], "dash": "dot"} if said in drawn else lines[name]
+        drawn.append(said)
+        data.append(scatter(said, said.values(), "", line=line, hover=None, showlegend=False,
                             legendgroup=name))
         (before, last) = list(found.values())[-2:]
         data.append(scatter(found, found.values(), f"{name}: {last / before:.2f} times",
-                            colour, mode="markers", legendgroup=name,
+                            lines[name]["color"], mode="markers", legendgroup=name,
+                            marker={"symbol": SYMBOLS[lines[name]["dash"]]},
                             hover="%{x:,} tokens: %{y:.4s}B"))
     return figure(
         data, title, height=440,
-        xaxis=axis("tokens; above, what the last doubling does", type="log", tickvals=ticks,
-                   ticktext=[f"{T:,}" for T in ticks]),
+        xaxis=axis("tokens (legend: growth of the bytes over the last doubling)", type="log",
+                   tickvals=ticks, ticktext=[f"{T:,}" for T in ticks]),
         yaxis=axis("bytes at the most", type="log", dtick=1, **BYTES))
 
 

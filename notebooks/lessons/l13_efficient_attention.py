@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lessons.colours import lines_of
+from lessons.colours import SYMBOLS, lines_of
 from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
@@ -35,7 +35,7 @@ from lessons.waiting import progress
 from lpkit import hardware
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, pick
 from lpkit.machine_facts import cores
 from lpkit.nn import attention
 from lpkit.presets import preset
@@ -66,6 +66,12 @@ LEARNING = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.mlp_w
             "system.threads": 1, "global_batch": 32}
 ASKED = 10**6               # the first step of the questions, after those that were trained on
 QUESTIONS = 4               # batches of them
+
+
+def cheaper(kind: str) -> Settings:
+    """Return the settings of a kind of attention. Errors: ConfigError for full attention and for a
+    name that is no kind."""
+    return pick({name: row for name, row in KINDS.items() if name != "full"}, kind, "kind").settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,14 +343,14 @@ def mask_view(context: int) -> Callable[..., dict]:
 
 def cost_figure(formula: Mapping[str, Curve], measured: Mapping[str, Curve], *, unit: str,
                 title: str = "", others: float = 0.0) -> dict:
-    """The plotly spec, both axes logarithmic: over the context, by kind, a line by formula and
-    marks as measured."""
+    """Return the plotly spec, both axes logarithmic: over the context, by kind, a line by formula
+    and marks as measured. The legend shows marks: kinds of one colour differ in the mark."""
     data, lines = [], lines_of(measured)
     for name, found in measured.items():
         data.append(scatter(formula[name], formula[name].values(), "", hover=None, showlegend=False,
                             line=lines[name], legendgroup=name))
         data.append(scatter(found, found.values(), name, lines[name]["color"], mode="markers",
-                            legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
+                            marker={"symbol": SYMBOLS[lines[name]["dash"]]}, legendgroup=name, hover=f"%{{x:,}} tokens: %{{y:.3s}}{unit}", **SECONDS))
     contexts = sorted({T for found in measured.values() for T in found})
     return figure(data, title, others=others, height=440,
                   xaxis=axis("tokens in a sequence", type="log", tickvals=contexts,

@@ -52,7 +52,7 @@ def training_figure(records: Sequence[StepRecord], *, title: str = "",
     return figure(
         data, title, others=others, height=380, uirevision="run",
         shapes=[rule(y=y, xref="x domain") for y in levels.values()],
-        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain",
+        annotations=[note(escape(name), 1, y, "right bottom", xref="x domain", yshift=2,
                           font={"color": FAINT}) for name, y in levels.items()],
         xaxis=axis("step", domain=[0, 0.6], **reach), yaxis=axis("loss (nats per token)"),
         xaxis2={**right, "anchor": "y2", "showticklabels": False},
@@ -122,7 +122,7 @@ class LiveRun(Stored, widgets.VBox):
         bar = widgets.HBox(
             [self.status, self.pause_button, self.stop_button],
             layout={"flex_flow": "row wrap", "align_items": "center", "padding": "4px 12px"})
-        self.ranks = widgets.HTML()
+        self.ranks = widgets.HTML(layout={"overflow": "auto", "max_width": "100%"})
         below = [self.ranks] if hasattr(handle, "ranks") else []
         super().__init__([bar, self.figure, *below], layout={"width": "100%", "overflow": "hidden"})
         self.pause_button.on_click(self._pause)

@@ -95,11 +95,11 @@ class Question(widgets.VBox):
         self.button.disabled = self.locked or self.value is None
         self.button.description = "Locked" if self.locked else "Lock in"
         if self.late:
-            words = "What it asks was shown before it was locked in: it does not count."
+            words = "The answer was shown before you locked in a guess: this guess does not count."
         elif self.locked:
             words = f"You said {self.said}.{self._outcome()}"
         else:
-            words = "It counts when it is locked in, and what follows is shown then."
+            words = "Lock in your guess to make it count and to show what follows."
         self.status.value = (f'<div style="font:13px {FONT};color:{QUIET};padding:0 8px;'
                              f'line-height:1.4">{escape(f"{words} {self.note}".strip())}</div>')
 
@@ -134,7 +134,8 @@ class Guess(Question):
         self.sure = widgets.Dropdown(options=[(f"{f:g}", f) for f in FACTORS], value=2.0,
                                      description="90% sure within a factor of",
                                      style={"description_width": "initial"},
-                                     layout={"width": "260px", "margin": "2px 2px 2px 24px"})
+                                     layout={"width": "260px", "margin": "2px 2px 2px 24px",
+                                             "max_width": "calc(100% - 26px)"})
         super().__init__(question, [self.slider, self.field, widgets.Label(unit), self.sure], low)
         self.slider.observe(self._moved, names="value")
         widgets.link((self, "value"), (self.field, "value"))

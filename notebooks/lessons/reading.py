@@ -9,13 +9,15 @@ from typing import Any
 
 from IPython.display import HTML
 
+WRAPS = "white-space:normal;overflow-wrap:anywhere"     # on a phone; JupyterLab's code does not
+
 
 def source(*objects: Any) -> HTML:
     """Shows the source of functions, kernels, classes and modules, and of a Path the whole file:
     folded, one part for each."""
     return HTML("\n".join(
-        f"<details><summary><code>{escape(where)}</code></summary><pre>{escape(text)}</pre>"
-        f"</details>" for where, text in map(_part, objects)))
+        f"<details><summary><code style='{WRAPS}'>{escape(where)}</code></summary>"
+        f"<pre>{escape(text)}</pre></details>" for where, text in map(_part, objects)))
 
 
 def _part(one: Any) -> tuple[str, str]:

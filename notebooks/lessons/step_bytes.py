@@ -179,7 +179,7 @@ def _peak(points: Points, totals: Sequence[int]) -> dict:
     place = ", ".join([points[peak].phase, *modules[-1:]])
     across, side = ("right", -1) if peak > len(points) / 2 else ("left", 1)
     words = f"{quantity(totals[peak], 'bytes')}, {escape(place)}"
-    return {**note(words, peak, totals[peak], f"{across} auto", bgcolor="rgba(255,255,255,0.8)",
+    return {**note(words, peak, totals[peak], f"{across} auto",
                    font={"size": 12, "color": INK}), "showarrow": True, "ax": 14 * side,
             "ay": -16, "arrowhead": 0, "arrowcolor": FAINT}
 
@@ -200,7 +200,7 @@ def _phases(places: Places) -> tuple[list[dict], list[dict]]:
         shapes.append(box(start, end, 0, 1, fill=PHASES[phase], yref="paper", layer="below"))
         if end - start >= WORD * len(places):
             annotations.append(note(phase, (start + end) / 2, 1, "center top", yref="paper",
-                                    font={"size": 12, "color": FAINT}))
+                                    bgcolor=None, font={"size": 12, "color": FAINT}))
     return shapes, annotations
 
 

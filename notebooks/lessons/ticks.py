@@ -72,7 +72,7 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
                 for value in values]
     largest = max(map(abs, values), default=0)
     if axis.get("type") == "log":       # each has a power of its own
-        said = [number(value, form, _power(value, form)) for value in values]
+        said = [number(value, form, _power(value, form, whole=True)) for value in values]
     else:
         steps = [right - left for left, right in itertools.pairwise(values)]
         power = _power(largest, form)
@@ -80,14 +80,14 @@ def words(axis: Mapping[str, Any], values: Sequence[float]) -> list[str]:
     return [axis.get("tickprefix", "") + word + suffix for word in said]
 
 
-def _power(value: float, form: str) -> int:
+def _power(value: float, form: str, whole: bool = False) -> int:
     """Return the power of ten that is written as a prefix or an exponent: 0 between a thousandth
-    and ten thousand."""
+    and ten thousand. `whole`: an axis of powers has all of them but 1 and 10, as plotly's."""
     if not value:
         return 0
     power = math.floor(math.log10(abs(value)) + 0.01)
     if form == "power":
-        return power if abs(power) > 2 else 0
+        return power if abs(power) > 2 or (whole and power not in (0, 1)) else 0
     if form == "none" or abs(power) <= 3:
         return 0
     return 3 * math.floor((power - 1) / 3 + 0.5)

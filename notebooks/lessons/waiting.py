@@ -11,8 +11,9 @@ from lpkit.tables import FONT, QUIET
 
 
 def progress(steps: Sequence[Any]) -> Iterator[Any]:
-    """Yields them. A line below the cell says how many are done and how many seconds the rest may
-    take, and at last how many all took. Of a cell; `watch=progress` where something takes turns."""
+    """Yield the steps. A line below the cell shows how many are done and how many seconds the rest
+    may take, and after the last, in a sentence, how many seconds all took. For a cell, or as
+    `watch=progress` of a function that takes turns."""
     began, done = time.perf_counter(), 0
     line = display(_shown(0, len(steps), 0.0), raw=True, display_id=True)
 
@@ -32,9 +33,9 @@ def progress(steps: Sequence[Any]) -> Iterator[Any]:
 
 
 def _shown(done: int, count: int, seconds: float, over: bool = False) -> dict[str, str]:
-    said = f"{done} of {count}"
+    said = f"{done} of {count} parts"
     if over:
-        said = f"{count if done == count else said} in {seconds:.1f} s"
+        said += f" took {seconds:.1f} s."
     elif done:
         said += f", {seconds / done * (count - done):.0f} s to go"
     bar = f"<progress value='{done}' max='{count}'></progress> "
