@@ -190,10 +190,11 @@ def loss_of(training, batch):
 
 
 @pytest.mark.parametrize("how", [{}, {"start.grow": "identity-depth", "model.layers": 4},
-                                 {"model.changes": [{"name": "lora", "rank": 4}], "optimizer": "schedule-free"}])
+                                 {"model.changes": [{"name": "lora", "rank": 4}], "imports": "lessons.rows.optimizers", "optimizer": "schedule-free"}])
 def test_a_start_has_the_weights_that_evaluation_reads(base, how, tmp_path):
     """A schedule-free run trains others: at a rate of 1e-12 the new run must have its val_loss."""
-    averaged = lpkit.train(base.config.replace({"optimizer": "schedule-free", "optimizer.lr": 0.01, "schedule": "constant"}),
+    averaged = lpkit.train(base.config.replace({"imports": "lessons.rows.optimizers", "optimizer": "schedule-free",
+                                                "optimizer.lr": 0.01, "schedule": "constant"}),
                            out=tmp_path / "averaged")
     still = averaged.config.replace({"start.run": str(averaged.path), "optimizer": "adamw", "optimizer.lr": 1e-12, "steps": 2, **how})
     begun = lpkit.train(still, out=tmp_path / "begun")
