@@ -94,7 +94,7 @@ def test_the_path_of_a_batch_grows_no_longer():
 def test_lessons_stand_on_the_package_and_it_on_none_of_them():
     """A learner may break one; whoever needs one of an exercise looks for it beside the notebook."""
     assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "lessons"]
-    for path in (ROOT.parent / "notebooks" / "lessons").glob("*.py"):
+    for path in (ROOT.parent / "notebooks" / "lessons").rglob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
         assert outside <= {"lessons", "lpkit", "nbconvert", "nbformat", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors",
                            "traitlets", "IPython", "PIL", "jupyterhub", "matplotlib", "tornado"}, (path.name, outside)

@@ -114,3 +114,8 @@ def test_what_is_not_cut_so_far_is_refused(changes, sentence):
 def test_optimizers_of_whole_matrices_are_refused(name):
     with pytest.raises(ConfigError, match=f"optimizer={name} reads a parameter as a whole, and parallel.tensor=2 gives each rank a part"):
         build.decide(SMALL.replace({"parallel.tensor": 2, "optimizer": name}))
+
+
+def test_labels_are_not_drawn_from_a_part_of_the_logits():
+    with pytest.raises(ConfigError, match="optimizer=sophia reads all logits of a token after an update, and parallel.tensor=2"):
+        build.decide(SMALL.replace({"parallel.tensor": 2, "optimizer": "sophia"}))
