@@ -71,7 +71,7 @@ def refuse_rows(config: Config) -> None:
     for settings in optimizers.rules(config.optimizer):
         row = optimizers.find(settings.name)
         if layout.tensor > 1 and row.after:
-            raise ConfigError(f"optimizer={settings.name} reads all logits of a token after an "
+            raise ConfigError(f"optimizer={settings.name} may read all logits of a token after an "
                               f"update, and parallel.tensor={layout.tensor} gives each rank a part "
                               f"of them; set parallel.tensor=1")
         if layout.tensor > 1:
