@@ -1,4 +1,4 @@
-"""Rows of lessons (`notebooks/lessons/rows`): read and predicted without torch, found and loaded."""
+"""Rows of lessons (`notebooks/lessons/rows`): read and predicted without torch, and loaded."""
 
 import subprocess
 import sys

@@ -669,7 +669,8 @@ def galore_by_hand(x, settings):
 ], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3", "shampoo, 1", "shampoo of one side", "galore, 3", "galore, whole"])
 def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
     """In float64, of whole matrices."""
-    monkeypatch.setattr(of_lessons, "LARGEST", getattr(by_hand, "keywords", {"largest": 10_000})["largest"])
+    largest = getattr(by_hand, "keywords", {"largest": 10_000})["largest"]
+    monkeypatch.setattr(of_lessons, "LARGEST", largest)
     starts = two_sizes(torch.float64, shapes)
     for ours, w in zip(after(name, shapes, dtype=dtype, **settings), starts, strict=True):
         theirs = by_hand(w.detach(), settings_of(name, **settings))

@@ -17,8 +17,9 @@ one, and `--set FIELD.SETTING=VALUE` changes a setting of it; in a file, `FIELD:
 SETTING: VALUE}`. A row of one's own lives in a module beside the notebook: [A technique of one's
 own](own_technique.md). This page is made by `python -m tests.pages techniques`.
 
-Rows that one lesson studies are in modules of `notebooks/lessons/rows/`. An import brings them: `--import lessons.rows.NAME` behind a
-command, or `imports` in a Config. They are at the end of this page.
+Rows that one lesson studies are in modules of `notebooks/lessons/rows/`. An import brings them:
+`--import lessons.rows.NAME` behind a command, or `imports` in a Config. They are at the end of
+this page.
 """
 
 
