@@ -379,7 +379,9 @@ def test_two_ranks_train_as_one_process(name, corpus, parent, tmp_path):
 @pytest.mark.dist
 def test_whole_weights_of_an_evaluation_do_not_stay(corpus, parent, tmp_path):
     """An optimizer that evaluates an average puts others in their place for a while: ranks that gathered them must gather anew."""
-    config = SMALL.replace({"data.source": str(corpus / "*.py"), "parallel.gathered": "float32", "optimizer": "schedule-free", "eval_every": 2})
+    config = SMALL.replace({"data.source": str(corpus / "*.py"), "parallel.gathered": "float32",
+                            "imports": "lessons.rows.optimizers", "optimizer": "schedule-free",
+                            "eval_every": 2})
     alone = lpkit.train(config, out=tmp_path / "alone")
     for zero in (2, 3):
         run = lpkit.launch(config.replace({"parallel.shard": 2, "parallel.zero": zero}), processes=2, out=tmp_path / f"zero{zero}", parent=parent).result()

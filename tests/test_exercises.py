@@ -18,12 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lessons import judge
 from lessons.judge import Disturbed, Exercise, Verdict
+from lessons.rows.optimizers import adafactor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
 from lpkit.kernels.tiled_attention import tiles
 from lpkit.nn.adapters import Lora
 from lpkit.optim import muon
-from lpkit.optim.rules import adafactor
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.adapters import LoraSettings, StableLoraSettings
 from lpkit.techniques.attention import Rule

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS

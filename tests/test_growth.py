@@ -171,6 +171,7 @@ TINY = Config().replace({
     "system.threads": 1})
 GROWN = {"identity-depth": {"model.layers": 4}, "bert2bert": {"model.layers": 3, "model.width": 64, "model.heads": 4},
          "stack": {"model.layers": 4}}
+AVERAGED = {"imports": "lessons.rows.optimizers", "optimizer": "schedule-free"}
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +191,11 @@ def loss_of(training, batch):
 
 
 @pytest.mark.parametrize("how", [{}, {"start.grow": "identity-depth", "model.layers": 4},
-                                 {"model.changes": [{"name": "lora", "rank": 4}], "optimizer": "schedule-free"}])
+                                 {"model.changes": [{"name": "lora", "rank": 4}], **AVERAGED}])
 def test_a_start_has_the_weights_that_evaluation_reads(base, how, tmp_path):
     """A schedule-free run trains others: at a rate of 1e-12 the new run must have its val_loss."""
-    averaged = lpkit.train(base.config.replace({"optimizer": "schedule-free", "optimizer.lr": 0.01, "schedule": "constant"}),
-                           out=tmp_path / "averaged")
+    changes = AVERAGED | {"optimizer.lr": 0.01, "schedule": "constant"}
+    averaged = lpkit.train(base.config.replace(changes), out=tmp_path / "averaged")
     still = averaged.config.replace({"start.run": str(averaged.path), "optimizer": "adamw", "optimizer.lr": 1e-12, "steps": 2, **how})
     begun = lpkit.train(still, out=tmp_path / "begun")
     assert begun.summary["val_loss"] == pytest.approx(averaged.summary["val_loss"], rel=1e-6)

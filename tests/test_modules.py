@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit
 from lpkit.config import Config
 from lpkit.errors import ConfigError

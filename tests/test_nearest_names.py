@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.cli import COMMANDS
 from lpkit.config import Config
 from lpkit.course.notebooks import by_name

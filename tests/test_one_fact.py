@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lessons.l01_memory_math import memory_view
 from lessons.l08_recompute_and_offload import predicted, with_technique
 from lessons.l09_predict_before_you_rent import Candidate, triangle
@@ -105,7 +106,8 @@ def question(draw):
         "precision.recipe": draw.choice(("auto", *RECIPES)), "precision.backend": draw.choice(("auto", "auto", "auto", "emulated")),
         "memory.recompute": draw.choice(by_cost()), "memory.cross_entropy": draw.choice(("full", "chunked")),
         "memory.activation_offload": draw.choice(("device",) * 4 + ("cpu", "int8")), "memory.moment_format": draw.choice(("float32", "int8")),
-        "optimizer": draw.choice((*optimizers.OPTIMIZERS,)), "system.attention": draw.choice(("auto", "sdpa", "plain")),
+        "optimizer": draw.choice(sorted(optimizers.OPTIMIZERS)),
+        "system.attention": draw.choice(("auto", "sdpa", "plain")),
         "parallel.data": data, "parallel.shard": shard, "parallel.zero": draw.randrange(4), "parallel.reduction": draw.choice((*REDUCTIONS,)),
         "global_batch": 64 * pieces * draw.choice((1, 2)), "grad_accum_steps": pieces, "steps": draw.choice((1, 1000, 123_456))})
     return config, draw.choice((*CATALOGUE,))

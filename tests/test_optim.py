@@ -1,7 +1,6 @@
 """Optimizers: each rule against an independent reference, and one stepper whose record is what happens."""
 
 import copy
-import pkgutil
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows import optimizers as of_lessons
 from lpkit.config import Config
 from lpkit.contracts import Choice, Parameter
 from lpkit.errors import ConfigError
@@ -29,7 +29,7 @@ from lpkit.predict.params import optimizer_work
 from lpkit.predict.time import step_time
 from lpkit.predict.updates import update_bytes, whole_update_bytes, work
 from lpkit.presets import preset
-from lpkit.techniques import operation, optimizers
+from lpkit.techniques import operation
 from lpkit.techniques.memory import OPTIMIZER_STATE
 from lpkit.techniques.optimizers import (
     MOMENT_FORMATS,
@@ -669,7 +669,8 @@ def galore_by_hand(x, settings):
 ], ids=["lars", "normuon", "soap, 3", "soap, 10", "soap of one side", "shampoo, 3", "shampoo, 1", "shampoo of one side", "galore, 3", "galore, whole"])
 def test_rules_are_those_of_their_papers(monkeypatch, name, by_hand, shapes, settings, dtype):
     """In float64, of whole matrices."""
-    monkeypatch.setattr(optimizers, "LARGEST", getattr(by_hand, "keywords", {"largest": 10_000})["largest"])
+    largest = getattr(by_hand, "keywords", {"largest": 10_000})["largest"]
+    monkeypatch.setattr(of_lessons, "LARGEST", largest)
     starts = two_sizes(torch.float64, shapes)
     for ours, w in zip(after(name, shapes, dtype=dtype, **settings), starts, strict=True):
         theirs = by_hand(w.detach(), settings_of(name, **settings))
@@ -700,7 +701,7 @@ def test_sophia_is_algorithms_2_and_3_of_the_paper():
                 x = x - 0.01 * 0.1 * x - 0.01 * torch.clamp(step, -1, 1)
                 if t % 5 == 0:
                     g = gradient(x, 100 + t)
-                    pkgutil.resolve_name(row.estimate)(g.to(dtype), ours, settings, B)
+                    of_lessons.estimate(g.to(dtype), ours, settings, B)
                     theirs[1] = 0.99 * theirs[1] + 0.01 * B * g**2
             assert (w - x).norm() < 1e-6 * x.norm() and clipped[0] == 1 and clipped[-1] < 0.5
 

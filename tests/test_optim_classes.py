@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit.optim
 from lpkit.contracts import Parameter, StatePlacement
 from lpkit.errors import ConfigError
@@ -19,7 +20,7 @@ from lpkit.techniques.optimizers import OPTIMIZERS
 from tests import toys
 from tests.test_optim import gradient, settings_of, two_sizes
 
-NAMES = [name for name, row in OPTIMIZERS.items() if not (row.estimate or row.evaluated)]
+NAMES = [name for name, row in OPTIMIZERS.items() if not (row.after or row.evaluated)]
 MATRICES, MIXED = ((24, 16), (16, 30)), ((24, 16), (17,))
 EVERY = {name: {"every": 3} for name in ("galore", "shampoo", "soap")}     # so that later updates differ from the first
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit
 from lpkit.errors import ConfigError
 from lpkit.memory.saved import SavedTensorOffloader, SavedTensorRef

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.parallel.cut import Cut, Split, pieces
@@ -113,3 +114,8 @@ def test_what_is_not_cut_so_far_is_refused(changes, sentence):
 def test_optimizers_of_whole_matrices_are_refused(name):
     with pytest.raises(ConfigError, match=f"optimizer={name} reads a parameter as a whole, and parallel.tensor=2 gives each rank a part"):
         build.decide(SMALL.replace({"parallel.tensor": 2, "optimizer": name}))
+
+
+def test_labels_are_not_drawn_from_a_part_of_the_logits():
+    with pytest.raises(ConfigError, match="sophia may read all logits of a token after an update"):
+        build.decide(SMALL.replace({"parallel.tensor": 2, "optimizer": "sophia"}))

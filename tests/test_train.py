@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lessons.rows.schedules  # noqa: F401  a schedule more
 import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Choice, Stage, Transform

@@ -24,9 +24,9 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Returns the class of a row, for `optimizer("lion")(model.parameters(), lr=1e-4)`. Raises
     ConfigError for an unknown name, and for a rule that needs more than gradients."""
     row = optimizers.find(name)
-    if row.estimate or row.evaluated:
-        raise ConfigError(f"optimizer {name} needs more than gradients (labels that the model "
-                          f"draws, or other weights in evaluation); use lpkit.train")
+    if row.after or row.evaluated:
+        raise ConfigError(f"optimizer {name} needs more than gradients (more passes, or other "
+                          f"weights in evaluation); use lpkit.train")
     defaults = {key: value for key, value in vars(row.settings).items()
                 if key not in ("name", "clip", "groups")}
     if "beta1" in defaults:

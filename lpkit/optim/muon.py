@@ -1,10 +1,7 @@
 """Muon: every direction of a matrix moves as far (Jordan et al. 2024,
 https://kellerjordan.github.io/posts/muon; the numbers are those of
-https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py). NorMuon
-brings its rows to one length by their second moments (Li et al. 2025, arXiv:2510.05491).
+https://github.com/KellerJordan/Muon/blob/857d1adc159e098212f828d927460782d3da59e9/muon.py).
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -12,11 +9,10 @@ from torch import Tensor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
 from lpkit.optim.rules import Slots
-from lpkit.techniques.optimizers import NEWTON_SCHULZ, MomentumSettings, NorMuonSettings
+from lpkit.techniques.optimizers import NEWTON_SCHULZ, MomentumSettings
 
 A, B, C = 3.4445, -4.7750, 2.0315       # of x, x^3 and x^5 of a singular value x
 LEAST = 1e-7                            # norm of a matrix
-RMS, EPS = 0.2, 1e-10                   # of NorMuon: of a step's numbers, about that of AdamW's
 
 
 def orthogonalised(x: Tensor) -> Tensor:
@@ -54,21 +50,5 @@ def muon(w: Tensor, g: Tensor, slots: Slots, settings: MomentumSettings, update:
     for part in apart(whole, parameter, settings):
         step = orthogonalised(part.flatten(0, 1)).reshape(part.shape)
         part.copy_(step).mul_(max(1, part.shape[0] * part.shape[1] / part.shape[2])**0.5)
-    w.mul_(1 - settings.lr * settings.weight_decay)
-    w.add_(parameter.part(whole), alpha=-settings.lr)
-
-
-def normuon(w: Tensor, g: Tensor, slots: Slots, settings: NorMuonSettings, update: int,
-            parameter: Parameter) -> None:
-    """Algorithm 1, whose momentum is not Nesterov's; matrices that are fused each by itself."""
-    m, v = slots
-    m.lerp_(g, 1 - settings.momentum)
-    whole = parameter.gather(m.clone())
-    matrices, rows = (apart(t, parameter, settings) for t in (whole, v[:, None]))
-    for part, moment in zip(matrices, rows):
-        step = orthogonalised(part.flatten(0, 1)).reshape(part.shape)
-        moment.lerp_(step.square().mean(2, keepdim=True), 1 - settings.beta2)
-        part.copy_(step.div_(moment.sqrt().add_(EPS)))
-        part.mul_(RMS * math.sqrt(part.numel()) / step.norm().add_(EPS))
     w.mul_(1 - settings.lr * settings.weight_decay)
     w.add_(parameter.part(whole), alpha=-settings.lr)

@@ -92,8 +92,8 @@ class Stepper(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         self.number = {p: i for i, p in enumerate(parameters)}
         plain = not optimizers.find_format(moment_format).encoding_bytes
-        # how many labels an estimate drew, for the rules that asked for it; empty: an update
-        self.asking: Mapping[OptimizerSettings, float] = {}
+        # functions (g, slots, settings) that `step` calls in place of rules; empty: an update
+        self.instead: Mapping[OptimizerSettings, Callable[..., None]] = {}
         self.rule_of: dict[nn.Parameter, Rule] = {}
         self.choices: dict[str, Choice] = {}
         for of in dict.fromkeys(group["settings"] for group in self.param_groups):
@@ -114,10 +114,10 @@ class Stepper(torch.optim.Optimizer):
         work = []
         for group in self.param_groups:
             work += [(p, group) for p in group["params"] if p.grad is not None
-                     and (not self.asking or self.rule_of[p].settings in self.asking)]
+                     and (not self.instead or self.rule_of[p].settings in self.instead)]
         fetched = self._fetch([p for p, _ in work])
         for tensors, (p, group) in zip(fetched, work):  # in this order: `fetched` ends itself
-            self.state[p]["update"] += not self.asking
+            self.state[p]["update"] += not self.instead
             self._update(p, group, tensors, self.state[p]["update"])
 
     def _fetch(self, parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
@@ -178,7 +178,7 @@ class Stepper(torch.optim.Optimizer):
         drawing = None
         if p.dtype != torch.float32:
             drawing = generator(p.device, self.seed, self.number[p], update)
-        if rule.one_pass and p.is_contiguous():
+        if rule.one_pass and p.is_contiguous() and not self.instead:
             bits = None if drawing is None else noise(p, drawing)
             w = p.detach()
             rule.one_pass.launch(w, p.grad.contiguous(), tensors, bits, now, update, (w, *tensors))
@@ -186,13 +186,13 @@ class Stepper(torch.optim.Optimizer):
         slots = self._decoded(tensors, rule)
         w = p.detach() if drawing is None else p.float()
         told = (self.told[p],) if rule.row.told else ()
-        if self.asking:
-            resolve_name(rule.row.estimate)(p.grad.float(), slots, now, self.asking[rule.settings])
+        if self.instead:
+            self.instead[rule.settings](p.grad.float(), slots, now)
         else:
             rule.function(w, p.grad.float(), slots, now, update, *told)
         for part, moment, slot in zip(self._by_slot(tensors), slots, rule.row.slots):
             self.codec.encode(part, moment, signed=slot.signed)
-        if drawing is not None and not self.asking:
+        if drawing is not None and not self.instead:
             p.copy_(to_bf16(w, drawing))
 
 

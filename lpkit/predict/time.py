@@ -58,7 +58,7 @@ from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
-from lpkit.techniques.optimizers import estimating, find
+from lpkit.techniques.optimizers import find, rules
 from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.row import Settings, chosen
 from lpkit.techniques.stages import rank_layers
@@ -219,10 +219,11 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
         rows = rank.rows(optimizer_work(config, optimizer), own)
         if extra := OBJECTIVES[config.objective.name].operations(s, config.objective):
             rows.append(rank.beside(extra))
-        for one in estimating(optimizer_settings(config, optimizer)):
-            again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / one.every
-            rows.append(TimeRow("optimizer: drawn labels", {"optimizer": again}, "forward and "
-                                f"backward, every {one.every} updates", find(one.name).source))
+        for one in rules(optimizer_settings(config, optimizer)):
+            for what, every in find(one.name).passes(one).items():
+                again = sum(row.seconds for row in rows if "optimizer" not in row.phases) / every
+                rows.append(TimeRow(f"optimizer: {what}", {"optimizer": again}, "forward and "
+                                    f"backward, every {every} updates", find(one.name).source))
     else:
         rows = _flat(config, on.peak_flops(p.dtype) * layout.devices, efficiency, row)
     return _step(rows, on, layout, p, efficiency, calibration, precision=precision, stack=stack,

@@ -6,15 +6,14 @@ and both are rows here: bytes of state and of traffic follow from them. `lpkit.o
 any rule in any format.
 
 Weight decay is decoupled, and no part of the gradient: w <- w (1 - lr weight_decay) (Loshchilov &
-Hutter 2019, https://arxiv.org/abs/1711.05101). LAMB's is part of the step
-that it scales, and Adam's of the gradient.
+Hutter 2019, https://arxiv.org/abs/1711.05101), unless a rule says otherwise.
 
 It applies to parameters of two dimensions or more, as in nanoGPT: it pulls gains and scales to 0. A
 module's attribute `decays` (True or False) and `optimizer.groups` decide otherwise.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,11 +21,10 @@ from typing import Any
 from lpkit import values
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row, Settings, Technique, chosen
-from lpkit.values import Count, InnerShare, Positive, PositiveOrZero, Rate, Share
+from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
 NEWTON_SCHULZ = 5       # Muon's steps
-LARGEST = 10_000        # side of a matrix that SOAP and Shampoo have a gram of
 BLOCK = 256             # numbers that share one float32 scale in the 8-bit format
 
 Shape = tuple[int, ...]
@@ -61,12 +59,6 @@ class AdamWSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFreeSettings(AdamWSettings):
-    beta1: InnerShare = 0.9     # of the average, in the weights that are trained
-    beta2: Rate = 0.999
-
-
-@dataclass(frozen=True, kw_only=True)
 class LionSettings(OptimizerSettings):
     lr: Positive = 1e-4     # every coordinate moves by lr, so a third to a tenth of AdamW's
     beta1: Rate = 0.9       # of the direction
@@ -74,49 +66,8 @@ class LionSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoapSettings(AdamWSettings):
-    every: Count = 10       # the bases turn at every n-th update
-
-
-@dataclass(frozen=True, kw_only=True)
-class GaloreSettings(AdamWSettings):
-    rank: Count = 128       # of the projection, at most the shorter side
-    every: Count = 200      # the projection is renewed at every n-th update
-    scale: Positive = 0.25  # of the learning rate, for what is projected
-
-
-@dataclass(frozen=True, kw_only=True)
-class SophiaSettings(AdamWSettings):
-    gamma: Positive = 0.05  # of the curvature: the larger, the fewer numbers are clipped
-    every: Count = 10       # the curvature is estimated after every n-th update
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdafactorSettings(OptimizerSettings):
-    lr: Positive = 1e-2     # of the weights' root mean square, which is taken as `least` or more
-    least: Positive = 1e-3
-    decay: Share = 0.8      # a gradient's share in second moments is update^-decay
-
-
-@dataclass(frozen=True, kw_only=True)
 class MomentumSettings(OptimizerSettings):
     momentum: Rate = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class NorMuonSettings(MomentumSettings):
-    beta2: Rate = 0.95
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShampooSettings(MomentumSettings):
-    eps: Positive = 1e-2    # beside the sums: what a root makes of directions not seen yet
-    every: Count = 10       # the roots are taken at every n-th update
-
-
-@dataclass(frozen=True, kw_only=True)
-class LarsSettings(MomentumSettings):
-    trust: Positive = 1e-3  # of a parameter's norm, how far it moves at lr 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +102,11 @@ class Optimizer(Row):
     shape p it holds `whole_bytes(p, settings)` for a while and has `flops(p, settings)` of
     matrices, on every rank that has some of it; `gathers`: so often it asks for all rows.
     `matrices`: it updates those alone, each that is fused in p by itself. `groups` come before the
-    settings'. `estimate` is `f(g, slots, settings, labels)`: every `settings.every` updates it has
-    the gradients of labels that the model draws, by one more forward and backward.
+    settings'.
+
+    `after` is `f(training, settings, batch, step)`, called after each update. It may change slots
+    by `Stepper.instead`. `passes(settings)`: after how many updates it runs forward and backward
+    once more, by the name of its row of seconds.
 
     `evaluated` is `f(w, slots, settings) -> w`: the weights that evaluation, sampling and exports
     take, where a rule trains others; "": the trained ones.
@@ -171,7 +125,8 @@ class Optimizer(Row):
     one_pass: str = ""
     temporary_bytes: int = 0
     evaluated: str = ""
-    estimate: str = ""
+    after: str = ""
+    passes: Callable[[Any], Mapping[str, int]] = lambda settings: {}
     told: bool = False
     gathers: int = 0
     matrices: bool = False
@@ -223,71 +178,16 @@ def _muon_flops(p: Shape, settings: OptimizerSettings) -> float:
     return NEWTON_SCHULZ * (4 * min(p)**2 * max(p) + 2 * min(p)**3)
 
 
-def sides(p: Shape) -> list[int]:
-    """Returns the sides of a matrix that SOAP has a basis of, 0 for those that it has none of."""
-    return [n * (n <= LARGEST and len(p) == 2) for n in (*p, 0)]
-
-
-def _sums(p: Shape, i: int) -> Shape:
-    """Shampoo's sums of side i: a gram, or a diagonal of a vector's side and of one too long."""
-    return (sides(p)[i],) * 2 if sides(p)[i] else p[i:i + 1] or (0,)
-
-
-def _low(p: Shape, settings: GaloreSettings) -> Shape | None:
-    """GaLore's projected gradient; None: a vector, which has no projection."""
-    return (min(settings.rank, *p), max(p)) if len(p) == 2 else None
-
-
 BY_ADAMW = tuple(f"{pattern}:optimizer=adamw" for pattern in (
     "embed*", "positions*", "head*", "*norm*", "*.bias", "*.sinks"))
 
 OPTIMIZERS = {
-    "adafactor": Optimizer(
-        why="Adam's step, by sums over rows and columns of a matrix's squares",
-        source="Shazeer & Stern 2018, arXiv:1804.04235", settings=AdafactorSettings(), told=True,
-        slots=tuple(Slot(name=name, signed=False, shape=shape) for name, shape in (
-            ("rows", lambda p, s: p[:1] if len(p) == 2 else (0,)),
-            ("columns", lambda p, s: p[1:] if len(p) == 2 else (0,)),
-            ("exp_avg_sq", lambda p, s: (0,) if len(p) == 2 else None))),
-        temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.rules:adafactor"),
-    "adam": Optimizer(
-        why="AdamW, with the weight decay in the gradient",
-        source="Kingma & Ba 2015, arXiv:1412.6980", slots=MOMENTS,
-        settings=AdamWSettings(weight_decay=0.0, beta2=0.999),
-        implementation="lpkit.optim.rules:adam", kernel="lpkit.optim.rules:adam_kernel",
-        fused="lpkit.optim.rules:adam_fused"),
     "adamw": Optimizer(
         why="the mean of gradients over the root of their mean square",
         source="Loshchilov & Hutter 2019, arXiv:1711.05101", settings=AdamWSettings(),
         slots=MOMENTS,
         implementation="lpkit.optim.rules:adamw", kernel="lpkit.optim.rules:adamw_kernel",
         fused="lpkit.optim.rules:adamw_fused", one_pass="lpkit.optim.one_pass:chosen"),
-    "galore": Optimizer(
-        why="AdamW in the r directions in which a matrix's gradient is largest; others by AdamW",
-        source="Zhao et al. 2024, arXiv:2403.03507, algorithm 2",
-        settings=GaloreSettings(lr=1e-2, weight_decay=0.0, beta2=0.999),
-        slots=(*(replace(slot, shape=_low) for slot in MOMENTS), Slot(
-            name="projection", shape=lambda p, s: (min(p), min(s.rank, *p)) if p[1:] else (0,))),
-        groups=BY_ADAMW[:3], told=True, gathers=1,
-        # singular vectors; the projection, Adam's step and its root; that step and the whole one
-        whole_bytes=lambda p, s: FLOAT32 * max(
-            math.prod(p) + min(p)**2 * len(p[1:]), math.prod(p) + math.prod(_low(p, s) or (0,)),
-            3 * math.prod(_low(p, s) or (0,))),
-        # to the projection and back; singular vectors take 6 m n^2 + 20 n^3 (Golub & Van Loan)
-        flops=lambda p, s: len(p[1:]) * (4 * math.prod(p) * min(s.rank, *p) + (
-            6 * max(p) * min(p)**2 + 20 * min(p)**3) / s.every),
-        implementation="lpkit.optim.soap:galore"),
-    "lamb": Optimizer(
-        why="AdamW's step, made as long as lr times the norm of its parameter",
-        source="You et al. 2019, arXiv:1904.00962, algorithm 2",
-        settings=AdamWSettings(lr=1e-2, beta2=0.999, eps=1e-6), slots=MOMENTS,
-        told=True, temporary_bytes=2 * FLOAT32, implementation="lpkit.optim.rules:lamb"),
-    "lars": Optimizer(
-        why="SGD with momentum, whose step is a share of the norm of its parameter",
-        source="You et al. 2017, arXiv:1708.03888, algorithm 1",
-        settings=LarsSettings(lr=1.0, weight_decay=5e-4),
-        slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=FLOAT32,
-        implementation="lpkit.optim.rules:lars"),
     "lion": Optimizer(
         why="the sign of an interpolated momentum",
         source="Chen et al. 2023, arXiv:2302.06675, algorithm 2", settings=LionSettings(),
@@ -307,58 +207,10 @@ OPTIMIZERS = {
         groups=tuple(f"{group}:lr_scale=0.05" for group in BY_ADAMW),
         told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
         whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:muon"),
-    "normuon": Optimizer(
-        why="Muon's step, with rows of one length; embeddings, head and vectors by AdamW",
-        source="Li et al. 2025, arXiv:2510.05491, algorithm 1",
-        # the lr of a step whose numbers have a root mean square of 0.2
-        settings=NorMuonSettings(lr=1e-3, weight_decay=0.01, momentum=0.95),
-        slots=(Slot(name="momentum_buffer"),
-               Slot(name="rows", signed=False, shape=lambda p, s: p[:1])),
-        groups=BY_ADAMW, told=True, gathers=1, matrices=True, temporary_bytes=FLOAT32,
-        whole_bytes=_muon_bytes, flops=_muon_flops, implementation="lpkit.optim.muon:normuon"),
-    "schedule-free": Optimizer(
-        why="AdamW, and the average of its weights in place of a falling learning rate",
-        source="Defazio et al. 2024, arXiv:2405.15682", settings=ScheduleFreeSettings(),
-        slots=(Slot(name="z"), Slot(name="exp_avg_sq", signed=False),
-               Slot(name="weight_sum", signed=False, shape=lambda p, s: (1,))),
-        temporary_bytes=2 * FLOAT32, evaluated="lpkit.optim.rules:average",
-        implementation="lpkit.optim.rules:schedule_free"),
     "sgd": Optimizer(
         why="the gradient alone",
         source="Robbins & Monro 1951, https://doi.org/10.1214/aoms/1177729586", slots=(),
         implementation="lpkit.optim.rules:sgd"),
-    "shampoo": Optimizer(
-        why="the gradient times the inverse fourth roots of its grams' sums, from both sides",
-        source="Gupta et al. 2018, arXiv:1802.09568, algorithm 1",
-        settings=ShampooSettings(lr=0.03, weight_decay=0.01),
-        slots=(Slot(name="momentum_buffer"),
-               *(Slot(name=name, shape=lambda p, s, i=i: _sums(p, i)) for name, i in (
-                   ("left", 0), ("right", 1), ("left_root", 0), ("right_root", 1)))),
-        told=True, gathers=1,
-        whole_bytes=lambda p, s: FLOAT32 * max(2 * math.prod(p), 3 * max(sides(p))**2),
-        # both grams, both products; the eigenvectors of a gram take 9 n^3, and its root 2 n^3
-        flops=lambda p, s: (4 * math.prod(p) * sum(sides(p))
-                            + 11 * sum(n**3 for n in sides(p)) / s.every),
-        implementation="lpkit.optim.soap:shampoo"),
-    "soap": Optimizer(
-        why="Adam's step, in the basis in which Shampoo's preconditioner is diagonal",
-        source="Vyas et al. 2024, arXiv:2409.11321, algorithm 3",
-        settings=SoapSettings(lr=3e-3, weight_decay=0.01, beta1=0.95),
-        slots=(*MOMENTS, *(Slot(name=n, shape=lambda p, s, i=i: (sides(p)[i],) * 2) for n, i in (
-            ("left", 0), ("right", 1), ("left_basis", 0), ("right_basis", 1)))),
-        told=True, gathers=2, temporary_bytes=FLOAT32,
-        whole_bytes=lambda p, s: 2 * FLOAT32 * max(math.prod(p) * any(sides(p)), max(sides(p))**2),
-        # to the basis, back, and the gram; a turn moves momentum, and a gram's QR has 8/3 n^3
-        flops=lambda p, s: (2 * math.prod(p) * sum(sides(p)) * (3 + 2 / s.every)
-                            + (4 + 8 / 3) * sum(n**3 for n in sides(p)) / s.every),
-        implementation="lpkit.optim.soap:soap"),
-    "sophia": Optimizer(
-        why="a momentum over the curvature that labels of the model's own show, clipped at lr",
-        source="Liu et al. 2023, arXiv:2305.14342, algorithm 3 (Sophia-G)",
-        slots=(Slot(name="exp_avg"), Slot(name="hessian", signed=False)), temporary_bytes=FLOAT32,
-        settings=SophiaSettings(beta1=0.96, beta2=0.99, eps=1e-12),
-        estimate="lpkit.optim.rules:sophia_estimate",
-        implementation="lpkit.optim.rules:sophia"),
 }
 
 
@@ -456,6 +308,6 @@ def rules(settings: OptimizerSettings) -> tuple[OptimizerSettings, ...]:
     return (settings, *(own for _, _, own in _groups(settings) if own))
 
 
-def estimating(settings: OptimizerSettings) -> list[OptimizerSettings]:
-    """The settings of the rules that estimate after the first update and every n-th from there."""
-    return [one for one in rules(settings) if find(one.name).estimate]
+def acting(settings: OptimizerSettings) -> list[OptimizerSettings]:
+    """Returns the settings of the rules whose rows act after each update."""
+    return [one for one in rules(settings) if find(one.name).after]

@@ -41,10 +41,6 @@ def wsd(progress: float, settings: WsdSettings) -> float:
     return 1 - (1 - settings.final_lr_ratio) * decayed
 
 
-def linear(progress: float, settings: DecaySettings) -> float:
-    return 1 - (1 - settings.final_lr_ratio) * progress
-
-
 def constant(progress: float, settings: ScheduleSettings) -> float:
     return 1.0
 
@@ -64,9 +60,6 @@ SCHEDULES = {
     "wsd": LearningRateSchedule(
         why="stable, then linear at the end", settings=WsdSettings(), shape=wsd,
         source="MiniCPM, Hu et al. 2024, arXiv:2404.06395"),
-    "linear": LearningRateSchedule(
-        why="a straight line", settings=DecaySettings(), shape=linear,
-        source="Devlin et al. 2019, arXiv:1810.04805"),
     "constant": LearningRateSchedule(why="flat", shape=constant),
 }
 

@@ -25,7 +25,7 @@ from lpkit.errors import ConfigError
 from lpkit.kernels.capture import captured
 from lpkit.memory.rows import asked as asked_memory
 from lpkit.techniques.data import POLICIES, SIZES
-from lpkit.techniques.optimizers import estimating
+from lpkit.techniques.optimizers import acting
 from lpkit.techniques.recipes import Recipe
 from lpkit.training.steps import Executor, Phases
 
@@ -57,7 +57,7 @@ def why_not(config: Config, recipe: Recipe, device: torch.device, world: int) ->
         (recipe.loss_scaling, "the loss's scale is decided by the host, within an update"),
         (moving, f"memory.{next(iter(moving), '')} lets the host act within an update"),
         (config.governors, "a governor changes what an update runs"),
-        (estimating(config.optimizer), "the optimizer runs forward and backward once more"),
+        (acting(config.optimizer), "the optimizer runs forward and backward once more"),
         (config.objective.name != "next-token", "an objective may ask the GPU for numbers"),
         (POLICIES[config.data.policy.name].gives_ids, "where documents end differs by batch"),
         (SIZES[config.sizes.name].at, "updates have several sizes"),

@@ -69,10 +69,15 @@ def refuse_rows(config: Config) -> None:
     """Refuses an optimizer that updates a parameter otherwise than its rows one by one."""
     layout = config.parallel
     for settings in optimizers.rules(config.optimizer):
+        row = optimizers.find(settings.name)
+        if layout.tensor > 1 and row.after:
+            raise ConfigError(f"optimizer={settings.name} may read all logits of a token after an "
+                              f"update, and parallel.tensor={layout.tensor} gives each rank a part "
+                              f"of them; set parallel.tensor=1")
         if layout.tensor > 1:
             _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part of it",
                           "parallel.tensor=1")
-        if layout.stage and not optimizers.find(settings.name).told:
+        if layout.stage and not row.told:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
                           "parallel.zero=0, or let its row be told, and its rule ask "
                           "contracts.Parameter for norms and whole tensors")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from lpkit.techniques.changes import GOVERNORS
 from lpkit.techniques.kernels import by_name
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import fused
-from lpkit.techniques.optimizers import OptimizerSettings, estimating
+from lpkit.techniques.optimizers import OptimizerSettings, acting, find
 from lpkit.training import build, seams
 from lpkit.training import start as starting
 from lpkit.training.build import Decisions
@@ -98,7 +99,7 @@ class Training:
     # around the micro-batches of an update: casts of weights are kept meanwhile
     cached_casts: Callable[[nn.Module], AbstractContextManager]
     governors: dict[str, Governor]
-    estimating: list[OptimizerSettings]     # as `optimizers.estimating`
+    acting: list[OptimizerSettings]         # as `optimizers.acting`
     step_metrics: dict[str, Callable[[], float | Tensor]]       # for StepRecord.extra
     watchers: list[Callable[[int], AbstractContextManager]] = field(default_factory=list)
     executor: Executor = field(default_factory=Executor)
@@ -173,7 +174,7 @@ class Training:
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
             state_placement=placement, scaler=scaler, step_metrics=step_metrics, sharding=shards,
-            cached_casts=cached_casts, governors=governors, estimating=estimating(config.optimizer),
+            cached_casts=cached_casts, governors=governors, acting=acting(config.optimizer),
             executor=executor)
 
     @property
@@ -209,28 +210,10 @@ class Training:
                 grad_norm = torch.where(self.scaler.dropped > 0, torch.inf, grad_norm)
             self.sharding.spread()      # the new weights, where a rank updated a part
             self._govern("end", step)
-            if self.estimating:
-                self._estimate(step, batch)
+            for one in self.acting:
+                resolve_name(find(one.name).after)(self, one, batch, step)
         return Update(loss=loss, grad_norm=grad_norm, lr=self.optimizer.param_groups[0]["lr"],
                       extra={name: read() for name, read in self.step_metrics.items()})
-
-    def _estimate(self, step: int, batch: Batch) -> None:
-        """Gives rules that ask for it the gradients of labels that the model draws, at quantiles
-        that follow from the seed and the update, whatever the ranks. It is never given up."""
-        if asking := [one for one in self.estimating if step % one.every == 0]:
-            draw = stepper.generator(torch.device("cpu"), self.config.seed, step)
-            layout = self.ranks.layout
-            world, own = layout.batch_ranks, layout.batch_rank(self.ranks.rank)
-            drawn = torch.rand(world * len(batch.targets), *batch.targets.shape[1:], generator=draw)
-            labels = drawn.numel() if batch.weights is None else (
-                self.ranks.mean(batch.weights.sum()) * world)
-            self.optimizer.asking = dict.fromkeys(asking, labels)
-            batch = replace(batch, targets=drawn.chunk(world)[own].to(self.device))
-            self.executor.plain.forward_backward(replace(self, objective=self.loss), batch,
-                                                 phases=nullcontext)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.optimizer.asking = {}
 
     def _govern(self, moment: str, step: int) -> None:
         """`moment`: begin or end, of which a governor may have one."""

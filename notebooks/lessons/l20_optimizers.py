@@ -23,6 +23,7 @@ from lessons.drawing import NAMES, axis, bars, figure
 from lessons.draws import normal
 from lessons.index import Moved
 from lessons.judge import adding_to
+from lessons.rows.optimizers import soap as soap
 from lessons.style import COLOURS
 from lessons.timing import by_phase
 from lessons.waiting import progress as progress
@@ -31,7 +32,6 @@ from lpkit import preset as preset
 from lpkit.config import Config
 from lpkit.contracts import Parameter
 from lpkit.measure.updates import Bench, take_turns
-from lpkit.optim.soap import soap as soap
 from lpkit.predict import memory, parameter_count
 from lpkit.predict import quantity as quantity
 from lpkit.predict.compare import disturbance
@@ -43,8 +43,8 @@ from lpkit.techniques.optimizers import (
     FLOAT32,
     OPTIMIZERS,
     Optimizer,
-    estimating,
     find,
+    rules,
     rules_of,
 )
 from lpkit.timing import Watch
@@ -120,7 +120,8 @@ def flops(config: Config) -> float:
 
 def drawn(config: Config) -> float:
     """Returns the forwards and backwards of labels that the model draws, of those of an update."""
-    return sum(1 / one.every for one in estimating(config.optimizer))
+    return sum(1 / every for one in rules(config.optimizer)
+               for every in find(one.name).passes(one).values())
 
 
 def overhead(config: Config) -> float:

@@ -13,6 +13,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques.attention import KINDS
@@ -71,7 +72,7 @@ def _changes(draw: random.Random) -> dict[str, Any]:
         [name for name, row in ATTENTION.items()
          if row.assumed and not why_not(name, here)])
     changes |= _row(draw, "precision.recipe", RECIPES)
-    changes |= _row(draw, "optimizer", OPTIMIZERS)
+    changes |= _row(draw, "optimizer", dict(sorted(OPTIMIZERS.items())))
     if changes["optimizer"] in ("galore", "shampoo", "soap"):
         changes["optimizer.every"] = 1      # the update that is measured has all that comes every n-th
     if changes["optimizer"] == "shampoo":

@@ -17,6 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import lessons.rows.optimizers
+import lessons.rows.schedules  # noqa: F401  rows that files name
 from lpkit import records
 from lpkit.claims import referee
 from lpkit.claims.protocol import read, step_flops

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit import optim
 
 # ours, theirs, and settings that both take

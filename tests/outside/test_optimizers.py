@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.optim.stepper import build
 from lpkit.techniques.optimizers import OPTIMIZERS
 
