@@ -73,8 +73,8 @@ MAIN = {
                "The variance of the residual stream over depth for five blocks; measured dots are on the formula's lines.", "smoke"),
     "23": Main("What each layer sees, and the area that is left", "Six schedules that leave out layers or tokens: the share that each layer sees over the "
                                                                   "updates.", "smoke"),
-    "24": Main("What is learned, and what is forgotten", "Loss on the new text against loss on the old text: all weights learn more and forget more than "
-                                                         "LoRA does.", "smoke"),
+    "24": Main("What is learned, and what is forgotten", "Loss on the new text against loss on the old text, before and after training, for all weights "
+                                                         "and for LoRA.", "smoke"),
     "25": Main(": loss minus that of bf16", "The loss of a converted model minus that of bf16, by recipe, beside the spread of seeds.", "smoke"),
     "26": Main(" of Muon's directions ", "Singular values of an update: Muon's directions are almost equal, those of AdamW and momentum fall steeply.",
                "smoke"),

@@ -35,13 +35,13 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,
                      f"{escape(cell)}</{tag}>")
         return f"<tr>{made}</tr>"
 
-    rule = f"border-bottom:1px solid {LINE};"
-    above = (f"<caption style='text-align:left;padding:3px 12px;color:{QUIET}'>"
-             f"{escape(caption)}</caption>")
+    rule, font = f"border-bottom:1px solid {LINE};", f"font:13px {escape(FONT)};line-height:1.5"
+    above = (f"<div style='max-width:60em;padding:3px 12px;color:{QUIET};{font}'>"
+             f"{escape(caption)}</div>")    # a <caption> breaks at the width of a narrow table
     return "".join([
-        f"<table style='border-collapse:collapse;font:13px {escape(FONT)};color:{TEXT};"
-        f"line-height:1.5;font-variant-numeric:tabular-nums'>",
         above if caption else "",
+        f"<table style='border-collapse:collapse;{font};color:{TEXT};"
+        f"font-variant-numeric:tabular-nums'>",
         line(heads, "th", f"{rule}font-weight:600;") if heads else "",
         *(line(row, "td", rule) for row in rows),
         *(f"<tr><td colspan='{len(columns)}' style='padding:3px 12px;text-align:left'>"

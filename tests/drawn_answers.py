@@ -229,6 +229,15 @@ def mean_by_bool_mask(v):
     return torch.stack([v[..., row, :].mean(-2) for row in seen], -2)
 
 
+def mean_by_numpy_matrix(v):
+    return torch.from_numpy(np.tril(np.ones((v.shape[-2], v.shape[-2]))) @ v.double().numpy()) / counts_of(v)
+
+
+def mean_by_lists(v):
+    seen = [[i >= j for j in range(v.shape[-2])] for i in range(v.shape[-2])]
+    return torch.stack([v[..., torch.tensor(row), :].mean(-2) for row in seen], -2)
+
+
 def mean_by_broadcast(v):
     T = v.shape[-2]
     return torch.where(torch.arange(T)[:, None] >= torch.arange(T), v.mT[..., None, :], 0.0).sum(-1).mT / counts_of(v)
@@ -337,7 +346,8 @@ MISTAKES = {
                  "scale": lambda kind, width, base, lr: lr * math.sqrt(base / width) if kind in ("hidden", "head") else lr},
     "running_mean": {"device": lambda v: v.cumsum(-2) / counts_of(v, device="meta"), "axis": mean_over_second_axis,
              "forbidden size": mean_by_matrix, "forbidden size, of bool": mean_by_bool_mask,
-             "forbidden size, broadcast": mean_by_broadcast},
+             "forbidden size, broadcast": mean_by_broadcast, "forbidden size, of NumPy": mean_by_numpy_matrix,
+             "forbidden size, of lists": mean_by_lists},
     "branch_scale": {"scale": lambda layers, branches, variance: 1 / (math.sqrt(layers * branches) * variance),
               "swapped": lambda layers, branches, variance: math.sqrt(variance / (layers * branches))},
     "zero_queries": {"in place": zeroed_in_place, "dtype": lambda w, heads: w.bfloat16().unflatten(0, (heads, 2, -1)).index_fill(

@@ -48,6 +48,7 @@ def test_every_right_form_is_accepted(capsys):
 @pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("name, kind, said", [
     ("running_mean", "forbidden size", "its tensors take 2.10 MB at once, and 262 kB are the limit"),
+    ("running_mean", "forbidden size, of NumPy", "its arrays and lists take"),
     ("running_mean", "axis", "expected"),
     ("zero_queries", "in place", "it changes its argument `w`: change a copy (`w.clone()`) instead"),
     ("nats", "forbidden size", "a rank sends 8 numbers, and 4 are the limit"),

@@ -1,9 +1,10 @@
 """No wrong answer is right: definitions changed in one place, and those that a person writes. All of them: python -m tests.mutants."""
 
+import numpy as np
 import pytest
 import torch
 
-from lessons import puzzles
+from lessons import judge, puzzles
 from lessons.learner import check
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
@@ -35,6 +36,20 @@ def all_logits(h, w, targets, chunk):
     h = h.requires_grad_()
     loss = F.cross_entropy(h @ w.T, targets)
     return loss.detach(), torch.autograd.grad(loss, h)[0]
+
+
+def all_logits_in_numpy(h, w, targets, chunk):
+    h, w, own = h.numpy(), w.numpy(), (np.arange(len(h)), targets.numpy())
+    p = np.exp(h @ w.T)
+    p /= p.sum(1, keepdims=True)
+    loss = -np.log(p[own]).mean()
+    p[own] -= 1
+    return torch.tensor(loss), torch.from_numpy(p @ w / len(h))
+
+
+def matrix_in_numpy(q, k, v):
+    weights = np.tril(q.numpy() @ k.numpy().T)
+    return torch.from_numpy(weights @ v.numpy() / weights.sum(1, keepdims=True))
 
 
 def chunks_that_stay(h, w, targets, chunk):
@@ -99,8 +114,10 @@ def dk_not_turned(q, k, v, out, lse, d_out):
     ("12.merge", first_alone_saw_nothing, "expected"),
     ("12.step", of_the_scores_largest, "expected"),
     ("13.document_mask", lambda lengths: ((ids := lengths.repeat_interleave(lengths))[:, None] == ids[None]).tril(), "expected"),
-    ("08.chunked_loss", all_logits, "at once, and 32.8 kB are the limit"),
-    ("08.chunked_loss", chunks_that_stay, "at once, and 32.8 kB are the limit"),
+    ("08.chunked_loss", all_logits, "at once, and 131 kB are the limit"),
+    ("08.chunked_loss", chunks_that_stay, "at once, and 131 kB are the limit"),
+    ("08.chunked_loss", all_logits_in_numpy, "its arrays and lists take"),
+    ("13.linear_attention", matrix_in_numpy, "its arrays and lists take"),
     ("13.linear_attention", lambda q, k, v: F.normalize((q @ k.T).tril(), p=1, dim=-1) @ v, "at once, and 131 kB are the limit"),
     ("13.linear_attention", lambda q, k, v: (q @ k.T).tril() @ v / (q * k.cumsum(0)).sum(1, keepdim=True), "are the limit"),
     ("06.fp8_forward", lambda x, w, sx, sw: (x / sx).to(torch.float8_e4m3fn).float() @ (w / sw).to(torch.float8_e4m3fn).float().T * sx * sw,
@@ -115,6 +132,15 @@ def dk_not_turned(q, k, v, out, lse, d_out):
 def test_what_a_person_writes_instead_is_wrong(name, attempt, said):
     verdict = check(EXERCISES[name], attempt)
     assert verdict.status == "wrong" and said in verdict.detail
+
+
+def test_memory_of_numpy_is_seen_and_what_is_printed_is_not_said_twice(capsys):
+    def answer():
+        print("once")
+        return np.ones(1 << 17).sum()
+
+    assert 0 <= judge.array_bytes(answer) - (8 << 17) < 1 << 14 and capsys.readouterr().out == ""
+    assert judge.array_bytes(lambda: torch.ones(1 << 20)) < 1 << 14, "torch's tensors have a limit of their own"
 
 
 @pytest.mark.parametrize("name, old, new", [

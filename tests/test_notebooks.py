@@ -499,7 +499,7 @@ def test_a_goal_that_fails_has_a_card_that_says_so():
     """The card of a claim is green where it holds: also the claim that the goal was missed."""
     failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)", said_in(path.stem[:2]))}
     cards = {path.stem[:2] for path in BOOKS if "goal(" in text_of_code(nbformat.read(path, 4))}
-    assert {"20", "21", "26", "28"} <= failed and failed - cards <= {"24", "25"}, failed - cards
+    assert {"20", "21", "25", "26", "28"} <= failed <= cards, failed - cards
 
 
 @pytest.mark.parametrize("met, word, sign", [({"a": True, "b": True}, "The goal is reached", "✓ b"), ({"a": True, "b": False}, "The goal failed", "✗ b"),

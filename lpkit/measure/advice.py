@@ -1,5 +1,4 @@
-"""Will low precision be faster for me? A verdict for one config on one machine, and what it rests
-on.
+"""Say whether low precision is faster for one config on one machine, and what the verdict rests on.
 
     advise(config, "h200")      by formula, in a millisecond
 
@@ -16,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,8 @@ class Advice:
         return f"{self.sentence}\n{text_table([heads, *rows], align='<')}"
 
     def _repr_html_(self) -> str:
-        return html_table(*self.table(), caption=f"{self.sentence}. {self.efficiency.source}")
+        return (f"{html_table(*self.table(), caption=f'{self.sentence}.')}<details><summary>Sources"
+                f"</summary>{escape(self.efficiency.source)}</details>")
 
 
 def _signed(nbytes: float) -> str:

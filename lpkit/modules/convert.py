@@ -17,7 +17,6 @@ from copy import copy, deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from html import escape
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class Report:
         return "\n".join([self.summary, *rest])
 
     def _repr_html_(self) -> str:
-        lines = [(escape(row.name), row.kind, " x ".join(map(str, row.shape)), row.status, row.why)
+        lines = [(row.name, row.kind, " x ".join(map(str, row.shape)), row.status, row.why)
                  for row in self.rows]
         return html_table(("module", "class", "weight", "status", "why"), lines,
                           caption=self.summary)

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 import torch
@@ -139,8 +138,9 @@ class Prediction:
     def _repr_html_(self) -> str:
         rows = [(name, quantity(nbytes, "bytes")) for name, nbytes in self.footprint.rows.items()]
         times = [(row.name, duration(row.seconds)) for row in self.step.rows]
-        return (html_table(("bytes at the peak", ""), rows, caption=escape(self.summary))
-                + html_table(("seconds of a step", ""), times))
+        held, takes, *doubt = self.summary.split("; ")
+        return (html_table(("bytes at the peak", ""), rows, caption="; ".join([held, *doubt]))
+                + html_table(("seconds of a step", ""), times, caption=takes))
 
 
 @checked

@@ -136,8 +136,8 @@ def off_by(value: float | None, truth: float | None, unit: str) -> str:
 
     >>> off_by(30.2, 31.5, "dB"), off_by(40, 12.5, "%"), off_by(1.1, 1.0, "s")
     ('-1.3 dB', '+28 points', '+10.0%')
-    >>> off_by(2.4e9, 1e9, "bytes"), off_by(1, 4, "days")
-    ('2.4 times too high', '4 times too low')
+    >>> off_by(2.4e9, 1e9, "bytes"), off_by(1, 4, "days"), off_by(1, 617, "s")
+    ('2.4 times too high', '4 times too low', '620 times too low')
     """
     error = _error(value, truth)
     if error is None:
@@ -145,9 +145,9 @@ def off_by(value: float | None, truth: float | None, unit: str) -> str:
     if unit in DIFFERENCES and value != truth:
         return f"{float(f'{value - truth:.2g}'):+g} {DIFFERENCES[unit]}"
     if 0.5 <= error < math.inf:
-        return f"{1 + error:.2g} times too high"
+        return f"{float(f'{1 + error:.2g}'):,.15g} times too high"
     if -1 < error <= -1 / 3:
-        return f"{1 / (1 + error):.2g} times too low"
+        return f"{float(f'{1 / (1 + error):.2g}'):,.15g} times too low"
     return percent(error)
 
 

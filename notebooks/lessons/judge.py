@@ -23,9 +23,11 @@ import inspect
 import itertools
 import math
 import numbers
+import os
 import random
 import re
 import textwrap
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,7 @@ RECOGNISED = 30         # cases in which an attempt agrees with a known mistake
 TOLERANCE = 1e-6        # relative; a tensor's is relative to the size of its terms
 ROUNDING = 2.0**-20     # by which each operation is disturbed to find that size
 DISTURBED = 4           # times
+ARRAY_LIMIT = 1 << 17   # the least limit that arrays are held to: below it Python's objects count
 MARKS = {"to do": ("#6b7280", "○"), "right": ("#15803d", "✓"), "wrong": ("#b91c1c", "✗")}
 
 
@@ -62,7 +65,8 @@ class Exercise:
     minutes: int = 3
     name: str = ""                  # as the learner's file has it: "03.cast"
     drawn: int = DRAWN
-    most_bytes: Callable[..., int] | None = None    # of a case: what tensors may take at once
+    # of a case: what tensors may take at once, and what Python's objects and NumPy's arrays may
+    most_bytes: Callable[..., int] | None = None
     # arguments that an answer changes, as the exercise's text says: the change is what is judged
     in_place: tuple[str, ...] = ()
 
@@ -205,12 +209,32 @@ def answer(exercise: Exercise, attempt: Callable[..., Any], case: tuple) -> Answ
         with Tracker(nn.Module()) as tracker:
             got = _at_hand(exercise.called(attempt, given))
         peak = max(itertools.accumulate(change for _, change, *_ in tracker.log), default=0)
-        most = exercise.most_bytes(*case)
+        what, most = "tensors take", exercise.most_bytes(*case)
+        if peak <= most and most >= ARRAY_LIMIT:
+            what, peak = "arrays and lists take", array_bytes(partial(
+                exercise.called, attempt, copy.deepcopy(case)))
         return Answer(got, changed(exercise, case, given) if peak <= most else (
-            f"its tensors take {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are "
-            f"the limit"))
+            f"its {what} {quantity(peak, 'bytes')} at once, and {quantity(most, 'bytes')} are the "
+            f"limit"))
     except Exception as error:      # whatever it is, it is the learner's: show it
         return Answer.raised(error)
+
+
+def array_bytes(call: Callable[[], Any]) -> int:
+    """Return the most bytes that NumPy's arrays and Python's objects take at once during a call.
+    Memory of torch's tensors is not counted. Call before once, since a first call may import
+    modules; what the call prints is dropped."""
+    tracing = tracemalloc.is_tracing()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        tracemalloc.start()
+        try:
+            tracemalloc.reset_peak()
+            before, _ = tracemalloc.get_traced_memory()
+            call()
+            return tracemalloc.get_traced_memory()[1] - before
+        finally:
+            if not tracing:
+                tracemalloc.stop()
 
 
 def _at_hand(made: Any) -> Any:

@@ -413,7 +413,7 @@ def _mean_of_means(h: Tensor, w: Tensor, targets: Tensor, chunk: int) -> tuple[T
 
 @exercise("08.chunked_loss",
           (torch.ones(2, 1), torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]), 1),
-          _chunks(Random(1), 256, 64), draw=_chunks, tolerance=1e-5, stars=3, minutes=15,
+          _chunks(Random(1), 256, 256), draw=_chunks, tolerance=1e-5, stars=3, minutes=15,
           # half of all logits
           most_bytes=lambda h, w, targets, chunk: max(2 * len(h) * len(w), 1 << 14),
           mistakes={"the last chunk may be shorter: divide by all tokens": _mean_of_means})

@@ -386,7 +386,7 @@ def rehearsal_table(paths: Mapping[str, Path], seconds: tuple[float, float, floa
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.0f} ms"
+    return f"{1e3 * seconds:.4g} ms"
 
 
 def held_table(paths: Mapping[str, Path], seconds: tuple[float, float, float],

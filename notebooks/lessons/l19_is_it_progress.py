@@ -163,7 +163,8 @@ def difference_view(losses: Sequence[float]):
             [columns(middles, shares, "2,000 changes that do nothing", COLOURS[0],
                      hover="%{x:.2f}%: %{y:.1%}"),
              scatter(middles, by_formula, "formula", COLOURS[1])],
-            f"{seeds} in each arm: {share_kept(found, bar / 100):.0%} look better by at least {bar:g}%, "
+            f"{seeds} seed{'s' * (seeds > 1)} an arm: {share_kept(found, bar / 100):.0%} look better "
+            f"by at least {bar:g}%, "
             f"{normal.cdf(-bar / 100):.0%} by formula", height=380,
             xaxis=axis("the new arm's mean loss is lower by, %", range=[-4, 4]),
             yaxis=axis("share of the changes", tickformat=".0%", rangemode="tozero"),

@@ -299,9 +299,10 @@ def losses_figure(runs: Runs, name: str) -> dict:
     of = {how: one.losses for (model, how), one in runs.items() if model == name}
     lines, traces = lines_of([how for how in of if "seed" not in how]), []
     for how, losses in sorted(of.items(), key=lambda item: "seed" not in item[0]):
-        if losses is not base:
+        if losses is not base:      # all other seeds are one series: they have one colour
             traces.append(scatter(
-                range(1, len(base) + 1), [a - b for a, b in zip(losses, base)], how,
+                range(1, len(base) + 1), [a - b for a, b in zip(losses, base)],
+                how if how in lines else "bf16, other seeds", showlegend=how in lines or not traces,
                 line=lines.get(how, {"color": COLOURS[6], "width": 1.5}),
                 opacity=1.0 if how in lines else 0.5, hover="step %{x}: %{y:+.4f} nats"))
     return figure(traces, f"{name}: loss minus that of bf16, seed 0", height=380,

@@ -123,8 +123,9 @@ def gain(found: Mapping[str, Sequence[Sequence[float]]], trials: int) -> Gain:
 # ---- Figures and tables
 
 def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
-    """The plotly spec of a sweep: each trial is a line through its settings and the step at which
-    it ended to its loss there, in the colour of that loss. Axes of settings are as wide as the
+    """The plotly spec of a sweep: each trial is a line through its settings and the update at which
+    it ended to its loss there, in the colour of that loss. An axis has the last part of a setting's
+    name: five of the whole names do not fit on a phone. Axes of settings are as wide as the
     search; a trial that diverged has no line."""
     there = [one for one in trials if last_loss(one) is not None]
     steps, losses = told.config({}).steps, [last_loss(one) for one in there]
@@ -142,10 +143,11 @@ def parallel_figure(trials: Sequence[Mapping[str, Any]], told: Sweep) -> dict:
             ticks = {"tickvals": list(powers), "ticktext": [f"{10.0**power:g}" for power in powers]}
         else:
             ends = domain["low"], domain["high"]
-        dimensions.append({"label": key, "values": values, "range": list(ends), **ticks})
+        label = key.rpartition(".")[2] + ", log" * bool(domain.get("log"))
+        dimensions.append({"label": label, "values": values, "range": list(ends), **ticks})
     ended = [steps if one["pruned"] is None else one["pruned"]["step"] for one in there]
-    dimensions += [{"label": "ended after", "values": ended, "range": [0, steps]},
-                   {"label": "loss there, nats", "values": losses}]
+    dimensions += [{"label": "updates", "values": ended, "range": [0, steps]},
+                   {"label": "loss, nats", "values": losses}]
     line = {"color": losses, "colorscale": "Cividis", "showscale": False}
     pruned = sum(one["pruned"] is not None for one in trials)
     return figure([{"type": "parcoords", "dimensions": dimensions, "line": line}],

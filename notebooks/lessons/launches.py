@@ -101,4 +101,5 @@ class Held:
         least = self.tensor.numel() * self.whole.itemsize
         if least <= LONG_BYTES or self.loaded_bytes <= 1.5 * least:
             return ""
-        return f"it reads {self.name} {self.loaded_bytes / least:.3g} times, and once is enough"
+        times = float(f"{self.loaded_bytes / least:.3g}")
+        return f"it reads {self.name} {times:,g} times, and once is enough"

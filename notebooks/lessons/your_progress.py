@@ -73,7 +73,7 @@ def progress_figure(right: Mapping[str, int], wrong: Mapping[str, int], total: M
                                  xaxis="x2", yaxis="y2"))
         parts.append(scatter([_ratio(one) for one in ours],
                              [escape(one.name) for one in ours], words, colour, mode="markers",
-                             marker={"size": 10}, hover="%{y}: %{x:.3g} times the guess",
+                             marker={"size": 10}, hover="%{y}: %{x:,.3~r} times the guess",
                              showlegend=bool(ours), xaxis="x2", yaxis="y2"))
     lower = 26 * max(len(scored), 2)
     upper, between = 24 * len(names), 96

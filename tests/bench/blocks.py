@@ -2,7 +2,7 @@
 
     lpkit bench blocks --rounds 15 --out data/measured      3 minutes, beside nothing else
 
-The same model of 6 x 384 with another block: whole updates of AdamW. `target` is that of sas-p, which leaves out two of twelve matrices.
+The same model of 6 x 384 with another block: whole updates of AdamW. `target` is that of sas-p, which leaves out two of six matrices.
 """
 
 import torch
