@@ -509,10 +509,10 @@ def test_list(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("words, said", [
-    ((), "which notebook"), (("00", "--all"), "leave it or '00' out"), (("00", "--on", "hosts=3"), "only processes=N"),
+    ((), "which notebook"), (("00", "--all"), "leave out '00'"), (("00", "--on", "hosts=3"), "only processes=N"),
     (("00", "--on", "processes=0"), "processes must be positive, got 0"), (("00", "steps"), "expected key=value"), (("07",), "no notebook '07'"),
     (("00", "--set", "stepz=3"), "did you mean 'steps'"), (("--set", "steps=3"), "which notebook"), (("steps=3",), "which notebook"),
-    (("--all", "steps=3"), "leave it or 'steps=3' out"), (("--all", "--set", "steps=3"), "leave it or 'steps=3' out"),
+    (("--all", "steps=3"), "leave out 'steps=3'"), (("--all", "--set", "steps=3"), "leave out 'steps=3'"),
 ])
 def test_bad_input_is_one_sentence(tmp_path, capsys, monkeypatch, words, said):
     write(tmp_path / "notebooks" / "00_start_here.ipynb")

@@ -114,7 +114,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("import text.txt --check", "is to be a folder"),
     ("import adapter --base run --check --out new", "needs --out DIR, without --check or --tokenizer"),
     ("bench --all import", "--all runs every benchmark; leave out import"),
-    ("notebook --all 00", "leave it or '00' out"),
+    ("notebook --all 00", "leave out '00'"),
     ("claims lion-faster --json", has(name="lion-faster")),
     ("notebook 00 --on processes=0", "processes must be positive, got 0"),
     ("notebook 00 seed=x", "seed"),
