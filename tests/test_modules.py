@@ -1,6 +1,7 @@
 """Models of others in low precision, predicted and watched: against the kit's own Linear, PyTorch's counters, and real steps."""
 
 import copy
+import html
 import pickle
 import subprocess
 import sys
@@ -704,6 +705,9 @@ def test_a_closed_form_stands_beside_the_trace_or_a_doubt_does(name):
     predicted = lpkit.predict(model_of(name), batch_of(name), machine="h100")
     assert (predicted.formula_bytes is not None) == (name in {"llama", "gpt2"})
     assert bool(predicted.doubt) == (name == "gpt2") == ("trust the trace" in predicted.summary)
+    held, takes = predicted._repr_html_().split("<table")[:2], predicted._repr_html_().split("</table>")[1]
+    assert html.escape(predicted.doubt) in held[0] and "trust the trace" not in takes
+    assert html.escape(predicted.step.spread.words) in takes and ">a step takes " in takes and "a step takes" not in held[0]
     if name == "llama":
         assert predicted.formula_bytes == pytest.approx(predicted.peak_bytes, rel=CLOSE)
 

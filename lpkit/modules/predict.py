@@ -138,9 +138,10 @@ class Prediction:
     def _repr_html_(self) -> str:
         rows = [(name, quantity(nbytes, "bytes")) for name, nbytes in self.footprint.rows.items()]
         times = [(row.name, duration(row.seconds)) for row in self.step.rows]
-        held, takes, *doubt = self.summary.split("; ")
-        return (html_table(("bytes at the peak", ""), rows, caption="; ".join([held, *doubt]))
-                + html_table(("seconds of a step", ""), times, caption=takes))
+        held, _, takes = self.summary.removesuffix(f"; {self.doubt}").partition("; a step ")
+        held += f"; {self.doubt}" * bool(self.doubt)
+        return (html_table(("bytes at the peak", ""), rows, caption=held)
+                + html_table(("seconds of a step", ""), times, caption=f"a step {takes}"))
 
 
 @checked

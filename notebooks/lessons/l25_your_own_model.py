@@ -306,7 +306,7 @@ def losses_figure(runs: Runs, name: str) -> dict:
                 line=lines.get(how, {"color": COLOURS[6], "width": 1.5}),
                 opacity=1.0 if how in lines else 0.5, hover="step %{x}: %{y:+.4f} nats"))
     return figure(traces, f"{name}: loss minus that of bf16, seed 0", height=380,
-                  xaxis=axis("step"), yaxis=axis("nats per byte"))
+                  xaxis=axis("step", dtick=max(1, len(base) // 10)), yaxis=axis("nats per byte"))
 
 
 def losses_table(runs: Runs) -> str:
