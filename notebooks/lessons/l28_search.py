@@ -24,7 +24,6 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-import lessons.rows.schedules  # noqa: F401  the schedule "linear"
 from lessons.drawing import axis, figure, scatter
 from lessons.figure import Figure
 from lessons.judge import adding_to
