@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
         self.project(config)
         self.kind = KINDS[config.attention.name].load()(config)
-        self.q_norm = self.k_norm = self.prefix = self.shape = None
+        self.q_norm = self.k_norm = self.prefix = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
@@ -76,9 +76,13 @@ class Attention(nn.Module):
             out = self.attend(q, k, v, documents, own)
         else:
             out = cache.prompt(layer, self, q, k, v, documents, own)
-        if self.shape is not None:
-            out = self.shape(v, out)
+        out = self.mixed(v, out)
         return self.out(out.transpose(1, 2).flatten(2))
+
+    # (B, G, T, E), (B, H, T, E) -> (B, H, T, E)
+    def mixed(self, v: Tensor, attended: Tensor) -> Tensor:
+        """Returns what is projected: attention's result, to which a block's own kind adds."""
+        return attended
 
     # (B, 1, D) -> (B, 1, D)
     def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:
@@ -91,11 +95,13 @@ class Attention(nn.Module):
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
-        out = cache.step(layer, self, q, k, v, self.kind(x))
-        if self.shape is not None:      # queries of 0 give the mean of what the cache holds
-            mean = cache.step(layer, self, torch.zeros_like(q), k, v, None)
-            out = self.shape(v, out, mean)
-        return self.out(out.reshape(len(x), 1, -1))
+        return self.out(self.read(cache, layer, q, k, v, self.kind(x)).reshape(len(x), 1, -1))
+
+    # (B, G, H / G, E), twice (B, G, 1, E) -> (B, G, H / G, E)
+    def read(self, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        """Returns what is projected of one token that meets the cache."""
+        return cache.step(layer, self, q, k, v, own)
 
 
 class Block(nn.Module):
@@ -111,6 +117,21 @@ class Block(nn.Module):
                 layer: int = 0, documents: Tensor | None = None) -> Tensor:
         delta = self.attention(self.norm1(x), rotation, cache, layer, documents)
         x, h = add_norm(self.norm2, x, delta)
+        return x + self.mlp(h)
+
+
+class Parallel(nn.Module):
+    """Attention and MLP side by side (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.norm1 = NORMS[config.norm].load()(config)
+        self.attention, self.mlp = Attention(config, attend), MLPS[config.mlp].load()(config)
+
+    def forward(self, x: Tensor, rotation=None, cache: Cache | None = None,
+                layer: int = 0, documents: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, rotation, cache, layer, documents)
         return x + self.mlp(h)
 
 

@@ -157,33 +157,6 @@ def _beside_casts(config: Any, recipe: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedSettings(Settings):
-    """Layer i has the parameters of layer i modulo `groups`: all of them, or those of one part."""
-
-    groups: Count = 1
-    parts: Literal["all", "attention", "mlp"] = "all"
-
-    def problem(self, m: Any) -> str:
-        if self.groups < m.L:
-            return ""
-        return (f"model.changes={self.name} has groups={self.groups} of model.layers={m.L}, so that "
-                f"no layer shares; set groups to {max(1, m.L - 1)} or fewer")
-
-
-def _alone(config: Any, recipe: Any) -> str:
-    if config.parallel.devices == 1:
-        return ""
-    return "has parameters that several layers read, and no ranks so far; train it on one device"
-
-
-SHARED = {"shared-layers": Kind(
-    operations="lpkit.predict.blocks:shared", why="layers that have the same parameters",
-    problem=_alone, settings=SharedSettings(), implementation="lpkit.nn.blocks:share_layers",
-    source="Lan et al. 2019, https://arxiv.org/abs/1909.11942; Dehghani et al. 2018, "
-           "https://arxiv.org/abs/1807.03819, without its halting")}
-
-
-@dataclass(frozen=True, kw_only=True)
 class DropoutSettings(Settings):
     """Shares of numbers that an update sets to 0; it divides the others by the share that is left.
     Evaluation and sampling drop nothing."""
