@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import lpkit
+from lessons.rows import adapters as adapters
 from lpkit import cli
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.rows import adapters as adapters
 from lessons.rows.blocks_torch import Shape, running_mean
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError

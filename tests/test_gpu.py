@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
+from lessons.rows.adapters import ADAPTERS
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
-from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.ahead import Arriving
@@ -82,7 +82,7 @@ def test_an_update_never_waits_for_the_gpu(corpus, monkeypatch, changes):
 
 ROWS = {**{f"optimizer={name}": {"optimizer": name} for name in OPTIMIZERS},
         **{f"model.changes={name}": {"model.changes": [{"name": name}], "model.position": "rope" if name in ("prompt", "prefix") else "learned"}
-           for name in ADAPTERS}}
+           for name in ("lora", *ADAPTERS)}}
 
 
 @pytest.mark.parametrize("row", ROWS)

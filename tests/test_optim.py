@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows import adapters as adapters
 from lessons.rows import blocks as blocks
 from lpkit.config import Config
 from lpkit.contracts import Choice, Parameter

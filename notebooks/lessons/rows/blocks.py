@@ -248,8 +248,8 @@ class SharedSettings(Settings):
     def problem(self, m: Any) -> str:
         if self.groups < m.L:
             return ""
-        return (f"model.changes={self.name} has groups={self.groups} of model.layers={m.L}, so that "
-                f"no layer shares; set groups to {max(1, m.L - 1)} or fewer")
+        return (f"model.changes={self.name} has groups={self.groups} of model.layers={m.L}, so "
+                f"that no layer shares; set groups to {max(1, m.L - 1)} or fewer")
 
 
 def _alone(config: Any, recipe: Any) -> str:

@@ -89,7 +89,8 @@ class ShapedAttention(Attention):
     def mixed(self, v: Tensor, attended: Tensor) -> Tensor:
         return self.shape(v, attended)
 
-    def read(self, cache, layer: int, q: Tensor, k: Tensor, v: Tensor, own: Tensor | None) -> Tensor:
+    def read(self, cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
         out = cache.step(layer, self, q, k, v, own)     # queries of 0 give the mean of the cache
         return self.shape(v, out, cache.step(layer, self, torch.zeros_like(q), k, v, None))
 
