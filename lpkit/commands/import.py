@@ -66,10 +66,12 @@ def _adapter(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     if "base" in result:
-        what = f"{result['length']} places before the text" if "length" in result else (
-            f"rank {result['rank']} on {', '.join(result['targets'])}")
-        return (f"{named(result['run_dir'])}: {result['adapter']}, {what} of "
-                f"{named(result['base'])}")
+        of = {key: value for key, value in result.items()
+              if key not in ("folder", "run_dir", "base", "adapter")}
+        what = ", ".join(f"{key} {','.join(value) if isinstance(value, list) else value}"
+                         for key, value in of.items())
+        return (f"{named(result['run_dir'])}: {result['adapter']} of {named(result['base'])}, "
+                f"{what}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")
