@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lessons.activations import kept
-from lessons.rows import adapters as rows
+from lessons.rows import adapters as adapters
 from lessons.rows.adapters_torch import Dora
 from lessons.saved import saved_bytes
 from lpkit.config import Config
@@ -21,8 +21,9 @@ from lpkit.nn.transformer import cross_entropy
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
-from lpkit.techniques.adapters import ADAPTERS as OF_THE_KIT
+from lpkit.techniques.adapters import Adapter as Row
 from lpkit.techniques.adapters import adapted
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
@@ -31,7 +32,7 @@ from tests import processors
 from tests.resuming import in_parts
 from tests.test_promise import _cpu
 
-ADAPTERS = dict(sorted({"lora": OF_THE_KIT["lora"], **rows.ADAPTERS}.items()))
+ADAPTERS = {name: row for name, row in sorted(MODEL_CHANGES.items()) if isinstance(row, Row) and name != "quantised-base"}
 SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.kv_heads": 2, "model.mlp": "swiglu",
                           "model.context": 32, "global_batch": 2, "steps": 30, "schedule.warmup_steps": 3, "precision.recipe": "fp32", "system.device": "cpu",
                           "system.threads": 1, "eval_batches": 1, "optimizer.lr": 0.01})

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 import lpkit
-from lessons.rows.blocks import BLOCKS
+from lessons.rows import blocks as blocks
 from lpkit import cli
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import Transformer
 from lpkit.predict.params import parameter_count
 from lpkit.predict.prediction import predict
+from lpkit.techniques import growth as rows
 from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.row import chosen
 from lpkit.training import growth
@@ -27,7 +28,7 @@ SMALL = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, mlp_width=24, vocab
 LAYOUTS = [{"norm": norm, "mlp": mlp, "position": position, "heads": heads, "kv_heads": groups, "width": 8 * heads, "tied": tied, "bias": bias}
            for norm in ("layernorm", "rmsnorm") for mlp in ("gelu", "swiglu") for position in ("learned", "rope")
            for heads, groups in ((2, 2), (4, 2), (4, 1)) for tied in (True, False) for bias in (True, False)]
-OTHERS = [{"block": name} for name, row in BLOCKS.items() if row.grows is not None] + [
+OTHERS = [{"block": block} for block in rows.KNOWN["block"]] + [
     {"norm": "none", "tied": False}, {"qk_norm": True, "position": "rope"}, {"attention": "delta"}, {"attention": {"name": "window"}},
     {"qkv_bias": True, "bias": False}, {"block": "layerscale", "norm": "rmsnorm", "mlp": "swiglu", "tied": False}]
 

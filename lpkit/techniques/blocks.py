@@ -136,19 +136,17 @@ MLPS: dict[str, Kind] = {
 @dataclass(frozen=True, kw_only=True)
 class Block(Kind):
     """A row of BLOCKS. `refuses(model)`: why it cannot be of it, and the way out. `uncut`: why a
-    rank cannot have a part of its heads or tokens. `grows`: the axes that modules of its own write
-    (`lpkit.techniques.growth.AXES`); None: growth does not know the block."""
+    rank cannot have a part of its heads or tokens."""
 
     refuses: Callable[[Any], str] = lambda m: ""
     uncut: str = ""
-    grows: Mapping[str, str] | None = None
 
 
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP, whose "
-                      "results are added", implementation="lpkit.nn.transformer:Block", grows={},
+                      "results are added", implementation="lpkit.nn.transformer:Block",
                       source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
-    "parallel": Block(operations=parallel, implementation="lpkit.nn.transformer:Parallel", grows={},
+    "parallel": Block(operations=parallel, implementation="lpkit.nn.transformer:Parallel",
                       why="attention and MLP read one norm, and both are added",
                       source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
 }

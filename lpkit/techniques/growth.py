@@ -42,11 +42,12 @@ class WidthSettings(Settings):
 # By module: the axis that it writes (its rows), and the one that it reads (its columns).
 AXES = {"qkv": ("qkv", "width"), "beta": ("groups", "width"), "out": ("width", "heads"),
         "up": ("mlp", "width"), "gate_up": ("gate_up", "width"), "down": ("width", "mlp"),
-        "norm": ("width", ""), "embed": ("", "width"), "head": ("", "width")}
+        "norm": ("width", ""), "gain": ("gain", ""), "embed": ("", "width"), "head": ("", "width")}
 
 
 DEEPER = "lpkit.training.growth:deeper"
-KNOWN = {"norm": tuple(NORMS), "mlp": tuple(MLPS)}      # the kit's own; of blocks, rows that grow
+KNOWN = {"block": ("pre-norm", "parallel", "rezero", "skipinit", "layerscale"),
+         "norm": tuple(NORMS), "mlp": tuple(MLPS)}      # the kit's own
 GROWTH: dict[str, Row] = {
     "none": Row(why="by the same names and shapes, or start.map"),
     "stack": Growth(why="layer i begins as layer i mod l of the small model's l; not preserving",

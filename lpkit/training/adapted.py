@@ -182,10 +182,7 @@ def begun(base: Run, change: Mapping[str, Any], out: Path,
           fill: Callable[[nn.Module], None]) -> Run:
     """Makes a run that begins from `base` with a change of the model, whose numbers `fill(model)`
     sets."""
-    module = type(MODEL_CHANGES[change["name"]].settings).__module__
-    ours = module.startswith("lpkit.") or module in base.config.imports
     config = base.config.replace({
-        "imports": [*base.config.imports, *([] if ours else [module])],
         "start.run": str(base.path), "start.map": [], "model.changes": [change]})
     began = start.read(config)
     model = build.made(config, "plain", began)

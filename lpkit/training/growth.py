@@ -44,12 +44,10 @@ def refusal(settings: Settings, small: ModelConfig, large: ModelConfig) -> str:
     if small.changes:
         return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow a run "
                 f"without (`lpkit export` merges adapters, `lpkit import` makes a run of that)")
-    grow = [name for name, one in BLOCKS.items() if getattr(one, "grows", None) is not None]
-    knows = row.knows and {"block": grow, **row.knows}
     for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
         was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
-        if key in knows and was not in knows[key]:
-            return f"model.{key}={was} is none that it knows ({', '.join(knows[key])})"
+        if key in row.knows and was not in row.knows[key]:
+            return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
         if was != now and not (key in row.grows and now > was):
             return f"model.{key}={now}, not {was}; set model.{key}={was}"
         if key in row.multiples + depth.multiples and now % was:
@@ -104,8 +102,7 @@ def _axes_of(name: str, small: ModelConfig) -> tuple[str, str]:
     if small.tied and name.startswith("norm."):
         return "", "width"
     of = module.rstrip("12") if kind in ("weight", "bias") else ""      # norm1; a buffer
-    own = getattr(BLOCKS[small.block], "grows", None) or {}
-    return AXES.get(of, (own.get(of, ""), ""))
+    return AXES.get(of, ("", ""))
 
 
 def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
@@ -117,7 +114,8 @@ def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
     width, mlp = torch.arange(large.D) % small.D, torch.arange(large.F) % small.F
     return {"width": width, "mlp": mlp, "gate_up": torch.cat((mlp, small.F + mlp)),
             "heads": (heads[..., None] * small.E + E).flatten(), "groups": groups,
-            "qkv": (qkv[..., None] * small.E + E).flatten()}
+            "qkv": (qkv[..., None] * small.E + E).flatten(),
+            "gain": width if getattr(BLOCKS[small.block], "channels", False) else torch.arange(1)}
 
 
 def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:

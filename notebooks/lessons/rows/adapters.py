@@ -268,7 +268,7 @@ def dropped(ops: Operations, s: MicroBatch, settings: DropoutSettings) -> Operat
 
 # ---- Rows
 
-ADAPTERS: dict[str, Adapter] = {
+MODEL_CHANGES |= {
     "bottleneck": Adapter(
         operations=bottleneck, why="two small layers behind each part of a block, the rest frozen",
         source="Houlsby et al. 2019, arXiv:1902.00751", settings=BottleneckSettings(),
@@ -303,7 +303,6 @@ ADAPTERS: dict[str, Adapter] = {
         why="LoRA whose product counts alpha over the root of its rank",
         source="Kalajdzievski 2023, arXiv:2312.03732", settings=StableLoraSettings()),
 }
-MODEL_CHANGES |= ADAPTERS
 MODEL_CHANGES["dropout"] = Kind(
     operations=dropped, why="an update sets a share of numbers to 0", problem=_draws,
     source="Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html",

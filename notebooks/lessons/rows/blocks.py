@@ -170,15 +170,15 @@ BLOCKS |= {
         operations=sandwich, behind=True, why="a norm before each branch and one behind it",
         source="Ding et al. 2021, https://arxiv.org/abs/2105.13290, section 2.4"),
     "rezero": BranchesRow(
-        operations=scaled, gain=0.0, norms=False, one_gain=True, uncut=ADDED, grows={"gain": ""},
+        operations=scaled, gain=0.0, norms=False, one_gain=True, uncut=ADDED,
         why="no norm; both branches of a layer times one number that begins as 0",
         source="Bachlechner et al. 2020, https://arxiv.org/abs/2003.04887"),
     "skipinit": BranchesRow(
-        operations=scaled, gain=0.0, norms=False, uncut=ADDED, grows={"gain": ""},
+        operations=scaled, gain=0.0, norms=False, uncut=ADDED,
         why="no norm; each branch times a number that begins as 0",
         source="De and Smith 2020, https://arxiv.org/abs/2002.10444"),
     "layerscale": BranchesRow(
-        operations=scaled, gain=1e-4, channels=True, uncut=ADDED, grows={"gain": "width"},
+        operations=scaled, gain=1e-4, channels=True, uncut=ADDED,
         why="pre-norm; each channel of a branch times a number that begins as 1e-4",
         source="Touvron et al. 2021, https://arxiv.org/abs/2103.17239, section 2"),
     "skipless": BranchesRow(
