@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -220,6 +221,11 @@ def test_value_skipinit_turns_and_keeps_lengths():
     assert torch.allclose(out.norm(dim=-1), h.norm(dim=-1), rtol=1e-5) and not torch.allclose(out, h)
     assert attention.qkv.weight.unflatten(0, (4, 3, 16))[:, 0].std() > 0        # queries are not 0
     seams.refuse_overwritten(SMALL.replace({"model.block": "sas", "model.init": "value-skipinit"}))
+
+
+def test_a_block_from_outside_may_be_shared_by_layers(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "own", replace(BLOCKS["pre-norm"], implementation="lessons.l22_blocks:Unshaped"))
+    seams.refuse_overwritten(SMALL.replace({"model.block": "own", "model.changes": "shared-layers"}))
 
 
 def test_fixup_ends_branches_with_zeros_and_scales_the_rest():

@@ -56,7 +56,7 @@ def refuse_overwritten(config: Config) -> None:
         was, holder = before[name], model.get_submodule(name.rpartition(".")[0])
         own = not type(holder).__module__.startswith(("torch.", OWN))
         same = bool((was == was.flatten()[0]).all())
-        if (own or same) and not (torch.equal(was, p) or hasattr(holder, "reset")):
+        if (own or same) and not torch.equal(was, p):
             first = f"{was.flatten()[0].item():.3g}"
             raise ConfigError(
                 f"model.init={m.init.name} fills every parameter, also {name}, which "
