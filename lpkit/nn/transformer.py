@@ -29,7 +29,8 @@ class Attention(nn.Module):
     """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its
     value), so that an even split of the rows over devices is an even split of the heads. With
     `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
-    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides."""
+    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides. A
+    block may set `shape(v, result)`, which makes what is projected."""
 
     kernels: ClassVar = {"rotate": "rotary"}
     rotate = staticmethod(rotate_pytorch)
@@ -39,7 +40,7 @@ class Attention(nn.Module):
         self.G, self.E, self.queries, self.attend = config.G, config.E, config.H // config.G, attend
         self.project(config)
         self.kind = KINDS[config.attention.name].load()(config)
-        self.q_norm = self.k_norm = self.prefix = None
+        self.q_norm = self.k_norm = self.prefix = self.shape = None
         if config.qk_norm:
             self.q_norm, self.k_norm = (nn.RMSNorm(config.E, eps=config.norm_eps) for _ in range(2))
 
@@ -76,13 +77,9 @@ class Attention(nn.Module):
             out = self.attend(q, k, v, documents, own)
         else:
             out = cache.prompt(layer, self, q, k, v, documents, own)
-        out = self.mixed(v, out)
+        if self.shape is not None:
+            out = self.shape(v, out)
         return self.out(out.transpose(1, 2).flatten(2))
-
-    # (B, G, T, E), (B, H, T, E) -> (B, H, T, E)
-    def mixed(self, v: Tensor, attended: Tensor) -> Tensor:
-        """Returns what is projected: attention's result, to which a block's own kind adds."""
-        return attended
 
     # (B, 1, D) -> (B, 1, D)
     def step(self, x: Tensor, rotation, cache: Cache, layer: int) -> Tensor:

@@ -86,9 +86,6 @@ class ShapedAttention(Attention):
             product = next(self.children())     # of q, k and perhaps v
             product.weight.data.unflatten(0, (self.G, -1, self.E))[:, :self.queries] = 0.0
 
-    def mixed(self, v: Tensor, attended: Tensor) -> Tensor:
-        return self.shape(v, attended)
-
     def read(self, cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
              own: Tensor | None) -> Tensor:
         out = cache.step(layer, self, q, k, v, own)     # queries of 0 give the mean of the cache
