@@ -239,7 +239,7 @@ def test_activations_are_what_autograd_keeps_to_the_byte(name, backend, norm):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [*NEW, "pissa"])
 def test_ranks_have_the_numbers_of_one_process_or_are_refused(name, parent, tmp_path):
-    config = of(name).replace({"steps": 3})
+    config = of(name).replace({"steps": 3, "imports": ["lessons.rows.adapters"]})
     due = [line["loss"] for line in lpkit.train(config, out=tmp_path / "one").metrics]
     for zero in range(4):
         layout = config.replace({"parallel.shard": 2, "parallel.zero": zero} if zero else {"parallel.data": 2})
