@@ -10,16 +10,20 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lessons.activations import kept
+from lessons.rows import adapters as adapters
+from lessons.rows.adapters_torch import Dora
 from lessons.saved import saved_bytes
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.nn.adapters import Adapter, Dora
+from lpkit.nn.adapters import Adapter
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import cross_entropy
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
 from lpkit.predict.prediction import predict
-from lpkit.techniques.adapters import ADAPTERS, adapted
+from lpkit.techniques.adapters import Adapter as Row
+from lpkit.techniques.adapters import adapted
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
@@ -28,6 +32,7 @@ from tests import processors
 from tests.resuming import in_parts
 from tests.test_promise import _cpu
 
+ADAPTERS = {name: row for name, row in sorted(MODEL_CHANGES.items()) if isinstance(row, Row) and name != "quantised-base"}
 SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.kv_heads": 2, "model.mlp": "swiglu",
                           "model.context": 32, "global_batch": 2, "steps": 30, "schedule.warmup_steps": 3, "precision.recipe": "fp32", "system.device": "cpu",
                           "system.threads": 1, "eval_batches": 1, "optimizer.lr": 0.01})
@@ -234,7 +239,7 @@ def test_activations_are_what_autograd_keeps_to_the_byte(name, backend, norm):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [*NEW, "pissa"])
 def test_ranks_have_the_numbers_of_one_process_or_are_refused(name, parent, tmp_path):
-    config = of(name).replace({"steps": 3})
+    config = of(name).replace({"steps": 3, "imports": ["lessons.rows.adapters"]})
     due = [line["loss"] for line in lpkit.train(config, out=tmp_path / "one").metrics]
     for zero in range(4):
         layout = config.replace({"parallel.shard": 2, "parallel.zero": zero} if zero else {"parallel.data": 2})

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from lessons.rows import adapters as adapters
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError

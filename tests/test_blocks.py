@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.rows import adapters as adapters
+from lessons.rows.blocks_torch import Shape, running_mean
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.attention import plain
-from lpkit.nn.blocks import Shape, running_mean
 from lpkit.nn.init import initialise
 from lpkit.nn.kv_cache import new_cache
 from lpkit.nn.transformer import Transformer
@@ -23,11 +25,12 @@ from lpkit.techniques import layouts
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.inits import INITS
+from lpkit.training import seams
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 from tests.resuming import in_parts
 
-OWN = tuple(name for name, row in BLOCKS.items() if row.implementation.startswith("lpkit."))
+OWN = tuple(name for name, row in BLOCKS.items() if row.implementation.startswith(("lpkit.", "lessons.rows.")))
 SMALL = Config().replace({
     "model.layers": 3, "model.width": 32, "model.heads": 4, "model.context": 32, "global_batch": 4, "eval_every": 3, "eval_batches": 1,
     "checkpoint_every": 3, "steps": 6, "schedule.warmup_steps": 1, "system.device": "cpu", "precision.recipe": "bf16", "system.attention": "plain"})
@@ -217,6 +220,12 @@ def test_value_skipinit_turns_and_keeps_lengths():
     out = attention(h, None, None, 0)
     assert torch.allclose(out.norm(dim=-1), h.norm(dim=-1), rtol=1e-5) and not torch.allclose(out, h)
     assert attention.qkv.weight.unflatten(0, (4, 3, 16))[:, 0].std() > 0        # queries are not 0
+    seams.refuse_overwritten(SMALL.replace({"model.block": "sas", "model.init": "value-skipinit"}))
+
+
+def test_a_block_from_outside_may_be_shared_by_layers(monkeypatch):
+    monkeypatch.setitem(BLOCKS, "own", replace(BLOCKS["pre-norm"], implementation="lessons.l22_blocks:Unshaped"))
+    seams.refuse_overwritten(SMALL.replace({"model.block": "own", "model.changes": "shared-layers"}))
 
 
 def test_fixup_ends_branches_with_zeros_and_scales_the_rest():

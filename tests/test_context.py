@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lessons.messages import messages
+from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
@@ -232,7 +233,7 @@ def test_a_run_goes_on_in_one_process_and_back_bit_for_bit(parent, tmp_path):
     (axes(context=2, attention="rign"), r"there is no parallel.attention 'rign'; did you mean 'ring'\?"),
     ({"model.attention": "linear", **axes(context=2)}, r"model.attention=linear takes whole sequences, and parallel.context=2 cuts them; "
                                                        r"set parallel.context=1"),
-    ({"model.changes": ["prefix"], **LLAMA, **axes(context=2)}, r"a prompt or a prefix takes whole sequences, and parallel.context=2 cuts them"),
+    ({"model.changes": ["prefix"], **LLAMA, **axes(context=2)}, r"model.changes=prefix takes whole sequences, and parallel.context=2 cuts them"),
     ({"system.attention": "sdpa", **axes(context=2)}, r"parallel.attention=ring combines parts of the keys by their log-sums, "
                                                       r"whose gradient system.attention=sdpa has not; set system.attention=auto")])
 def test_what_cannot_be_cut_is_refused_before_a_process_starts(changes, said):

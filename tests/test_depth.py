@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.rows import blocks as blocks
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import room

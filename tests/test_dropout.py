@@ -8,6 +8,8 @@ from torch import nn
 
 import lpkit
 from lessons.activations import kept
+from lessons.rows import adapters as adapters
+from lessons.rows import blocks as blocks
 from lessons.saved import saved_bytes
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lessons import judge
 from lessons.judge import Disturbed, Exercise, Verdict
+from lessons.rows.adapters import StableLoraSettings
 from lessons.rows.optimizers import adafactor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
@@ -25,7 +26,7 @@ from lpkit.kernels.tiled_attention import tiles
 from lpkit.nn.adapters import Lora
 from lpkit.optim import muon
 from lpkit.precision.scaled import quantise
-from lpkit.techniques.adapters import LoraSettings, StableLoraSettings
+from lpkit.techniques.adapters import LoraSettings
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.depth import Drop, Progressive, falling, progressive
 from lpkit.techniques.optimizers import OPTIMIZERS

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import lessons.rows.optimizers  # noqa: F401  ten rules more
+from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.nn.attention import plain, sdpa
 from lpkit.precision.backends import BACKENDS
-from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.adapters import Adapter
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.ahead import Arriving
@@ -82,8 +84,9 @@ def test_an_update_never_waits_for_the_gpu(corpus, monkeypatch, changes):
 
 
 ROWS = {**{f"optimizer={name}": {"optimizer": name} for name in OPTIMIZERS},
-        **{f"model.changes={name}": {"model.changes": [{"name": name}], "model.position": "rope" if name in ("prompt", "prefix") else "learned"}
-           for name in ADAPTERS}}
+        **{f"model.changes={name}": {"model.changes": [{"name": name}],
+                                     "model.position": "rope" if hasattr(row.settings, "places") else "learned"}
+           for name, row in MODEL_CHANGES.items() if isinstance(row, Adapter) and name != "quantised-base"}}
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lpkit
+from lessons.rows import blocks as blocks
 from lpkit import cli
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError

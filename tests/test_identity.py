@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lpkit
+from lessons.rows.blocks import BLOCKS
 from lpkit import cli, nn, records
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, DamagedError
@@ -201,9 +202,9 @@ def test_one_version_of_the_model_is_one_function(settings, number):
 
 
 def test_every_kind_of_block_is_among_the_functions():
-    for field, table in {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": operation.POSITIONS, "mlp": blocks.MLPS}.items():
+    for field, table in {"block": BLOCKS, "norm": blocks.NORMS, "position": operation.POSITIONS, "mlp": blocks.MLPS}.items():
         assert {settings.get(field, getattr(ModelConfig(), field)) for settings, _ in FUNCTIONS[nn.VERSION]} >= {
-            name for name, row in table.items() if row.implementation.startswith("lpkit.")}     # a lesson adds its own
+            name for name, row in table.items() if row.implementation.startswith(("lpkit.", "lessons.rows."))}     # a lesson adds its own
 
 
 def test_a_run_without_its_identity_is_refused(run):

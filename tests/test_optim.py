@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows import adapters as adapters
+from lessons.rows import blocks as blocks
 from lessons.rows import optimizers as of_lessons
 from lpkit.config import Config
 from lpkit.contracts import Choice, Parameter

@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from lessons.rows import blocks as blocks
 from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lessons.activations import kept
 from lessons.roofs import gradients_of, ridge
+from lessons.rows import adapters as adapters
 from lessons.saved import saved_bytes
 from lpkit import cli, measure, predict_trace
 from lpkit.config import Config, ModelConfig

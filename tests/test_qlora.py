@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import lpkit
+from lessons.rows import adapters as adapters
 from lpkit.errors import ConfigError
 from lpkit.memory.quantised_base import NF4, QuantisedLinear, quantise_base
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import of
 from lpkit.predict.prediction import predict
-from lpkit.techniques.adapters import QUANTISED
+from lpkit.techniques.adapters import ADAPTERS
 from lpkit.training.adapted import merged
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.runs import Run
@@ -26,7 +27,7 @@ from tests.test_promise import _cpu
 
 FORMATS = ("nf4", "e4m3fn", "int8", "int4")
 BITS = {"nf4": 4, "e4m3fn": 8, "int8": 8, "int4": 4}
-SETTINGS = QUANTISED["quantised-base"].settings
+SETTINGS = ADAPTERS["quantised-base"].settings
 
 
 def of_base(base=SMALL, name="lora", **settings):

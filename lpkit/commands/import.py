@@ -66,10 +66,12 @@ def _adapter(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     if "base" in result:
-        what = f"{result['length']} virtual tokens before the text" if "length" in result else (
-            f"rank {result['rank']} on {', '.join(result['targets'])}")
+        of = {key: value for key, value in result.items()
+              if key not in ("folder", "run_dir", "base", "adapter")}
+        settings = ", ".join(f"{key} {', '.join(value) if isinstance(value, list) else value}"
+                             for key, value in of.items())
         return (f"wrote the run {named(result['run_dir'])}: {named(result['base'])} with "
-                f"{result['adapter']}, {what}")
+                f"{result['adapter']}, {settings}")
     what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
             f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
             f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")

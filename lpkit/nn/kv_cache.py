@@ -103,7 +103,7 @@ class KeysValues(Cache):
                  dtype: torch.dtype, device: torch.device | str):
         super().__init__(config, batch, device)
         self.rule = config.attention.rule(config.T)
-        self.slots = slots(self.rule, tokens, first=virtual(config, "prompt"))
+        self.slots = slots(self.rule, tokens, first=virtual(config, in_stream=True))
         shape, stored = (batch, config.G, self.slots.count, config.E), format.load()
         self.layers = [(stored(format, shape, dtype, device), stored(format, shape, dtype, device))
                        for _ in range(config.L)]

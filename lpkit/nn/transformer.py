@@ -29,7 +29,8 @@ class Attention(nn.Module):
     """q, k and v in one product. Its rows are grouped by key/value head (its queries, its key, its
     value), so that an even split of the rows over devices is an even split of the heads. With
     `qk_norm`, each head's q and k have an RMSNorm of their own before rotation (Qwen3,
-    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides."""
+    https://arxiv.org/abs/2505.09388). `kind` has what the kind of attention needs besides. A
+    block may set `shape(v, result)`, which makes what is projected."""
 
     kernels: ClassVar = {"rotate": "rotary"}
     rotate = staticmethod(rotate_pytorch)
@@ -91,11 +92,13 @@ class Attention(nn.Module):
             rotate = self.rotate if rotation[0].ndim == 2 else rotate_pytorch
             qk = rotate(qk.reshape(len(x), -1, 1, self.E), *rotation).view(qk.shape)
         q, k = qk.split([self.queries, 1], dim=2)
-        out = cache.step(layer, self, q, k, v, self.kind(x))
-        if self.shape is not None:      # queries of 0 give the mean of what the cache holds
-            mean = cache.step(layer, self, torch.zeros_like(q), k, v, None)
-            out = self.shape(v, out, mean)
-        return self.out(out.reshape(len(x), 1, -1))
+        return self.out(self.read(cache, layer, q, k, v, self.kind(x)).reshape(len(x), 1, -1))
+
+    # (B, G, H / G, E), twice (B, G, 1, E) -> (B, G, H / G, E)
+    def read(self, cache: Cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        """Returns what is projected of one token that meets the cache."""
+        return cache.step(layer, self, q, k, v, own)
 
 
 class Block(nn.Module):
@@ -111,6 +114,21 @@ class Block(nn.Module):
                 layer: int = 0, documents: Tensor | None = None) -> Tensor:
         delta = self.attention(self.norm1(x), rotation, cache, layer, documents)
         x, h = add_norm(self.norm2, x, delta)
+        return x + self.mlp(h)
+
+
+class Parallel(nn.Module):
+    """Attention and MLP side by side (Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311)."""
+
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.norm1 = NORMS[config.norm].load()(config)
+        self.attention, self.mlp = Attention(config, attend), MLPS[config.mlp].load()(config)
+
+    def forward(self, x: Tensor, rotation=None, cache: Cache | None = None,
+                layer: int = 0, documents: Tensor | None = None) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, rotation, cache, layer, documents)
         return x + self.mlp(h)
 
 

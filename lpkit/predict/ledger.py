@@ -33,8 +33,9 @@ from lpkit.predict.recipes import PRECISIONS, Precision
 from lpkit.predict.updates import Work, describe_state, elementwise, whole_update_bytes
 from lpkit.predict.walk import EMBED, FIRST, HEAD, LAST, LOSS, UPDATE, Walk
 from lpkit.techniques import machines, optimizers
-from lpkit.techniques.adapters import ADAPTERS, QUANTISED
+from lpkit.techniques.adapters import Adapter
 from lpkit.techniques.attention import KINDS
+from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
@@ -220,7 +221,8 @@ def _doubt(step: Step) -> str:
                 f"real update")
     if config.model.shares:
         return str(Doubt("each layer is counted with the average number of tokens", -18, 3))
-    if changed := [row.name for row in config.model.changes if row.name not in {**ADAPTERS, **QUANTISED}]:
+    if changed := [row.name for row in config.model.changes
+                   if not isinstance(MODEL_CHANGES[row.name], Adapter)]:
         return str(Doubt(f"blocks with {', '.join(changed)} are counted by the usual rules"))
     if OBJECTIVES[config.objective.name].implementation:
         return str(Doubt(f"bytes of objective={config.objective.name} are what its row says"))

@@ -5,13 +5,13 @@ is one more row here, and a module that its row names; nothing else changes.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 
-from lpkit.techniques.adapters import ADAPTERS, DROPOUT, QUANTISED, SHARED
-from lpkit.techniques.attention import OPERATIONS, Rule
+from lpkit.techniques.adapters import ADAPTERS
+from lpkit.techniques.attention import OPERATIONS
 from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import FP32, POSITIONS, TOKEN_ID, Hold, Kind, MicroBatch, Op, linear
 
@@ -67,6 +67,9 @@ def residual_add(name: str, s: MicroBatch) -> Op:
 
 # MLPs. Each begins with one product and ends with one.
 
+MLP_READS = ("mlp.up", "mlp.gate_up")
+
+
 def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
     """down(gelu(up(x)))"""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
@@ -101,6 +104,22 @@ def pre_norm(s: MicroBatch) -> Iterator[Op]:
     yield residual_add("add2", s)
 
 
+def parallel(s: MicroBatch) -> Iterator[Op]:
+    """Attention and MLP read one norm."""
+    ops = {op.name: op for op in pre_norm(s)}
+    yield ops.pop("norm1")
+    del ops["norm2"]
+    yield from reading_one(s, ops.values())
+
+
+def reading_one(s: MicroBatch, ops: Iterable[Op]) -> Iterator[Op]:
+    """Two branches that read one result: what neither casts is saved once. Their gradients meet."""
+    yield Op(name="branches", part="", in_stream=True, backward=(Hold(grows=-s.stream_bytes),))
+    once = not s.mixed and s.operand_bytes is None
+    for op in ops:
+        yield replace(op, saved_bytes=0) if once and op.name in MLP_READS else op
+
+
 NORMS: dict[str, Kind] = {
     "layernorm": Kind(operations=layernorm, implementation="lpkit.nn.layers:layernorm"),
     "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
@@ -114,87 +133,29 @@ MLPS: dict[str, Kind] = {
 }
 
 
-def _whole_heads(m: Any) -> str:
-    """Why shaped attention cannot be of this model, and the way out."""
-    if m.G != m.H:
-        return f"has a value for each head; set model.kv_heads={m.H}"
-    if m.attention.rule(m.T) != Rule():
-        return "takes the mean of the whole past from each token; set model.attention=full"
-    if any(one.name == "prefix" for one in m.changes):
-        return "has no mean of a prefix; leave model.changes=prefix out"
-    return ""
-
-
-def _whole_width(m: Any) -> str:
-    if m.H * m.E != m.D:
-        return (f"takes its input as values, and {m.H} heads of {m.E} are not model.width={m.D}; "
-                f"leave model.head_dim out")
-    return _whole_heads(m)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Block(Kind):
-    """A row of BLOCKS. `gain`: what branches are multiplied by at the start, None: nothing; without
-    a `skip`, attention by 1. `norms`: those of model.norm; `parallel`: one for both branches;
-    `behind`: one behind each. `channels`: a gain for each channel; `one_gain`: both branches have
-    the same. `bare`: attention has neither values nor projection. `refuses(model)`: why it cannot
-    be of it, and the way out. `uncut`: why a rank cannot have a part of its heads or tokens."""
+    """A row of BLOCKS. `refuses(model)`: why it cannot be of it, and the way out. `uncut`: why a
+    rank cannot have a part of its heads or tokens."""
 
-    implementation: str = "lpkit.nn.blocks:Branches"
-    gain: float | None = None
-    skip: bool = True
-    norms: bool = True
-    parallel: bool = False
-    behind: bool = False
-    channels: bool = False
-    one_gain: bool = False
-    bare: bool = False
     refuses: Callable[[Any], str] = lambda m: ""
     uncut: str = ""
 
 
-OF_BLOCK = "lpkit.predict.blocks:"
-ADDED = "adds up gains of a stream that ranks have in parts"
-SHAPED = "sums over whole sequences and over all heads"
 BLOCKS: dict[str, Kind] = {
     "pre-norm": Block(operations=pre_norm, why="a norm before attention and before the MLP, whose "
                       "results are added", implementation="lpkit.nn.transformer:Block",
                       source="Xiong et al. 2020, https://arxiv.org/abs/2002.04745"),
-    "parallel": Block(operations=OF_BLOCK + "parallel", parallel=True,
+    "parallel": Block(operations=parallel, implementation="lpkit.nn.transformer:Parallel",
                       why="attention and MLP read one norm, and both are added",
                       source="Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 2"),
-    "sandwich": Block(operations=OF_BLOCK + "sandwich", behind=True,
-                      why="a norm before each branch and one behind it",
-                      source="Ding et al. 2021, https://arxiv.org/abs/2105.13290, section 2.4"),
-    "rezero": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False, one_gain=True,
-                    uncut=ADDED,
-                    why="no norm; both branches of a layer times one number that begins as 0",
-                    source="Bachlechner et al. 2020, https://arxiv.org/abs/2003.04887"),
-    "skipinit": Block(operations=OF_BLOCK + "scaled", gain=0.0, norms=False,
-                      why="no norm; each branch times a number that begins as 0", uncut=ADDED,
-                      source="De and Smith 2020, https://arxiv.org/abs/2002.10444"),
-    "layerscale": Block(operations=OF_BLOCK + "scaled", gain=1e-4, channels=True, uncut=ADDED,
-                        why="pre-norm; each channel of a branch times a number that begins as 1e-4",
-                        source="Touvron et al. 2021, https://arxiv.org/abs/2103.17239, section 2"),
-    "skipless": Block(operations=OF_BLOCK + "skipless", gain=0.1, skip=False, uncut=SHAPED,
-                      why="attention without a skip, in the shape of an identity",
-                      refuses=_whole_heads,
-                      source="He et al. 2023, https://arxiv.org/abs/2302.10322"),
-    "sas": Block(operations=OF_BLOCK + "skipless", gain=0.1, skip=False, bare=True, uncut=SHAPED,
-                 why="skipless, and without matrices of values and projection",
-                 refuses=_whole_width,
-                 source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 9"),
-    "sas-p": Block(operations=OF_BLOCK + "sas_parallel", gain=0.1, skip=False, parallel=True,
-                   bare=True, why="sas with attention and MLP side by side, and no skip at all",
-                   uncut=SHAPED, refuses=_whole_width,
-                   source="He and Hofmann 2023, https://arxiv.org/abs/2311.01906, figure 10"),
 }
 
 
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **QUANTISED, **SHARED, **MASKED, **DROPOUT}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **MASKED}
 
 
 @dataclass(frozen=True, kw_only=True)

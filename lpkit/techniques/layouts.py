@@ -379,7 +379,8 @@ def refuse_untrainable(config: "Config") -> None:
         why = why or f"model.block={m.block} {uncut}"
         changes |= {"parallel.tensor": 1, "parallel.context": 1}
     if layout.context > 1 and (virtual(m) or m.attention.rule(m.T) is None):
-        said = "a prompt or a prefix" if virtual(m) else f"model.attention={m.attention.name}"
+        said = (f"model.changes={','.join(one.name for one in m.changes)}" if virtual(m) else
+                f"model.attention={m.attention.name}")
         why = why or f"{said} takes whole sequences, and parallel.context={layout.context} cuts them"
         changes["parallel.context"] = 1
     way, backend = layout.attention, ATTENTION.get(config.system.attention)     # None: auto

@@ -249,7 +249,7 @@ def build_model(config: Config, decisions: Decisions, kernels: "Kernels | None",
     precision = LowPrecision(recipe=recipe, backend=backend, names=list(linears(model)),
                              seed=config.seed + (sharding.ranks.in_stage << 24),
                              tokens=config.micro_batch * (config.model.T // config.parallel.context
-                                                          + virtual(config.model, "prompt")))
+                                                          + virtual(config.model, in_stream=True)))
     recomputation = rows["recompute"].load()(m.recompute)
     offload = rows["activation_offload"].load()(decisions.device)
     transforms = [*rows["param_dtype"].load()(), precision, *named, *filter(None, [kernels]),

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from lpkit.datasets.tokenizers import CONFIG, FILE, TOKENS, tokenizer_from_dict
 from lpkit.errors import ConfigError
 from lpkit.files import own_folder, whole_folder
-from lpkit.techniques.adapters import CODED
 from lpkit.training import adapted, checkpoint, families
 from lpkit.training.runs import Run
 from lpkit.values import Folder, Place, checked
@@ -46,14 +45,13 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         print(f"lpkit: {problem}", file=sys.stderr)
     names = {name.removeprefix("model/"): t
              for name, t in checkpoint.evaluated_weights(saved.tensors).items()}
-    ends = (".weight", ".bias", ".scale", ".magnitude", *CODED)
-    ours = {name: t for name, t in names.items() if name.endswith(ends)}
+    ours = {name: t for name, t in names.items() if name.endswith((".weight", ".bias"))}
     own_folder(out.parent)
     if run.config.model.changes and not adapter:
-        m, ours = adapted.merged(run, ours)
+        m, ours = adapted.merged(run, names)
     with whole_folder(out) as folder:
         if adapter:
-            adapted.save_adapter(run, ours, folder)
+            adapted.save_adapter(run, names, folder)
             return out
         save_file(kind.weights(ours, m), folder / "model.safetensors", metadata={"format": "pt"})
         about = kind.config(m) | {"torch_dtype": str(next(iter(ours.values())).dtype)[6:]}

@@ -115,7 +115,7 @@ def _axes(small: ModelConfig, large: ModelConfig) -> dict[str, Tensor]:
     return {"width": width, "mlp": mlp, "gate_up": torch.cat((mlp, small.F + mlp)),
             "heads": (heads[..., None] * small.E + E).flatten(), "groups": groups,
             "qkv": (qkv[..., None] * small.E + E).flatten(),
-            "gain": width if BLOCKS[small.block].channels else torch.arange(1)}
+            "gain": width if getattr(BLOCKS[small.block], "channels", False) else torch.arange(1)}
 
 
 def shares(t: Tensor, places: Tensor, uneven: float, draw: torch.Generator) -> Tensor:

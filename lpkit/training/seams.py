@@ -49,7 +49,7 @@ def refuse_overwritten(config: Config) -> None:
              and not hasattr(PARTS[field][name].load(), "reset")]
     if not parts:
         return
-    model = Transformer(replace(m, layers=1, vocab=2))
+    model = Transformer(replace(m, layers=1, vocab=2, changes=()))
     before = {name: p.clone() for name, p in model.named_parameters()}
     initialise(model, m.init)
     for name, p in model.named_parameters():

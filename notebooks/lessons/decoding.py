@@ -41,7 +41,7 @@ def cache_bytes(model: ModelConfig, tokens: int, batch: int = 1, format: str = "
     if (state := KINDS[settings.name].state_bytes) is not None:
         return batch * model.L * state(model)
     refuse_keys_to_come(model)
-    prompt = virtual(model, "prompt")
+    prompt = virtual(model, in_stream=True)
     held = slots(settings.rule(model.T), min(tokens, model.T), first=prompt).count
     return batch * model.L * 2 * model.G * held * vector_bytes(row, model.E, itemsize)
 

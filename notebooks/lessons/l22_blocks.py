@@ -4,8 +4,8 @@
     trained("sas-p", steps)             # losses of a short run
     matrices("sas-p"), step("sas-p")    # what two matrices are of a block, and of an update
 
-The closed forms are `lessons.signals`; the blocks are `lpkit.nn.blocks`. `unshaped`, a block that
-nothing repairs, is a row of this module's own.
+The closed forms are `lessons.signals`; the blocks are `lessons.rows.blocks`. `unshaped`, a block
+that nothing repairs, is a row of this module's own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from lessons.colours import ANSWER_COLOURS
 from lessons.drawing import POWERS, axis, figure, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
+from lessons.rows import blocks_torch
 from lessons.signals import Curves
 from lessons.style import DISTINCT as COLOURS
 from lessons.timing import in_turns as in_turns
 from lpkit.config import Config, ModelConfig
-from lpkit.nn import blocks as blocks
 from lpkit.nn.transformer import Block
 from lpkit.predict.compare import disturbance as disturbance
 from lpkit.predict.flops import training_flops
@@ -36,6 +36,8 @@ from lpkit.presets import preset
 from lpkit.techniques import blocks as block_rows
 from lpkit.techniques.operation import Kind
 from lpkit.training.training import Training
+
+blocks = blocks_torch   # the notebook shows its source
 
 # ---- A block that nothing repairs
 

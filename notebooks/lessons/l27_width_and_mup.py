@@ -23,14 +23,16 @@ from lessons.drawing import axis, figure, scatter
 from lessons.judge import adding_to
 from lessons.l21_noise_scale_and_schedules import config
 from lessons.l21_noise_scale_and_schedules import slope as slope
+from lessons.rows import blocks_torch
+from lessons.rows.blocks_torch import MUP_WIDTH
 from lessons.style import COLOURS
 from lpkit.config import Config
 from lpkit.contracts import Batch
-from lpkit.nn import starts as starts
-from lpkit.nn.starts import MUP_WIDTH
 from lpkit.predict.evidence import MEASURED
 from lpkit.tables import html_table
 from lpkit.training.training import Training
+
+starts = blocks_torch   # the notebook shows its source
 
 # ---- The standard parametrisation, and muP
 

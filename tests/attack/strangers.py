@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.training import build
 from lpkit.training.export import export

@@ -9,6 +9,7 @@ has them too (tests/test_adapters.py).
 
 import torch
 
+from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.predict.flops import training_flops
 from lpkit.training.training import RandomTokens, Training

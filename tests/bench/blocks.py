@@ -7,6 +7,7 @@ The same model of 6 x 384 with another block: whole updates of AdamW. `target` i
 
 import torch
 
+from lessons.rows import blocks as blocks
 from lpkit.config import Config
 from lpkit.measure.updates import Bench, take_turns
 from lpkit.predict.flops import training_flops

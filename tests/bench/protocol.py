@@ -28,7 +28,8 @@ from lpkit.files import resource
 from tests.bench.harness import Result, paired
 
 NAME, EFFECT = "protocol", 0.02
-ROWS = {"gelu-table": ("lessons.gelu_by_table",)}       # of one's own, that a file names
+ROWS = {"gelu-table": ("lessons.gelu_by_table",),       # of one's own, that a file names
+        "sas-p": ("lessons.rows.blocks",), "shared-layers": ("lessons.rows.blocks",)}
 BEGINS = {"lora": (     # what its file begins from, as the head of it says
     ("train", "cpu-3m", "model.layers=2", "model.width=192", "model.heads=4", "model.context=64", "global_batch=8", "eval_every=0",
      "checkpoint_every=0", "optimizer.lr=3e-3", "steps=1000", "system.threads=1", "--out", "runs/code"),

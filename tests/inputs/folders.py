@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from lessons.rows import adapters as adapters
 from lpkit.errors import ConfigError
 from lpkit.training import build, checkpoint
 from lpkit.training.adapted import bring_adapter, rebuilt

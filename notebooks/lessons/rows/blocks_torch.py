@@ -1,4 +1,4 @@
-"""Blocks that are not pre-norm: what rows of `lpkit.techniques.blocks` name.
+"""Modules and initialisations that the rows of `lessons.rows.blocks` name.
 
 A skip carries the signal past a block. Without it a block must begin as the identity, or the tokens
 of a deep model become alike: attention is a mean over the past, again and again (Dong et al. 2021,
@@ -9,17 +9,24 @@ subtracted, and a token's own value stays.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
+from lessons.rows.blocks import ShapedInit, SharedSettings
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
+from lpkit.nn.init import fan_in
 from lpkit.nn.layers import add_norm, linear
 from lpkit.nn.transformer import Attention
-from lpkit.techniques.adapters import SharedSettings
 from lpkit.techniques.blocks import BLOCKS, MLPS, NORMS
-from lpkit.techniques.inits import INITS, Init
+from lpkit.techniques.inits import INITS
+from lpkit.techniques.operation import fused
 from lpkit.techniques.row import Settings
+
+MUP_WIDTH = 32      # at which muP's embeddings are N(0, 1 / width)
 
 
 class Gain(nn.Module):
@@ -49,7 +56,7 @@ class Shape(nn.Module):
         self.weight, self.decays = nn.Parameter(torch.ones(3, config.H)), False     # gains
 
     def reset(self, init: Settings) -> None:
-        start = torch.tensor(getattr(INITS[init.name], "shape", Init.shape))
+        start = torch.tensor(getattr(INITS[init.name], "shape", ShapedInit.shape))
         self.weight.data.copy_(start[:, None].expand_as(self.weight))
 
     # (B, H, T, E) each -> (B, H, T, E)
@@ -75,9 +82,14 @@ class ShapedAttention(Attention):
         self.shape = Shape(config)
 
     def reset(self, init: Settings) -> None:
-        if getattr(INITS[init.name], "zero_queries", Init.zero_queries):
+        if getattr(INITS[init.name], "zero_queries", ShapedInit.zero_queries):
             product = next(self.children())     # of q, k and perhaps v
             product.weight.data.unflatten(0, (self.G, -1, self.E))[:, :self.queries] = 0.0
+
+    def read(self, cache, layer: int, q: Tensor, k: Tensor, v: Tensor,
+             own: Tensor | None) -> Tensor:
+        out = cache.step(layer, self, q, k, v, own)     # queries of 0 give the mean of the cache
+        return self.shape(v, out, cache.step(layer, self, torch.zeros_like(q), k, v, None))
 
 
 class BareAttention(ShapedAttention):
@@ -116,6 +128,9 @@ class Branches(nn.Module):
         self.gain2 = self.gain1 if row.one_gain else gain(row.gain)
         self.norm3, self.norm4 = (norm(config) if row.behind else nn.Identity() for _ in range(2))
 
+    def reset(self, init: Settings) -> None:
+        """Its parts set what they begin from."""
+
     def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
                 documents: Tensor | None = None) -> Tensor:
         h = self.norm1(x)
@@ -136,3 +151,75 @@ def share_layers(model: nn.Module, settings: SharedSettings) -> None:
             model.blocks[i] = first
         else:
             setattr(model.blocks[i], settings.parts, getattr(first, settings.parts))
+
+
+# ---- Initialisations
+
+def values(attention: nn.Module) -> torch.Tensor | None:
+    """(G, E, D): the rows of values, a view; None where there are none."""
+    qkv = getattr(attention, "qkv", None)
+    if qkv is None:
+        return None
+    return qkv.weight.data.unflatten(0, (attention.G, -1, attention.E))[:, -1]
+
+
+@torch.no_grad()
+def fixup(model: nn.Module) -> None:
+    """A branch of m matrices ends with 0, and the others are smaller by n^(-1/(2m - 2)), of n
+    branches (Zhang et al. 2019, section 3): m is 2, or 3 where gate and up multiply each other."""
+    fan_in(model)
+    branches = 2 * len(model.blocks)
+    for block in model.blocks:
+        first, last = (one for one in block.mlp.children() if isinstance(one, nn.Linear))
+        m = 2 + (first.out_features > last.in_features)
+        first.weight.mul_(branches ** (-1 / (2 * m - 2)))
+        nn.init.zeros_(last.weight)
+        if (v := values(block.attention)) is not None:
+            v.mul_(branches ** -0.5)
+            nn.init.zeros_(block.attention.out.weight)
+
+
+@torch.no_grad()
+def t_fixup(model: nn.Module) -> None:
+    """Matrices that are one product here are Xavier's each for itself."""
+    m, L = model.config, model.config.L
+    fan_in(model)
+    for table in (model.embed.weight, *model.positions.parameters()):
+        table.mul_((9 * L) ** -0.25)
+    for block in model.blocks:
+        linears = {name: one for name, one in block.named_modules() if isinstance(one, nn.Linear)}
+        for name, one in linears.items():
+            queries = name in ("attention.qkv", "attention.qk")
+            rows = m.H * m.E if queries else (*fused(m, f"{name}.weight"), one.out_features)[0]
+            std = math.sqrt(2 / (rows + one.in_features))
+            nn.init.normal_(one.weight, std=std if queries else 0.67 * L ** -0.25 * std)
+        if (v := values(block.attention)) is not None:
+            v.mul_(0.67 * L ** -0.25)
+
+
+@torch.no_grad()
+def mup(model: nn.Module) -> None:
+    """The rates that belong to it go with 1 / width (`lessons.l27_width_and_mup.mup`)."""
+    fan_in(model)
+    for table in (model.embed.weight, *model.positions.parameters()):
+        nn.init.normal_(table, std=MUP_WIDTH ** -0.5)
+    if model.head.weight is not model.embed.weight:
+        nn.init.zeros_(model.head.weight)
+
+
+@torch.no_grad()
+def orthogonal_values(model: nn.Module) -> None:
+    _with_values(model, nn.init.orthogonal_)
+
+
+@torch.no_grad()
+def identity_values(model: nn.Module) -> None:
+    _with_values(model, nn.init.eye_)
+
+
+def _with_values(model: nn.Module, fill: Callable[[torch.Tensor], object]) -> None:
+    fan_in(model)
+    for block in model.blocks:
+        if (v := values(block.attention)) is not None:
+            v.copy_(fill(torch.empty_like(v.flatten(0, 1))).view_as(v))
+            fill(block.attention.out.weight)
