@@ -88,4 +88,4 @@ def _powers(reach: float) -> dict:
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),
             "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
-            "range": [-1.35 * reach, 1.35 * reach], "zeroline": False}
+            "range": [-1.6 * reach, 1.6 * reach], "zeroline": False}
