@@ -262,3 +262,10 @@ def test_nbconvert_shows_the_picture_and_the_site_the_live_figure():
         pictures = re.findall(r'<img[^>]*src="data:image/svg\+xml;base64,([^"]+)"', page)
         assert [base64.b64decode(one).decode() for one in pictures] == [bundle["image/svg+xml"]]
     assert WIDGET_MIME in bundle and PLOTLY_MIME in bundle
+
+
+def test_a_gap_among_marks_warns_of_nothing():
+    """Warnings are errors here; in a notebook they are red, below a figure with one guess of two."""
+    marks = {"x": [1, None, 3], "y": [0, 1, 2], "mode": "markers",
+             "marker": {"opacity": [1, 1, 0.5]}}
+    assert still._png(still.draw(plain({"data": [marks]})), 72, "marks")

@@ -6,13 +6,13 @@ from html import escape
 from textwrap import wrap
 
 from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import PALE, axis, figure, rule, scatter
+from lessons.drawing import PALE, axis, figure, note, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import DIFFERENCES, Row, disturbance
 from lpkit.predict.units import quantity
 
-ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", "top center"),
-           "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", "bottom center")}
+ANSWERS = {"formula": ("formula", ANSWER_COLOURS["formula"], "circle", ("center bottom", 7)),
+           "your guess": ("guess", ANSWER_COLOURS["guess"], "diamond", ("center top", -7))}
 LINEAR = 0.1        # deviations below it are drawn in proportion, those above by powers of ten
 NAME_LETTERS = 22   # of a line of a row's name
 SHOWN = 10.0        # at least so far does the axis reach to both sides
@@ -28,8 +28,8 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
         raise ConfigError("a comparison needs at least one row to show")
     lines, names = range(len(rows)), list(map(_name, rows))
     pale = [PALE if disturbance(row.others) else 1.0 for row in rows]
-    data, reach = [], _place(SHOWN)
-    for answer, (field, colour, symbol, beside) in ANSWERS.items():
+    data, notes, reach = [], [], _place(SHOWN)
+    for answer, (field, colour, symbol, (at, pixels)) in ANSWERS.items():
         values = [getattr(row, field) for row in rows]
         if not any(value is not None for value in values):
             continue
@@ -39,17 +39,18 @@ def comparison_figure(rows: Iterable[Row], *, title: str = "") -> dict:
         reach = max([reach, *(abs(place) for place in places if place is not None)])
         words = ["" if value is None else f"{quantity(value, row.unit)} ({_off(off, row)})"
                  for value, off, row in zip(values, offs, rows)]
-        data.append(scatter(places, lines, answer, colour, mode="markers+text", text=words,
-                            textposition=beside,
+        data.append(scatter(places, lines, answer, colour, mode="markers", text=words,
                             marker={"symbol": symbol, "size": 11, "opacity": pale},
-                            textfont={"size": 12}, cliponaxis=False, hover="%{text}"))
+                            cliponaxis=False, hover="%{text}"))
+        notes += [note(escape(said), place, line, at, yshift=pixels, font={"size": 12})
+                  for said, place, line in zip(words, places, lines) if said]
     high = max(30 + 16 * len(data), *(17 * (2 + name.count("<br>")) for name in names))
     units = dict.fromkeys(DIFFERENCES.get(row.unit, "%") for row in rows)
     return figure(
         data, title, height=120 + high * len(rows), others=max(row.others for row in rows),
         xaxis=axis(f"off from what was measured, {' or '.join(units)}", **_powers(reach)),
         yaxis={"ticks": "", "tickvals": list(lines), "ticktext": names,
-               "range": [len(rows) - 0.4, -0.6], "zeroline": False},
+               "range": [len(rows) - 0.4, -0.6], "zeroline": False}, annotations=notes,
         shapes=[rule(x=0, colour=ANSWER_COLOURS["measured"], width=2, dash="solid",
                      layer="below")])
 
@@ -88,4 +89,4 @@ def _powers(reach: float) -> dict:
     ticks = [-size for size in reversed(sizes)] + [0.0] + sizes
     return {"tickvals": list(map(_place, ticks)),
             "ticktext": [f"{tick:+g}" if tick else "0" for tick in ticks],
-            "range": [-1.35 * reach, 1.35 * reach], "zeroline": False}
+            "range": [-1.6 * reach, 1.6 * reach], "zeroline": False}

@@ -301,7 +301,7 @@ def value_figure(listed: Any, code: int) -> dict:
         legend={"y": 0.62}, xaxis=axis("magnitude", **log, anchor="y"),
         yaxis=axis("gap to the next value", type="log", tickformat=".0~%", dtick="D2",
                    domain=[0, 0.6]),
-        xaxis2={**log, "anchor": "y2", "range": [middle - 0.35, middle + 0.35]},
+        xaxis2={**log, "showgrid": False, "anchor": "y2", "range": [middle - 0.35, middle + 0.35]},
         yaxis2={"domain": [0.78, 1], "range": [-1, 1], "visible": False})
 
 

@@ -986,7 +986,8 @@ class _Drawing:
         edges, widths = _each(edge.get("color"), count), _each(edge.get("width"), count)
         kinds = dict.fromkeys(zip(symbols, (bool(width) for width in widths)))
         for symbol, framed in kinds:
-            mine = [i for i in range(count) if (symbols[i], bool(widths[i])) == (symbol, framed)]
+            mine = [i for i in range(count) if (symbols[i], bool(widths[i])) == (symbol, framed)
+                    and not math.isnan(x[i]) and not math.isnan(y[i])]
             sign, hollow = _symbol(symbol)
             thin = sign in "|_"
             paint = [(*colours[i][:3], colours[i][3] * opacities[i]) for i in mine]
