@@ -274,11 +274,7 @@ ATTENTION |= {name: Backend(
                 gpu_alone="has no backward on a CPU")),
         ("flash-attn", "the flash-attn package, version 2", FLASH_2,
          Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
-                package="flash-attn")),
-        ("flash-attn-4", "the flash-attn-4 package, for Hopper and Blackwell",
-         "https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute",
-         Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
-                capability=(9, 0), package="flash-attn-4")))}
+                package="flash-attn")))}
 ATTENTION |= {
     "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
                        operations=OPERATIONS + "linear_chunks",
