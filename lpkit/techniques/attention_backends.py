@@ -50,14 +50,12 @@ class Backend(Kind):
     softmax kinds alone. No `implementation`: computes none of these.
 
     assumed:  predictions may take it for `auto`; others have to be verified and raced first.
-    rounding: of what it casts to fewer bits by design, relative; such a one is used by name alone.
     partial:  a `contracts.Partial`, by which parts of the keys can be combined; "": it has none.
     drops:    takes `dropout`, the share of probabilities that become 0.
     """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
     assumed: bool = True
-    rounding: float = 0.0
     partial: str = ""
     drops: bool = False
 

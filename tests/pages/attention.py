@@ -69,8 +69,7 @@ the machine at hand and raced.
 This page was made by running every kind with every backend on a CPU, forward and backward against
 the definition in float64, at one token and at {length} with heads of {width}: the largest relative
 error of the output or a gradient in {dtypes}; or a dash, and the reason
-below. `fp8` is another arithmetic by design: E4M3 keeps 4 significant bits. `lpkit doctor` does the
-same where it runs.
+below. `lpkit doctor` does the same where it runs.
 """
 ON_A_GPU = """
 ## On a GPU
