@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lessons.rows.masked  # noqa: F401  adds rows
 from lpkit import functions
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Batch

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.rows.linear_attention
+import lessons.rows.masked
 import lessons.rows.optimizers
 import lessons.rows.schedules
 import lessons.tasks  # noqa: F401  two policies more

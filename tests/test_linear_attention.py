@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.activations import kept
 from lessons.saved import saved_bytes

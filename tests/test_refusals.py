@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.linear_attention
+import lessons.rows.masked  # noqa: F401  adds rows
 import lpkit
 import lpkit.training.launch
 from lpkit.config import Config

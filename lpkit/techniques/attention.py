@@ -210,12 +210,6 @@ def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bidirectional(Softmax):
-    def rule(self, T: int) -> Rule:
-        return replace(super().rule(T), causal=False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Documents(Softmax):
     def rule(self, T: int) -> Rule:
         return replace(super().rule(T), documents=True)
@@ -277,9 +271,6 @@ KINDS: dict[str, AttentionKind] = {
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
                       settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
-    "bidirectional": AttentionKind(
-        why="every token, also those to come: for masked pre-training", settings=Bidirectional(),
-        source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805"),
     "linear": AttentionKind(
         why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
         settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",

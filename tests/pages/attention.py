@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import torch
 
+import lessons.rows.linear_attention
+import lessons.rows.masked  # noqa: F401  adds rows
 from lessons.l12_flash_attention import cell
 from lpkit.config import ModelConfig
 from lpkit.measure.attention import LENGTHS, MODEL
