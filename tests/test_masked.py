@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.rows.masked_torch import Masked
 from lpkit import cli

@@ -20,7 +20,7 @@ from typing import Any
 
 from lpkit.errors import ConfigError, shown
 from lpkit.techniques.row import Row, Settings
-from lpkit.values import Count, CountOrZero, Positive, Seed
+from lpkit.values import Count, CountOrZero, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,24 +216,12 @@ class Documents(Softmax):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WithoutSoftmax(Settings):
-    def rule(self, T: int) -> None:
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomFeatures(WithoutSoftmax):
-    features: Count = 256
-    seed: Seed = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class AttentionKind(Row):
     """`settings` has `rule(context)`: the Rule of a softmax kind, else None.
 
     implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
                     softmax it has a method for each backend that computes it, and `state`, `after`
-                    (a prompt) and `step` (a token) to generate (`lpkit.nn.linear_attention`)
+                    (a prompt) and `step` (a token) to generate (`lessons.rows.linear_attention`)
     operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
     products        of what the module itself does: f(MicroBatch), Ops
     cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
@@ -249,16 +237,7 @@ class AttentionKind(Row):
     reads_ids: bool = False
 
 
-def _sums(m: Any) -> int:
-    """Returns the bytes of two sums in float32: features by values, and features alone."""
-    return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
-
-
 OPERATIONS = "lpkit.predict.attention:"
-STATE = "lpkit.nn.kv_cache:State"
-SUMS = {"cache": STATE, "state_bytes": _sums, "operations": {
-    "plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"}}
-
 KINDS: dict[str, AttentionKind] = {
     "full": AttentionKind(why="every token so far", settings=Softmax(),
                  source="Vaswani et al. 2017, https://arxiv.org/abs/1706.03762"),
@@ -271,20 +250,4 @@ KINDS: dict[str, AttentionKind] = {
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
                       settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
-    "linear": AttentionKind(
-        why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
-        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",
-        **SUMS, source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
-    "performer": AttentionKind(
-        why="as linear, with random features whose products are softmax's weights in the mean",
-        settings=RandomFeatures(), implementation="lpkit.nn.linear_attention:Performer",
-        **SUMS, source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
-    "delta": AttentionKind(
-        why="a state from keys to values, where each token replaces a learned share of its key's",
-        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
-        cache=STATE, state_bytes=lambda m: 4 * m.G * m.E * m.E,
-        operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
-        products=OPERATIONS + "delta_gates",
-        source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "
-               "https://arxiv.org/abs/2406.06484"),
 }
