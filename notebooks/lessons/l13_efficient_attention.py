@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lessons.colours import SYMBOLS, lines_of
 from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal

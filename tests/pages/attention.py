@@ -15,6 +15,7 @@ from lpkit.measure.attention import LENGTHS, MODEL
 from lpkit.measure.probes import Probe
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from tests.bench.drawn import ORDER
 from tests.pages import markdown_table
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -26,7 +27,8 @@ TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a
 def models() -> dict[str, ModelConfig]:
     """Every kind of the table, and what any can have besides, by name."""
     found = {}
-    for name, row in KINDS.items():
+    for name in dict.fromkeys((*ORDER, *KINDS)):
+        row = KINDS[name]
         smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
         found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
     full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
