@@ -8,12 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn import library_attention as libraries
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import Transformer
-from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import (
     ATTENTION,
     WORDS,

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import lessons.rows.linear_attention
-import lessons.rows.masked  # noqa: F401  adds rows
+import lessons.rows.masked
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 import lpkit
 import lpkit.training.launch
 from lpkit.config import Config

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lpkit.errors import ConfigError, shown
+from lpkit.errors import ConfigError
 from lpkit.techniques.row import Row, Settings
 from lpkit.values import Count, CountOrZero, Positive
 
@@ -174,42 +174,6 @@ class Window(Softmax):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSparse(Softmax):
-    """The latest `local` blocks, and of those before every `stride`-th. Or by a table of one's own:
-    for each block of queries a row, which has 1 for a block of keys that it sees, else 0. A row may
-    see nothing; of keys to come it never sees any."""
-
-    block: Count = 64
-    local: Count = 2
-    stride: Count = 4
-    table: tuple[str, ...] | None = None
-
-    def problem(self, m: Any) -> str:
-        count = -(-m.T // self.block)
-        if self.table is None or (len(self.table) == count and all(
-                len(row) == count and set(row) <= {"0", "1"} for row in self.table)):
-            return ""
-        return (f"model.attention.table must have {count} rows of {count} digits 0 or 1, one for "
-                f"each {self.block} tokens of model.context={m.T}, got {shown(self.table)}")
-
-    def rule(self, T: int) -> Rule:
-        blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
-                  else _written(self.table))
-        return replace(super().rule(T), block=self.block, blocks=blocks)
-
-
-@functools.lru_cache(maxsize=64)
-def _written(table: tuple[str, ...]) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(seen == "1" for seen in row) for row in table)
-
-
-@functools.lru_cache(maxsize=64)
-def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(0 <= a - b < local or (b < a and b % stride == 0) for b in range(count))
-                 for a in range(count))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Documents(Softmax):
     def rule(self, T: int) -> Rule:
         return replace(super().rule(T), documents=True)
@@ -244,9 +208,6 @@ KINDS: dict[str, AttentionKind] = {
     "window": AttentionKind(why="the latest tokens, and the first ones where they are global",
                    settings=Window(),
                    source="Beltagy et al. 2020, https://arxiv.org/abs/2004.05150"),
-    "block-sparse": AttentionKind(why="blocks of tokens: the latest, and every few before; or a table",
-                         settings=BlockSparse(),
-                         source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
                       settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import lessons.rows.linear_attention
 import lessons.rows.masked
-import lessons.rows.optimizers  # noqa: F401  ten rules more
+import lessons.rows.optimizers
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques.attention import KINDS
