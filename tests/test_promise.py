@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lessons.rows.linear_attention
 import lessons.tasks  # noqa: F401  the policy that reads no corpus
 import lpkit
 from lessons.decoding import decoding
