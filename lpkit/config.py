@@ -23,9 +23,8 @@ from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
+from lpkit.techniques.changes import GOVERNORS, GROWTH, MODEL_TRANSFORMS
 from lpkit.techniques.data import POLICIES, SIZES, cannot_train
-from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.inits import INITS
 from lpkit.techniques.kernels import check_asked
 from lpkit.techniques.layouts import Layout

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config
 from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import partial_of, plain
@@ -17,7 +18,7 @@ from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined, meet
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.layouts import CONTEXT
 from lpkit.training import checkpoint

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+import lessons.rows.masked  # noqa: F401  adds rows
 from lpkit.config import Config
 from lpkit.contracts import IGNORED, Batch, DataPolicy
 from lpkit.parallel.meeting import joined

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 from lessons.rows import adapters as adapters
 from lpkit import hardware
 from lpkit.config import Config

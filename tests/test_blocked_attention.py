@@ -4,13 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit import measure
 from lpkit.kernels import blocked_attention, wide_product
 from lpkit.kernels.blocked_attention import blocked, blocked_wide
 from lpkit.nn.attention import sees
 from lpkit.predict import memory
 from lpkit.presets import preset
-from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import query_blocks
 from tests.test_predict import CPU
 

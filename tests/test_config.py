@@ -117,3 +117,12 @@ def test_a_group_and_one_of_its_settings_are_changed_together_and_the_callers_st
     given = {"attention": {"name": "window", "size": 8}}
     config = Config().replace({"model": given, "model.attention.size": 16})
     assert (config.model.attention.name, config.model.attention.size) == ("window", 16) and given["attention"]["size"] == 8
+
+
+def test_settings_and_rows_that_are_gone_are_refused_by_name():
+    """A file of before names them; nothing reads them as something else."""
+    for text, said in (("parallel: {tensor_messages: apart}", "no setting 'parallel.tensor_messages'"),
+                       ("system: {attention: flash-attn-4}", "no system.attention 'flash-attn-4'"),
+                       ("start: {grow: ligo}", "no start.grow 'ligo'")):
+        with pytest.raises(ConfigError, match=f"^there is {said}; "):
+            Config.from_yaml(text)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lessons.messages import messages
 from lessons.rows import adapters as adapters
 from lpkit.config import Config

@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lessons.rows import blocks as blocks
+from lessons.rows.depth import Depth, hashed
+from lessons.rows.depth_torch import Partly
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.hardware import room
@@ -20,15 +22,14 @@ from lpkit.predict.governed import governed
 from lpkit.predict.ledger import memory
 from lpkit.predict.time import step_time
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.depth import DEPTH, hashed
 from lpkit.techniques.row import Row
 from lpkit.training.build import decide
-from lpkit.training.depth import Partly
 from lpkit.training.training import RandomTokens, Training
 from tests.resuming import in_parts
 
 STEPS = 8
 SMALL = Config().replace({
+    "imports": "lessons.rows.depth",
     "model.layers": 4, "model.width": 32, "model.heads": 2, "model.context": 32, "model.position": "rope", "steps": STEPS, "global_batch": 4,
     "eval_every": 4, "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 1, "precision.recipe": "fp32", "system.device": "cpu",
     "system.attention": "plain"})
@@ -57,7 +58,7 @@ def shares(config: Config, step: int) -> tuple[float, ...]:
 
 
 def test_all_rows_are_tried_here():
-    assert set(ROWS) == set(DEPTH)
+    assert set(ROWS) == {name for name, row in GOVERNORS.items() if isinstance(row, Depth)}
 
 
 # ---- what is left out
@@ -102,15 +103,15 @@ def test_the_schedules_are_the_papers():
     theta = lambda t: (1 - 0.4) * math.exp(-0.05 * t) + 0.4
     said = SMALL.replace({"governors": [{"name": "progressive-layer-drop", "theta": 0.4, "gamma": 0.05}]}).governors[0]
     for t in (0, 7, 40):
-        assert DEPTH[said.name].keeps(said, 4, 50, t) == pytest.approx([1 - i / 4 * (1 - theta(t)) for i in (1, 2, 3, 4)])
+        assert GOVERNORS[said.name].keeps(said, 4, 50, t) == pytest.approx([1 - i / 4 * (1 - theta(t)) for i in (1, 2, 3, 4)])
 
 
 def test_scales_undo_the_probabilities():
     for name in ("stochastic-depth", "progressive-layer-drop"):
         said = of(name).governors[0]
-        p = [sum(DEPTH[name].shares(said, 4, STEPS, seed, 3)[layer] for seed in range(4000)) / 4000 for layer in range(4)]
-        assert list(DEPTH[name].keeps(said, 4, STEPS, 3)) == pytest.approx(p, abs=0.03)
-    assert DEPTH["layer-drop"].keeps is None
+        p = [sum(GOVERNORS[name].shares(said, 4, STEPS, seed, 3)[layer] for seed in range(4000)) / 4000 for layer in range(4)]
+        assert list(GOVERNORS[name].keeps(said, 4, STEPS, 3)) == pytest.approx(p, abs=0.03)
+    assert GOVERNORS["layer-drop"].keeps is None
 
 
 # ---- what it costs
@@ -337,7 +338,7 @@ def test_a_mask_costs_what_the_whole_model_does():
     assert predict(masked, "h200").flops_per_token == predict(SMALL, "h200").flops_per_token
     assert lpkit.predict_trace(masked).peak_bytes == pytest.approx(memory(masked, room("cpu")).peak_bytes, rel=0.06)
     said = of("masked-growth", SMALL.replace({"steps": 100}), old=0, rise_steps=None).governors[0]
-    assert [DEPTH[said.name].keeps(said, 6, 100, step)[2:4] for step in (0, 10, 50, 99)] == [(1, math.inf), (1, 5), (1, 1), (1, 1)]
+    assert [GOVERNORS[said.name].keeps(said, 6, 100, step)[2:4] for step in (0, 10, 50, 99)] == [(1, math.inf), (1, 5), (1, 1), (1, 1)]
 
 
 # ---- a run that goes on, and ranks
@@ -470,7 +471,7 @@ def test_tokens_that_do_not_tile_are_refused_before_anything_is_allocated():
 def test_a_row_of_ones_own_is_on_the_page(monkeypatch):
     """The text of docs/own_technique.md is run; what it leaves out is not updated, and the prediction knows."""
     page = (Path(__file__).parents[1] / "docs" / "own_technique.md").read_text()
-    code = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Governor(" in one)
+    code = next(one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GOVERNORS[" in one)
     with monkeypatch.context() as patch:
         patch.setitem(GOVERNORS, "every-other", None)
         exec(code, {})

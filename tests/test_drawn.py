@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import Transformer

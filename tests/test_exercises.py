@@ -19,6 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons import judge
 from lessons.judge import Disturbed, Exercise, Verdict
 from lessons.rows.adapters import StableLoraSettings
+from lessons.rows.depth import Drop, Progressive, falling, progressive
+from lessons.rows.depth_torch import Partly
+from lessons.rows.growth_torch import shares
 from lessons.rows.optimizers import adafactor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
@@ -28,12 +31,9 @@ from lpkit.optim import muon
 from lpkit.precision.scaled import quantise
 from lpkit.techniques.adapters import LoraSettings
 from lpkit.techniques.attention import Rule
-from lpkit.techniques.depth import Drop, Progressive, falling, progressive
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
 from lpkit.training import families
-from lpkit.training.depth import Partly
-from lpkit.training.growth import shares
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.kernels import flash_attention as flash
 from lpkit.kernels.jit import INTERPRETED, tl
 from lpkit.memory.recompute import PRODUCTS, selective
 from lpkit.nn.attention import plain
-from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending, choose_attention
 from lpkit.techniques.memory import RECOMPUTE
 from lpkit.techniques.operation import MicroBatch

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lessons.rows.masked  # noqa: F401  adds rows
 from lpkit import functions
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import Batch
@@ -50,7 +51,7 @@ RULES = [Rule(**kind, documents=documents, soft_cap=cap, sinks=sinks)
          for kind, documents, cap, sinks in itertools.product(KINDS, (False, True), (None, 1.5), (False, True))]
 RULES += [Rule(**kind, query_start=a, key_start=b) for kind in KINDS for a, b in ((3, 0), (3, 3), (0, 2))] + [Rule(**NOTHING)]
 FUNCTIONS = {name: row.load() for name, row in ATTENTION.items() if row.implementation and name not in (
-    "sdpa-cudnn", "flash-attn", "flash-attn-4")}      # those need a GPU to compute anything
+    "sdpa-cudnn", "flash-attn")}      # those need a GPU to compute anything
 LIBRARIES = {name: row.load() for name, row in ATTENTION.items() if row.implementation and name not in FUNCTIONS}
 
 
@@ -162,7 +163,7 @@ def test_what_does_not_fit_the_rule_is_refused(name):
         with pytest.raises(ConfigError, match="needs blocks for 19 tokens, and has them for 4"):
             attend(q, k, v, rule=Rule(block=4, blocks=((True,),)))
     for rule, word in ((Rule(sinks=True), "sinks"), (Rule(), "sinks")):     # scores that nobody asked for count, too
-        if name not in ("plain", "tiled", "blocked", "blocked-wide", "flex", "triton", "flash-attn-4"):
+        if name not in ("plain", "tiled", "blocked", "blocked-wide", "flex", "triton"):
             with pytest.raises(ConfigError, match=f"{name} has no {word}"):
                 attend(q, k, v, None, torch.zeros(4), rule=rule)
 

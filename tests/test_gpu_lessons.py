@@ -171,7 +171,7 @@ def test_who_is_not_installed_is_said_and_not_called(monkeypatch):
     monkeypatch.setattr(attention_cells, "LENGTHS", (1, 20))
     source = cells("12")["flash-21"]
     names = {"torch": torch, "kind": "gpu", "device": "cuda", "heads": 2, "before": 32, "head_width": 16, "cell": attention_tiles.cell,
-             "ATTENTION": {name: ATTENTION[name] for name in ("plain", "sdpa", "sdpa-cudnn", "flash-attn", "flash-attn-4")},
+             "ATTENTION": {name: ATTENTION[name] for name in ("plain", "sdpa", "sdpa-cudnn", "flash-attn")},
              "backend": backend, "models": {32: attention_tiles.model_of(32, heads=2, head_width=16)}}
     with gpus():
         exec(source, names)

@@ -6,20 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lessons.rows.depth
+import lessons.rows.linear_attention  # noqa: F401  adds kinds
 import lpkit
 from lessons.rows import blocks as blocks
+from lessons.rows import growth as rows
+from lessons.rows import growth_torch
+from lessons.rows.growth import refusal
 from lpkit import cli
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn.transformer import Transformer
 from lpkit.predict.params import parameter_count
 from lpkit.predict.prediction import predict
-from lpkit.techniques import growth as rows
-from lpkit.techniques.growth import GROWTH
+from lpkit.techniques.changes import GROWTH
 from lpkit.techniques.row import chosen
-from lpkit.training import growth
 from lpkit.training.checkpoint import load_latest
-from lpkit.training.growth import refusal
 from lpkit.training.sampling import sample, trained
 from lpkit.training.training import Training
 from tests.resuming import in_parts
@@ -126,7 +128,7 @@ def test_what_is_made_is_let_go():
     """A row hands over one tensor after the other: who copies them has no second model."""
     one = {n: p.detach() for n, p in Transformer(SMALL).named_parameters()}
     large, seen = next(wider_ones(SMALL)), []
-    for _, t in growth.wider(one, SMALL, large, settings("bert2bert")):
+    for _, t in growth_torch.wider(one, SMALL, large, settings("bert2bert")):
         seen.append((weakref.ref(t), t.nbytes))
         assert sum(nbytes for made, nbytes in seen if made() is not None) <= 2 * max(nbytes for _, nbytes in seen)
         del t
@@ -167,6 +169,7 @@ def test_bert2bert_stacks_by_whole_factors_alone():
 # Runs.
 
 TINY = Config().replace({
+    "imports": "lessons.rows.growth",
     "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 20, "global_batch": 4, "eval_every": 0, "eval_batches": 1,
     "checkpoint_every": 5, "keep_checkpoints": 9, "schedule.warmup_steps": 2, "optimizer.lr": 0.01, "precision.recipe": "fp32", "system.device": "cpu",
     "system.threads": 1})

@@ -15,6 +15,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.live import LiveRun
 from lpkit import cli, preset

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.rows.linear_attention
+import lessons.rows.masked
 import lessons.rows.optimizers
 import lessons.rows.schedules
+import lessons.rows.sparse_attention
 import lessons.tasks  # noqa: F401  two policies more
 import lpkit
 from lpkit.config import Config, MemoryConfig

@@ -8,12 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.nn import library_attention as libraries
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import Transformer
-from lpkit.techniques.attention import BlockSparse, Rule
+from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import (
     ATTENTION,
     WORDS,
@@ -66,15 +67,15 @@ def of_cuts(q, k, v, at, call):
 
 
 def window_of(window_size, causal):
-    """Left and right are inclusive, (-1, -1) and (None, None) are all; FlashAttention's `causal` sets right to 0."""
-    left, right = (-1 if side is None else side for side in window_size)
+    """Left and right are inclusive, (-1, -1) are all; FlashAttention's `causal` sets right to 0."""
+    left, right = window_size
     assert causal or right == 0
     return Rule(window=None if left == -1 else left + 1)
 
 
-def tokens_first(q, k, v, rule, sinks=None):
+def tokens_first(q, k, v, rule):
     """(B, T, H, E)"""
-    return plain(*(t.transpose(1, 2) for t in (q, k, v)), None, sinks, rule=rule).transpose(1, 2)
+    return plain(*(t.transpose(1, 2) for t in (q, k, v)), rule=rule).transpose(1, 2)
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
@@ -89,16 +90,6 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     return of_cuts(q, k, v, cu_seqlens_q, lambda *one: flash_attn_func(*one, causal=causal, window_size=window_size, softcap=softcap))
 
 
-def cute_func(q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None),
-              learnable_sink=None, softcap=0.0):
-    rule = Rule(window=window_of(window_size, causal).window, soft_cap=softcap or None, sinks=learnable_sink is not None)
-    return tokens_first(q, k, v, rule, learnable_sink), None
-
-
-def cute_varlen_func(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, **how):
-    return of_cuts(q, k, v, cu_seqlens_q, lambda *one: cute_func(*one, **how)[0]), None
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
     def module(name, **functions):
@@ -107,7 +98,6 @@ def stand_ins(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
 
     module("flash_attn", flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
-    module("flash_attn.cute", flash_attn_func=cute_func, flash_attn_varlen_func=cute_varlen_func)
 
 
 def can(row, rule):
@@ -115,10 +105,9 @@ def can(row, rule):
     return all(name in row.why_not.rule for name in WORDS if getattr(rule, name) != getattr(Rule(), name))
 
 
-@pytest.mark.parametrize("name, kind", [(name, kind) for name in ("flash-attn", "flash-attn-4") for kind in RULES
-                                        if can(ATTENTION[name], RULES[kind])])
-def test_a_library_is_told_the_rule(name, kind, stand_ins):
-    same(ATTENTION[name].load(), RULES[kind], tensors(RULES[kind]))
+@pytest.mark.parametrize("kind", [kind for kind in RULES if can(ATTENTION["flash-attn"], RULES[kind])])
+def test_a_library_is_told_the_rule(kind, stand_ins):
+    same(libraries.flash_attn, RULES[kind], tensors(RULES[kind]))
 
 
 def test_a_batch_is_cut_once_and_again_when_it_changes(stand_ins, monkeypatch):
@@ -126,8 +115,8 @@ def test_a_batch_is_cut_once_and_again_when_it_changes(stand_ins, monkeypatch):
     monkeypatch.setattr(libraries, "cuts", lambda documents, cut=libraries.cuts: (calls.append(1), cut(documents))[1])
     rule = Rule(documents=True)
     arguments = tensors(rule)
-    same(libraries.flash_attn_4, rule, arguments)
-    same(libraries.flash_attn, rule, arguments)
+    for _ in range(2):
+        same(libraries.flash_attn, rule, arguments)
     assert len(calls) == 1
     arguments[3][1, 40:] = 6
     same(libraries.flash_attn, rule, arguments)
@@ -158,8 +147,8 @@ def test_a_kernel_by_name_never_falls_to_another():
     ("flash-attn", {"attention": {"name": "full", "sinks": True}}, "has no sinks; triton can"),
     ("sdpa-cudnn", {"attention": {"name": "full", "soft_cap": 20.0}}, "has no cap on scores; triton can"),
     ("sdpa-cudnn", {"device": "cpu"}, "needs a GPU; sdpa can"),
-    ("flash-attn-4", {"here": True}, "needs the package flash-attn-4, which is not installed here; sdpa can"),
-    ("flash-attn-4", {"capability": (8, 0)}, "needs compute capability 9.0, and here is 8.0; sdpa can")])
+    ("flash-attn", {"here": True}, "needs the package flash-attn, which is not installed here; sdpa can"),
+    ("flash-attn", {"capability": (7, 5)}, "needs compute capability 8.0, and here is 7.5; sdpa can")])
 def test_why_not_is_one_clause_with_what_can(name, given, why):
     given = {"device": "gpu", "dtype": "bfloat16", **given}
     assert ATTENTION[name].why_not(asked(**given)) == why

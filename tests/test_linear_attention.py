@@ -9,11 +9,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
 from lessons.activations import kept
+from lessons.rows import linear_attention_torch as kernel
+from lessons.rows.linear_attention_torch import orthogonal_features, positive_features
 from lessons.saved import saved_bytes
 from lpkit import cli, measure
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
-from lpkit.kernels.linear_attention import orthogonal_features, positive_features
 from lpkit.memory.recompute import CoreAttention, Recompute
 from lpkit.nn import attention
 from lpkit.nn.kv_cache import new_cache
@@ -259,7 +260,6 @@ def test_flops_are_the_operators(name, style):
 @kinds
 def test_the_operators_flops_are_their_products(name):
     """Of the definition inside the operator, by PyTorch's counter; a triangular system it does not count."""
-    from lpkit.kernels import linear_attention as kernel
 
     _, own, qkv = given(name, 200, groups=2)
     call, inputs = (kernel.delta, (*qkv, own)) if name == "delta" else (kernel.attend, (*qkv, own))

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
+from lessons.rows.masked_torch import Masked
 from lpkit import cli
 from lpkit.config import Config
 from lpkit.datasets import prepare
-from lpkit.datasets.policies import Masked
 from lpkit.errors import ConfigError
 from lpkit.hardware import room
 from lpkit.predict import memory, predict
@@ -23,6 +24,7 @@ from tests.resuming import in_parts
 BERT = {"model.attention": "bidirectional", "model.vocab": 257, "data.policy": "masked"}
 MAE = BERT | {"data.policy.share": 0.75, "model.changes": "masked-autoencoder:encoder_layers=2"}
 SMALL = Config().replace({
+    "imports": "lessons.rows.masked",
     "model.layers": 3, "model.width": 32, "model.heads": 2, "model.context": 24, "steps": 4, "global_batch": 4, "eval_batches": 2,
     "schedule": "constant", "schedule.warmup_steps": 0, "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1})
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lessons.messages import messages, sent_bytes
 from lpkit import predict_trace
 from lpkit.config import Config

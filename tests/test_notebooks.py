@@ -32,13 +32,13 @@ from lessons import l26_muon as muons
 from lessons import l27_width_and_mup as widths
 from lessons import l28_search as search
 from lessons.l03_number_formats import listed
+from lessons.rows.depth import Progressive, progressive
 from lpkit.config import Config
 from lpkit.course import notebooks
 from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
 from lpkit.predict.time import step_time
-from lpkit.techniques.depth import Progressive, progressive
 from tests.course import EXERCISES, PUZZLES
 
 BOOKS = sorted(Path(__file__).parents[1].glob("notebooks/*.ipynb"))

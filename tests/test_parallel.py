@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+import lessons.rows.depth  # noqa: F401  adds governors
 from lessons.rows import blocks as blocks
 from lpkit import files, train
 from lpkit.config import Config

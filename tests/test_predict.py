@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons.activations import kept
 from lessons.roofs import gradients_of, ridge
 from lessons.rows import adapters as adapters
+from lessons.rows.sparse_attention import BlockSparse
 from lessons.saved import saved_bytes
 from lpkit import cli, measure, predict_trace
 from lpkit.config import Config, ModelConfig
@@ -35,7 +36,7 @@ from lpkit.predict.ledger import LOSS, UPDATE
 from lpkit.predict.params import parameter_count, parameters
 from lpkit.predict.walk import EMBED, Walk
 from lpkit.presets import PRESETS, preset
-from lpkit.techniques.attention import BlockSparse, Documents, Softmax, Window
+from lpkit.techniques.attention import Documents, Softmax, Window
 from lpkit.techniques.attention_backends import ATTENTION, Attending, choose_attention
 from lpkit.techniques.layouts import Layout, micro_batch
 from lpkit.techniques.machines import DTYPES

@@ -14,6 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.linear_attention
+import lessons.rows.masked
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 import lpkit
 import lpkit.training.launch
 from lpkit.config import Config
@@ -33,6 +36,7 @@ from lpkit.techniques.pipelines import SCHEDULES
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build, seams
+from tests.bench.drawn import ORDER
 
 HERE = f"{__name__}:"
 launch = sys.modules["lpkit.training.launch"]      # the package has a function of this name
@@ -50,7 +54,7 @@ DRAWN = {
     "memory.cross_entropy": ("full", "chunked"), "memory.recompute": ("none", "block", "selective"),
     "memory.activation_offload": (*techniques.ACTIVATION_OFFLOAD,), "precision.cache_weight_casts": (False, True),
     "precision.telemetry_every": (0, 5), "optimizer": (*optimizers.OPTIMIZERS,), "optimizer.clip": (0.0, 1.0),
-    "global_batch": (12, 9, 8), "grad_accum_steps": (1, 2, 4), "model.init": (*inits.INITS,), "model.attention": (*KINDS,),
+    "global_batch": (12, 9, 8), "grad_accum_steps": (1, 2, 4), "model.init": (*inits.INITS,), "model.attention": ORDER,
     "system.attention": ("auto", *ATTENTION),
 }
 WAY = re.compile(r"(?:set|or|use|choose|and) ((?:[a-z_]+(?:\.[a-z_]+)*=[^\s,;)]*(?: |$)?)+)")

@@ -5,6 +5,8 @@ import json
 import pytest
 import torch
 
+import lessons.rows.linear_attention
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.decoding import cache_bytes, decoding, vector_bytes
 from lpkit.cli import main

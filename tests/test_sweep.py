@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+import lessons.rows.masked  # noqa: F401  adds rows
 from lpkit import cli, records
 from lpkit.claims import protocol, runs, sweep
 from lpkit.commands import sweep as command

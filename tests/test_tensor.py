@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import lessons.rows.linear_attention
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lessons.rows.sparse_attention import BlockSparse
 from lpkit import measure
 from lpkit.config import ModelConfig
 from lpkit.errors import ConfigError
@@ -16,7 +17,7 @@ from lpkit.nn.attention import backend, partial_of
 from lpkit.predict import memory
 from lpkit.predict.flops import products
 from lpkit.presets import preset
-from lpkit.techniques.attention import BlockSparse, Rule, Window
+from lpkit.techniques.attention import Rule, Window
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.operation import MicroBatch
 from tests.test_predict import CPU

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import lessons.rows.masked
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
@@ -148,7 +149,7 @@ SAYS |= {"weighted": {"objective": "weighted"}, "z-loss": {"objective": "z-loss"
 
 # ---- the kit's own masked models, which no toy's next tokens are
 
-HIDDEN = {"model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}
+HIDDEN = {"imports": "lessons.rows.masked", "model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}
 SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 0.75, "model.changes": "masked-autoencoder:encoder_layers=1"}}
 
 

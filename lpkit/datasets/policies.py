@@ -18,7 +18,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.errors import ConfigError, in_one_line, shown
-from lpkit.techniques.masked import hidden_tokens
 
 _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15     # 2**64 / golden ratio, odd: the step of the counter
@@ -113,25 +112,6 @@ class RandomDocuments(Documents, RandomWindows):
 
 class SpreadDocuments(Documents, SpreadWindows):
     pass
-
-
-class Masked(RandomWindows):
-    """Targets are the tokens themselves. As many of each sequence, drawn by seed and step, are
-    hidden behind `mask`, and these alone have a weight."""
-
-    def __init__(self, *, share: float, mask: int, **settings):
-        super().__init__(**settings)
-        self.hidden, self.mask = hidden_tokens(share, self.T), mask
-
-    def batch(self, step: int) -> Batch:
-        tokens = super().batch(step).tokens
-        if (tokens >= self.mask).any():
-            raise ConfigError(f"data.policy.mask={self.mask} is a token of the text, or less; set "
-                              f"it to the tokenizer's vocabulary, and model.vocab to one more")
-        drawn = np.random.default_rng((self.seed, step)).random(tokens.shape)
-        places = torch.from_numpy(drawn.argpartition(self.hidden)[:, :self.hidden])
-        hidden = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True)
-        return Batch(tokens.masked_fill(hidden, self.mask), tokens, weights=hidden.float())
 
 
 def _splitmix64(z: np.ndarray) -> np.ndarray:

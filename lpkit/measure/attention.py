@@ -14,7 +14,7 @@ from lpkit.config import ModelConfig
 from lpkit.measure.probes import UnavailableError, reason
 from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.attention_backends import ATTENTION, Attending, nearest, why_not
+from lpkit.techniques.attention_backends import Attending, nearest, why_not
 
 LIMITS = {      # relative, of a result's norm: what some roundings of 24, 8 and 11 bits come to
     "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -37,7 +37,7 @@ def tried(name: str, model: ModelConfig, dtype: str, device: torch.device) -> st
     except Exception as failure:
         raise UnavailableError(f"{type(failure).__name__}: {reason(failure)[:160]}; "
                                f"{instead}") from failure
-    if not error <= (4 * ATTENTION[name].rounding or LIMITS[dtype]):
+    if not error <= LIMITS[dtype]:
         raise UnavailableError(f"the numbers are wrong, relative error {error:.1e}; {instead}")
     return f"forward and backward in {dtype}, relative error {error:.0e}"
 

@@ -2,7 +2,7 @@
 
 `lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.attention_backends` those
 of the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
-Here are the softmax kinds; `lpkit.nn.linear_attention` has those without.
+Here are the softmax kinds.
 """
 
 import math

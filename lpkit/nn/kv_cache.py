@@ -177,46 +177,6 @@ class KeysValues(Cache):
         return sum(stored.nbytes for pair in self.layers for stored in pair)
 
 
-class State(Cache):
-    """A cache of one state for each layer, whatever the number of tokens."""
-
-    def __init__(self, config: ModelConfig, batch: int, tokens: int, format: CacheFormat, *,
-                 dtype: torch.dtype, device: torch.device | str):
-        super().__init__(config, batch, device)
-        if format.bits is not None:
-            raise ConfigError(f"{config.attention.name} attention keeps a state, and no keys and "
-                              f"values that {format.bits} bits could hold; choose cache=same")
-        kind = KINDS[config.attention.name].load()(config).to(device)
-        nothing = torch.zeros(batch, config.G, 0, config.E, dtype=dtype, device=device)
-        own = kind(torch.zeros(batch, 0, config.D, device=device))
-        self.states = [kind.after(nothing, nothing, own).detach() for _ in range(config.L)]
-
-    def prompt(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
-               documents: Tensor | None, own: Tensor | None) -> Tensor:
-        self.states[layer].copy_(attention.kind.after(k, v, own))
-        return attention.attend(q, k, v, documents, own)
-
-    def step(self, layer: int, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor,
-             own: Tensor | None) -> Tensor:
-        out, state = attention.kind.step(q, k, v, self.states[layer], own)
-        self.states[layer].copy_(state)
-        return out
-
-    def row(self, b: int) -> Self:
-        one = copy.copy(self)
-        one.lengths, one.states = self.lengths[b:b + 1], [s[b:b + 1] for s in self.states]
-        return one
-
-    def clear(self) -> None:
-        super().clear()
-        for state in self.states:
-            state.zero_()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
-
-
 def last_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
                rule: Rule) -> Tensor:
     """The queries of a group's heads (B, G, H / G, E) meet its keys and values (B, G, S, E) in one

@@ -2,8 +2,8 @@
 
 Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
-2.11 and newer (`tests/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`,
-`cute/interface.py`). Packed documents lie one after the other.
+2.11 and newer (`tests/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`).
+Packed documents lie one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -119,57 +119,20 @@ def cuts(documents: Tensor) -> tuple[Tensor, int]:
     return ends, int(ends.diff().max())
 
 
-def _packed(q: Tensor, documents: Tensor | None, rule: Rule) -> tuple[Tensor, int]:
-    """`cuts` of the sequences of q, or of their documents."""
-    B, _, T, _ = q.shape
-    if rule.documents:
-        return _of_batch(documents, "cuts", lambda: cuts(documents))
-    return torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device), T
-
-
-def _tokens(*heads: Tensor) -> tuple[Tensor, ...]:
-    """(B, H, T, E) -> (B x T, H, E)"""
-    return tuple(t.transpose(1, 2).flatten(0, 1) for t in heads)
-
-
-def _heads(out: Tensor, q: Tensor) -> Tensor:
-    """(B x T, H, E) or (B, T, H x E) as q is"""
-    B, H, T, E = q.shape
-    return out.reshape(B, T, H, E).transpose(1, 2)
-
-
-def _left(rule: Rule) -> int:
-    """Keys before its own that a query sees, as flash kernels count them; -1: all."""
-    return -1 if rule.window is None else rule.window - 1
-
-
 @limited("flash-attn")
 def flash_attn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
                sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    import flash_attn as library
+    import flash_attn
 
-    window = _left(rule), 0 if rule.window else -1
-    return _by_flash(library, q, k, v, documents, rule, window_size=window)
-
-
-@limited("flash-attn-4")
-def flash_attn_4(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-                 sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    import flash_attn.cute as library
-
-    window = (_left(rule), 0) if rule.window else (None, None)
-    return _by_flash(library, q, k, v, documents, rule, window_size=window, learnable_sink=sinks)
-
-
-def _by_flash(library: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, rule: Rule,
-              **how: Any) -> Tensor:
-    """flash_attn 4 returns the log-sums besides."""
-    how |= {"causal": True, "softcap": rule.soft_cap or 0.0}
-    if rule.documents:
-        at, longest = _packed(q, documents, rule)
-        found = library.flash_attn_varlen_func(
-            *_tokens(q, k, v), cu_seqlens_q=at, cu_seqlens_k=at, max_seqlen_q=longest,
-            max_seqlen_k=longest, **how)
+    B, H, T, E = q.shape
+    # keys before its own that a query sees, as flash kernels count them; -1: all
+    how = {"causal": True, "softcap": rule.soft_cap or 0.0,
+           "window_size": (rule.window - 1, 0) if rule.window else (-1, -1)}
+    if not rule.documents:
+        out = flash_attn.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
     else:
-        found = library.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), **how)
-    return _heads(found[0] if isinstance(found, tuple) else found, q)
+        at, longest = _of_batch(documents, "cuts", lambda: cuts(documents))
+        out = flash_attn.flash_attn_varlen_func(
+            *(t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)), cu_seqlens_q=at, cu_seqlens_k=at,
+            max_seqlen_q=longest, max_seqlen_k=longest, **how)
+    return out.reshape(B, T, H, E).transpose(1, 2)

@@ -35,7 +35,6 @@ from lpkit.contracts import IGNORED, Stage, Transform
 from lpkit.parallel.cut import Split
 from lpkit.parallel.ranks import Ranks, all_gather, reduce_scatter
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import TENSOR_MESSAGES
 from lpkit.techniques.operation import MicroBatch, Op, fused
 
 Move = Callable[[Tensor, Ranks], Tensor]
@@ -183,8 +182,9 @@ class _Nats(torch.autograd.Function):
         return (gradient * g).masked_fill_(g == 0, 0), None, None
 
 
-def apart(ranks: Ranks, part: nn.Module, leaf: str, column: bool) -> None:
-    """Puts messages around the Linear `leaf` of a part of a block, a column or a row."""
+def send_around(part: nn.Module, leaf: str, column: bool, ranks: Ranks) -> None:
+    """Put messages around the Linear `leaf` of a part of a block: a gather before a column, a
+    scatter after a row."""
     if column:
         part.forward = partial(_gather_for, part, leaf, part.forward, ranks)
     else:
@@ -210,13 +210,12 @@ class TensorParallel(Transform):
         for p, how in _cuts(model, cut, split):
             self.splits[names[p]] = how
             p.data = how.part(p.data)
-        send = TENSOR_MESSAGES[self.ranks.layout.tensor_messages].load()
         for block in model.blocks:
             block.attention.G //= size
             for op in cut:
                 part, linear = _linear(block, op)
                 linear.out_features, linear.in_features = linear.weight.shape
-                send(self.ranks, part, op.name.rpartition(".")[2], op.cut == "column")
+                send_around(part, op.name.rpartition(".")[2], op.cut == "column", self.ranks)
         model.positions.add = partial(_add_scattered, model.positions.add, self.ranks)
         model.norm.register_forward_hook(partial(_gather_result, model, ranks=self.ranks))
         model.embed = CutEmbedding(model.embed.weight, first)

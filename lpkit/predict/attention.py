@@ -1,7 +1,6 @@
-"""Attention as operations: what each backend and kind saves, moves and computes of a micro-batch.
+"""Attention as operations: what each backend saves, moves and computes of a micro-batch.
 
-`lpkit.techniques.attention_backends` names them by backend, `lpkit.techniques.attention` by kind
-where there is no softmax. No torch.
+`lpkit.techniques.attention_backends` names them. A kind without softmax names its own. No torch.
 """
 
 import functools
@@ -18,10 +17,7 @@ from lpkit.techniques.attention_backends import (
     QUERY_BLOCK,
     TILE,
     at_once,
-    chunk_of,
-    delta_pairs,
     keys_in,
-    linear_pairs,
     masked,
     most_scores,
     query_blocks,
@@ -33,10 +29,10 @@ from lpkit.techniques.operation import FP32, POSITIONS, Hold, MicroBatch, Op, Pa
 # are copied. One view keeps the whole product alive.
 
 
-def _attention(s: MicroBatch, *, saved: float, work: float, out: float | None = None,
-               numbers: int = 0, views: int | None = None, saves_result: bool = False,
-               pairs: tuple[Pairs, ...] = (), gates: int = 0, features: int | None = None,
-               **facts: Any) -> Op:
+def attention_op(s: MicroBatch, *, saved: float, work: float, out: float | None = None,
+                 numbers: int = 0, views: int | None = None, saves_result: bool = False,
+                 pairs: tuple[Pairs, ...] = (), gates: int = 0, features: int | None = None,
+                 **facts: Any) -> Op:
     """Saves q, k and v of each token, by `views` of what gave them (None: all), `numbers`
     besides, and `gates`. Without `pairs` all meet, by `features` of a head or its width. Backward
     holds `work`, and makes `out` bytes of gradients of q, k and v (None: as many as they have);
@@ -69,10 +65,10 @@ def sdpa(s: MicroBatch) -> Op:
     What is not causal alone is a mask of the scores' dtype, and every pair is computed."""
     m, masked, sums = s.model, s.rule not in (Rule(), EVERY_KEY), s.tokens * s.model.H * FP32
     mask = s.masked_pairs * s.compute_bytes if masked else 0
-    return _attention(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s), saves_result=True,
-                      pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
-                      backward_pairs=2.5,       # scores once more
-                      result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
+    return attention_op(s, numbers=m.H * m.E, saved=sums + mask, work=qkv_bytes(s),
+                        saves_result=True, pairs_share=(m.T + 1) / (2 * m.T) if s.rule == Rule() else 1.0,
+                        backward_pairs=2.5,       # scores once more
+                        result_bytes=s.tokens * m.H * m.E * s.compute_bytes + sums)
 
 
 def tiled(s: MicroBatch) -> Op:
@@ -87,10 +83,10 @@ def tiled(s: MicroBatch) -> Op:
     rule = m.attention.rule(T)
     pairs = sum((min(first + TILE, T) - first) * (end - begin) for first in range(0, T, TILE)
                 for begin, end in rule.spans(first, min(first + TILE, T), T))
-    return _attention(s, numbers=m.H * m.E, saved=s.tokens * m.H * FP32, saves_result=True,
-                      work=qkv_bytes(s) + summed + at_work,
-                      pairs_share=pairs / T**2, backward_pairs=2.5,
-                      score_passes=(8 * wide, 14 * wide))
+    return attention_op(s, numbers=m.H * m.E, saved=s.tokens * m.H * FP32, saves_result=True,
+                        work=qkv_bytes(s) + summed + at_work,
+                        pairs_share=pairs / T**2, backward_pairs=2.5,
+                        score_passes=(8 * wide, 14 * wide))
 
 
 def flash(s: MicroBatch) -> Op:
@@ -123,9 +119,9 @@ def plain(s: MicroBatch) -> Op:
     saved = s.masked_pairs + (pairs + s.tokens * m.H * s.rule.sinks) * probability
     if s.rule.soft_cap is not None:
         saved += pairs * s.compute_bytes
-    return _attention(s, numbers=2 * heads if is_view else q + 2 * heads,
-                      views=q if is_view else 0, saved=saved, out=3 * given,
-                      work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
+    return attention_op(s, numbers=2 * heads if is_view else q + 2 * heads,
+                        views=q if is_view else 0, saved=saved, out=3 * given,
+                        work=given + 2 * pairs * s.compute_bytes, score_passes=(6, 12))
 
 
 def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
@@ -147,89 +143,11 @@ def blocked(s: MicroBatch, *, wide: bool = False) -> Op:
     copies = 4 * T + 2 * rows + max(2 * near, near + rows)
     work = masks + groups * itemsize * (
         m.E * copies + scores * repeats * most_scores(rule, T))
-    return _attention(s, saved=s.tokens * m.H * FP32, work=qkv_bytes(s) + work,
-                      pairs_share=pairs / T**2, backward_pairs=2.5, score_passes=passes)
+    return attention_op(s, saved=s.tokens * m.H * FP32, work=qkv_bytes(s) + work,
+                        pairs_share=pairs / T**2, backward_pairs=2.5, score_passes=passes)
 
 
 blocked_wide = functools.partial(blocked, wide=True)
-
-
-def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
-               **facts: Any) -> Op:
-    """An operator that keeps what it is given and works in float32: forward `moves` numbers for
-    each token, and backward holds `work` numbers at the most, its gradients among them."""
-    padded = chunk_of(s.model.T)[1]
-    op = _attention(s, work=FP32 * work, pairs=pairs, score_passes=(4, 8), **facts)
-    return replace(op, moved_bytes=op.moved_bytes + qkv_bytes(s) + s.batch * padded * moves * FP32)
-
-
-def linear_chunks(s: MicroBatch) -> Op:
-    """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
-    query, which is the sum of a column of ones beside the values. The most of backward is where
-    the gradient of q, or of k, goes back through its features."""
-    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
-    F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
-    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view, and so for q
-    queries = padded if m.G < m.H else keys
-    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+ goes back by a product
-    common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
-    common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
-    common += (s.compute_bytes < FP32) * m.H * T * m.E
-    through_q = m.H * (padded * F + T * (3 * F + last[0])) + m.G * T * F
-    through_k = m.H * T * (F + m.E) + m.G * T * (3 * F + last[1])
-    return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
-                      moves=(m.H + m.G) * (4 * F + m.E),
-                      work=s.batch * (common + max(through_q, through_k)),
-                      numbers=m.H * m.E, saved=s.tokens * m.H * FP32,
-                      saves_result=True, backward_pairs=2.5)
-
-
-def delta_chunks(s: MicroBatch) -> Op:
-    """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
-    and the gates. The most of backward is where the gradient of q goes back through its length, or
-    before, where that of k is summed."""
-    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
-    narrow = s.compute_bytes < FP32
-    shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
-    common = T * (m.H + m.G) * m.E + padded * (3 * m.H + 15 * m.G - shared) * m.E
-    common += padded * (2 * m.H + 4 * m.G) * C + m.G * m.E**2 * (3 * padded / C + 1)
-    common += padded * 5 * m.G                                  # gates
-    most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
-    return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
-                      moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
-                      saved=0, gates=m.G, backward_pairs=2.75)
-
-
-def quadratic(s: MicroBatch) -> Op:
-    """The definition of kinds that sum over the past: features, and the weights of all pairs, in
-    float32."""
-    m = s.model
-    features = getattr(m.attention, "features", m.E)
-    pairs = s.batch * m.H * m.T * m.T * FP32
-    mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
-    given = s.tokens * m.H * m.E * s.compute_bytes
-    return _attention(s, saved=pairs + mapped, out=3 * given, work=2 * pairs + mapped,
-                      score_passes=(6, 8), features=features)
-
-
-def delta_steps(s: MicroBatch) -> Op:
-    """The delta rule token by token: each keeps the state that it leaves, in float32."""
-    m = s.model
-    states = s.tokens * m.G * m.E * m.E * FP32
-    mapped = 2 * s.tokens * qkv_numbers(m) * FP32
-    return _attention(s, saved=states + mapped, gates=m.G, work=qkv_bytes(s), score_passes=(5, 8),
-                      pairs=(
-                          Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
-                          Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
-                          Pairs(name="read", M=m.T, N=m.E, K=m.E, group=s.batch * m.H)))
-
-
-def delta_gates(s: MicroBatch) -> Iterator[Op]:
-    """One number for each token and key/value head, of the input that q, k and v are made of."""
-    m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
-    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
-    yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
-                 input_is_saved=not s.mixed)
 
 
 def qkv_numbers(m: Any) -> int:

@@ -1,5 +1,5 @@
 """The part of its model that the updates of a run see, where a governor says so
-(`lpkit.techniques.depth`).
+(`lpkit.techniques.changes.Governor`).
 
 A governed config has no such governor, and a model of which all folds of `lpkit.predict` are of
 what it sees on average over steps and layers. Bytes are of the update that sees the most.

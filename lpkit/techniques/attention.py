@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lpkit.errors import ConfigError, shown
+from lpkit.errors import ConfigError
 from lpkit.techniques.row import Row, Settings
-from lpkit.values import Count, CountOrZero, Positive, Seed
+from lpkit.values import Count, CountOrZero, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,63 +174,9 @@ class Window(Softmax):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSparse(Softmax):
-    """The latest `local` blocks, and of those before every `stride`-th. Or by a table of one's own:
-    for each block of queries a row, which has 1 for a block of keys that it sees, else 0. A row may
-    see nothing; of keys to come it never sees any."""
-
-    block: Count = 64
-    local: Count = 2
-    stride: Count = 4
-    table: tuple[str, ...] | None = None
-
-    def problem(self, m: Any) -> str:
-        count = -(-m.T // self.block)
-        if self.table is None or (len(self.table) == count and all(
-                len(row) == count and set(row) <= {"0", "1"} for row in self.table)):
-            return ""
-        return (f"model.attention.table must have {count} rows of {count} digits 0 or 1, one for "
-                f"each {self.block} tokens of model.context={m.T}, got {shown(self.table)}")
-
-    def rule(self, T: int) -> Rule:
-        blocks = (_strided(-(-T // self.block), self.local, self.stride) if self.table is None
-                  else _written(self.table))
-        return replace(super().rule(T), block=self.block, blocks=blocks)
-
-
-@functools.lru_cache(maxsize=64)
-def _written(table: tuple[str, ...]) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(seen == "1" for seen in row) for row in table)
-
-
-@functools.lru_cache(maxsize=64)
-def _strided(count: int, local: int, stride: int) -> tuple[tuple[bool, ...], ...]:
-    return tuple(tuple(0 <= a - b < local or (b < a and b % stride == 0) for b in range(count))
-                 for a in range(count))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bidirectional(Softmax):
-    def rule(self, T: int) -> Rule:
-        return replace(super().rule(T), causal=False)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Documents(Softmax):
     def rule(self, T: int) -> Rule:
         return replace(super().rule(T), documents=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WithoutSoftmax(Settings):
-    def rule(self, T: int) -> None:
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomFeatures(WithoutSoftmax):
-    features: Count = 256
-    seed: Seed = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +185,7 @@ class AttentionKind(Row):
 
     implementation  a module, made of a ModelConfig: what the kind has beside q, k and v. Without
                     softmax it has a method for each backend that computes it, and `state`, `after`
-                    (a prompt) and `step` (a token) to generate (`lpkit.nn.linear_attention`)
+                    (a prompt) and `step` (a token) to generate (`lessons.rows.linear_attention`)
     operations      "package.module:name" of what each of these backends does, f(MicroBatch) -> Op
     products        of what the module itself does: f(MicroBatch), Ops
     cache           the `lpkit.nn.kv_cache.Cache` that generates with it, by its dotted name
@@ -255,45 +201,14 @@ class AttentionKind(Row):
     reads_ids: bool = False
 
 
-def _sums(m: Any) -> int:
-    """Returns the bytes of two sums in float32: features by values, and features alone."""
-    return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
-
-
 OPERATIONS = "lpkit.predict.attention:"
-STATE = "lpkit.nn.kv_cache:State"
-SUMS = {"cache": STATE, "state_bytes": _sums, "operations": {
-    "plain": OPERATIONS + "quadratic", "chunked": OPERATIONS + "linear_chunks"}}
-
 KINDS: dict[str, AttentionKind] = {
     "full": AttentionKind(why="every token so far", settings=Softmax(),
                  source="Vaswani et al. 2017, https://arxiv.org/abs/1706.03762"),
     "window": AttentionKind(why="the latest tokens, and the first ones where they are global",
                    settings=Window(),
                    source="Beltagy et al. 2020, https://arxiv.org/abs/2004.05150"),
-    "block-sparse": AttentionKind(why="blocks of tokens: the latest, and every few before; or a table",
-                         settings=BlockSparse(),
-                         source="Child et al. 2019, https://arxiv.org/abs/1904.10509"),
     "documents": AttentionKind(why="the tokens of the same document, of several packed into a sequence",
                       settings=Documents(), reads_ids=True,
                       source="Krell et al. 2021, https://arxiv.org/abs/2107.02027"),
-    "bidirectional": AttentionKind(
-        why="every token, also those to come: for masked pre-training", settings=Bidirectional(),
-        source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805"),
-    "linear": AttentionKind(
-        why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
-        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Linear",
-        **SUMS, source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236"),
-    "performer": AttentionKind(
-        why="as linear, with random features whose products are softmax's weights in the mean",
-        settings=RandomFeatures(), implementation="lpkit.nn.linear_attention:Performer",
-        **SUMS, source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794"),
-    "delta": AttentionKind(
-        why="a state from keys to values, where each token replaces a learned share of its key's",
-        settings=WithoutSoftmax(), implementation="lpkit.nn.linear_attention:Delta",
-        cache=STATE, state_bytes=lambda m: 4 * m.G * m.E * m.E,
-        operations={"plain": OPERATIONS + "delta_steps", "chunked": OPERATIONS + "delta_chunks"},
-        products=OPERATIONS + "delta_gates",
-        source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "
-               "https://arxiv.org/abs/2406.06484"),
 }

@@ -14,11 +14,10 @@ from typing import Any, Literal
 from lpkit.errors import ConfigError, pick
 from lpkit.techniques.adapters import drops_probabilities
 from lpkit.techniques.attention import EVERY_KEY, KINDS, OPERATIONS, Rule
-from lpkit.techniques.operation import Kind, Pairs
+from lpkit.techniques.operation import Kind
 
 BLOCKED_CONTEXT = 1024      # tokens, of full attention in 16 bits on a CPU
 QUERY_BLOCK = 128           # queries that blocked attention takes at a time
-CHUNK = 64                  # tokens between two states of attention without softmax
 TILE = 128                  # queries, and keys, that tiled attention takes at a time
 SCORES = 2**18              # and their scores: a core's cache holds them
 FLASH_WIDTH = 256           # of a head, that a program of the kit's flash attention holds
@@ -50,14 +49,12 @@ class Backend(Kind):
     softmax kinds alone. No `implementation`: computes none of these.
 
     assumed:  predictions may take it for `auto`; others have to be verified and raced first.
-    rounding: of what it casts to fewer bits by design, relative; such a one is used by name alone.
     partial:  a `contracts.Partial`, by which parts of the keys can be combined; "": it has none.
     drops:    takes `dropout`, the share of probabilities that become 0.
     """
 
     why_not: Callable[[Attending], str] = lambda asked: ""
     assumed: bool = True
-    rounding: float = 0.0
     partial: str = ""
     drops: bool = False
 
@@ -200,38 +197,6 @@ def at_once(rule: Rule, T: int, sequences: int, groups: int, repeats: int) -> tu
     return min(one // groups, sequences), groups
 
 
-# Attention without softmax. What is over pairs of tokens is over pairs in a chunk; with the state,
-# (F, E), each token meets F x E numbers twice.
-
-def chunk_of(T: int) -> tuple[int, int]:
-    """Tokens of a chunk, and of all chunks: the last is filled up."""
-    C = max(1, min(CHUNK, T))
-    rest = T % C
-    return C, T - rest + C if rest else T
-
-
-def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
-    """Lists the products of linear attention in chunks; a column of ones is beside the values."""
-    C = chunk_of(T)[0]
-    return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
-                          ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
-
-
-def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
-    """Lists the products of the delta rule in chunks; a triangular system counts as a product."""
-    C = chunk_of(T)[0]
-    return _in_each_chunk(B, T, ("scores", H, C, C, E), ("values", H, C, E, C),
-                          ("overlaps", G, C, C, E), ("system", G, C, 2 * E, C),
-                          ("read", H, C, E, E), ("replaced", G, C, E, E), ("states", G, E, E, C))
-
-
-def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
-    """Makes the Pairs of products given by name, heads, M, N, K."""
-    C, padded = chunk_of(T)
-    return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
-                 for name, heads, M, N, K in products)
-
-
 MASKS = ("window", "global_tokens", "blocks", "documents")
 FLASH_2 = "Dao 2023, https://arxiv.org/abs/2307.08691"
 ATTENTION: dict[str, Backend] = {
@@ -274,18 +239,7 @@ ATTENTION |= {name: Backend(
                 gpu_alone="has no backward on a CPU")),
         ("flash-attn", "the flash-attn package, version 2", FLASH_2,
          Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
-                package="flash-attn")),
-        ("flash-attn-4", "the flash-attn-4 package, for Hopper and Blackwell",
-         "https://github.com/Dao-AILab/flash-attention/tree/main/flash_attn/cute",
-         Limits(rule=("window", "documents", "soft_cap", "sinks"), widest=256, multiple=8,
-                capability=(9, 0), package="flash-attn-4")))}
-ATTENTION |= {
-    "chunked": Backend(why="chunks of tokens and a state between them, for kinds without softmax",
-                       operations=OPERATIONS + "linear_chunks",
-                       why_not=lambda asked: "computes kinds without softmax alone; plain can"),
-}
-
-
+                package="flash-attn")))}
 def why_not(name: str, asked: Attending) -> str:
     """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
     computes = KINDS[asked.model.attention.name].operations

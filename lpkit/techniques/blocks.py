@@ -12,7 +12,6 @@ from typing import Any
 
 from lpkit.techniques.adapters import ADAPTERS
 from lpkit.techniques.attention import OPERATIONS
-from lpkit.techniques.masked import MASKED
 from lpkit.techniques.operation import FP32, POSITIONS, TOKEN_ID, Hold, Kind, MicroBatch, Op, linear
 
 # Norms and additions.
@@ -155,7 +154,7 @@ BLOCKS: dict[str, Kind] = {
 # Changes of the model, in the order named by `model.changes`: `operations(ops, s, settings) -> ops`
 # folds the description, and the implementation is f(model, settings), in place, once the model is
 # initialised. Other rows come from outside (docs/own_technique.md).
-MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS, **MASKED}
+MODEL_CHANGES: dict[str, Kind] = {**ADAPTERS}
 
 
 @dataclass(frozen=True, kw_only=True)

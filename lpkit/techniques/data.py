@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lpkit.techniques.attention import KINDS
-from lpkit.techniques.masked import Hiding
 from lpkit.techniques.row import Row, Settings, chosen
 
 
@@ -36,11 +35,6 @@ POLICIES: dict[str, Policy] = {
     "spread-documents": Policy(why="spread windows that say the same",
                                implementation="lpkit.datasets.policies:SpreadDocuments",
                                gives_ids=True, evaluation="spread-documents", seeded=False),
-    "masked": Policy(why="random windows, of which some tokens are hidden and asked for, also in "
-                         "evaluation: of the validation text, by the seed", hides=True,
-                     settings=Hiding(), evaluation="masked",
-                     implementation="lpkit.datasets.policies:Masked",
-                     source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805"),
 }
 
 

@@ -93,13 +93,6 @@ GATHERED = {
 }
 
 
-TENSOR_MESSAGES = {
-    "apart": Row(
-        implementation="lpkit.parallel.tensor:apart",
-        why="a gather before the product that needs it, a scatter after"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class ContextAttention(Row):
     """A way to attend over sequences of which each rank of a context group has a part. The
@@ -129,8 +122,7 @@ def _stage(name: str, value: int) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Layout(Checked):
     """Sizes of the axes. `interleave`: chunks of layers (virtual stages) that each stage holds;
-    `attention`: how context ranks attend to one another's tokens; `tensor_messages`: when tensor
-    ranks send."""
+    `attention`: how context ranks attend to one another's tokens."""
 
     where = "parallel."
 
@@ -145,7 +137,6 @@ class Layout(Checked):
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
     schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
     attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
-    tensor_messages: Annotated[str, lambda name, value: pick(TENSOR_MESSAGES, value, name)] = "apart"
 
     @property
     def devices(self) -> int:

@@ -79,7 +79,7 @@ def choose(asked: str, config: Config, device: torch.device, *, compute: str | N
     if asked == "auto" and model.attention.rule(model.T) and not drops_probabilities(model) and (
             on_gpu or flops(model) * config.global_batch * config.steps >= RACE_FLOPS):
         return race(given, config.micro_batch, device)
-    if asked != "auto" and not ATTENTION[asked].assumed and not ATTENTION[asked].rounding:
+    if asked != "auto" and not ATTENTION[asked].assumed:
         verified(asked, given, config.micro_batch, device)
         why = "requested, and verified here"
     why += ran(used, given, device, refuse=asked != "auto")
@@ -127,7 +127,7 @@ def verified(name: str, given: Attending, batch: int, device: torch.device) -> N
 def candidates(given: Attending) -> dict[str, Any]:
     """The definition, and all that may be the fastest."""
     rows = {name: row for name, row in ATTENTION.items()
-            if name == "plain" or not (row.rounding or why_not(name, given))}
+            if name == "plain" or not why_not(name, given)}
     return {name: _told(name, given.rule) for name in rows}
 
 

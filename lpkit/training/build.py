@@ -39,7 +39,6 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import MODEL_CHANGES, operations
 from lpkit.techniques.changes import MODEL_TRANSFORMS, running
 from lpkit.techniques.data import SIZES
-from lpkit.techniques.growth import GROWTH
 from lpkit.techniques.kernels import LOSS, OF_KERNEL
 from lpkit.techniques.layouts import CONTEXT
 from lpkit.techniques.memory import rows_of
@@ -51,7 +50,7 @@ from lpkit.training import attention as attending
 from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
 from lpkit.training.compiled import OFF, Compile
-from lpkit.training.start import Start
+from lpkit.training.start import Start, refuse_growth
 
 if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
     from lpkit.training.kernels import Kernels
@@ -119,10 +118,7 @@ def decide(config: Config, *, before: Mapping[str, Any] | None = None,
     ranks = ranks or Ranks()
     layouts.refuse_untrainable(config)
     seams.refuse(config)
-    if GROWTH[config.start.grow.name].implementation:
-        from lpkit.training import growth
-
-        growth.refuse(config)
+    refuse_growth(config)
     refuse_sizes(config)
     if not ranks.first:
         return _decide(config, {"chosen": ranks.agreed(None)}, ranks)

@@ -23,7 +23,7 @@ from lpkit.techniques import blocks, optimizers
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.optimizers import OptimizerSettings
 
-OWN = "lpkit."      # the kit's implementations
+OWN = ("lpkit.", "lessons.rows.")     # the kit's implementations
 PARTS = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "mlp": blocks.MLPS, "attention": KINDS}
 
 
@@ -45,7 +45,7 @@ def refuse_overwritten(config: Config) -> None:
     m = config.model
     named = {field: getattr(getattr(m, field), "name", getattr(m, field)) for field in PARTS}
     parts = [f"model.{field}={name}" for field, name in named.items()
-             if not (PARTS[field][name].implementation or OWN).startswith(OWN)
+             if not (PARTS[field][name].implementation or "lpkit.").startswith(OWN)
              and not hasattr(PARTS[field][name].load(), "reset")]
     if not parts:
         return
@@ -54,7 +54,7 @@ def refuse_overwritten(config: Config) -> None:
     initialise(model, m.init)
     for name, p in model.named_parameters():
         was, holder = before[name], model.get_submodule(name.rpartition(".")[0])
-        own = not type(holder).__module__.startswith(("torch.", OWN))
+        own = not type(holder).__module__.startswith(("torch.", *OWN))
         same = bool((was == was.flatten()[0]).all())
         if (own or same) and not torch.equal(was, p):
             first = f"{was.flatten()[0].item():.3g}"

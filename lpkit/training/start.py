@@ -2,7 +2,7 @@
 
     start: {run: runs/base}                                  by the same names
     start: {run: runs/base, map: [blocks.2:blocks.0]}        what begins so is read from there
-    start: {run: runs/base, grow: stack}                     by a row of lpkit.techniques.growth
+    start: {run: runs/base, grow: stack}                     by a row of lessons.rows.growth
 
 They are copied before changes of the model. Their hash is part of what the run is (run.json). What
 stays frozen is in no checkpoint: it is read from the base again, which must be there.
@@ -23,7 +23,7 @@ from lpkit import records
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.parallel.ranks import by_first
-from lpkit.techniques.growth import GROWTH
+from lpkit.techniques.changes import GROWTH
 from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 
@@ -79,6 +79,18 @@ class Start:
                               f"{self.sha256 or 'none'}; give back the run that it was begun from "
                               f"(start.run names it where it has moved), or start anew with "
                               f"another --out")
+
+
+def refuse_growth(config: Config) -> None:
+    """Raises ConfigError where no run's model can grow into this one."""
+    asked, why = config.start, "set start.run to a run's folder, and leave start.map out"
+    row = GROWTH[asked.grow.name]
+    if not row.implementation or isinstance(torch.empty(0), FakeTensor):    # or bytes alone
+        return
+    if asked.run and not asked.map:
+        why = row.problem(asked.grow, Run.open(Path(asked.run)).config.model, config.model)
+    if why:
+        raise ConfigError(f"start.grow={asked.grow} from {asked.run or 'no run'}: {why}")
 
 
 def read(config: Config, tokenizer: str = "") -> Start:

@@ -6,9 +6,9 @@ A schedule says which share of the tokens each layer sees in each update. An upd
 
 with s the layer's share, `weights` the products of a layer with its weights and `pairs` those of
 attention, which has a pair of tokens for each score. Six published schedules are rows of
-`lpkit.techniques.depth`; their FLOPs are counted and their seconds measured here. Then runs at
-equal FLOPs: a whole model, one that is stacked from few layers, a small one. FLOPs are those of
-updates, losses in nats per token.
+`rows/depth.py`; their FLOPs are counted and their seconds measured here. Then runs at equal FLOPs:
+a whole model, one that is stacked from few layers, a small one. FLOPs are those of updates, losses
+in nats per token. Ways to grow a model are rows of `rows/growth.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons.drawing import axis, figure, heat, note, scatter
 from lessons.draws import normal
 from lessons.judge import adding_to
+from lessons.rows import depth, growth
+from lessons.rows.depth_torch import Partly as Partly
+from lessons.rows.depth_torch import Stacking as Stacking
 from lessons.style import DISTINCT
 from lessons.timing import PHASES, by_phase
 from lessons.waiting import progress as progress
@@ -42,8 +45,6 @@ from lpkit.presets import preset
 from lpkit.tables import html_table
 from lpkit.techniques.changes import GOVERNORS
 from lpkit.timing import Watch
-from lpkit.training.depth import Partly as Partly
-from lpkit.training.depth import Stacking as Stacking
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
@@ -58,8 +59,9 @@ SMALL = {"model.layers": 8, "model.width": 64, "model.heads": 2, "model.context"
 
 
 def scheduled(config: Config, name: str, **settings: Any) -> Config:
-    """`name`: of a row of `lpkit.techniques.depth`, or WHOLE."""
-    return config if name == WHOLE else config.replace({"governors": [{"name": name, **settings}]})
+    """`name`: of a row of `rows/depth.py`, or WHOLE."""
+    return config if name == WHOLE else config.replace({
+        "imports": depth.__name__, "governors": [{"name": name, **settings}]})
 
 
 def shares(config: Config, step: int) -> tuple[float, ...]:
@@ -229,8 +231,9 @@ class Growth:
 def grow(run: Run, row: str, updates: int) -> Growth:
     """Trains a larger model that begins from the small one's weights by a row of `start.grow`."""
     small = Training.build(run.config.replace({"start.run": str(run.path)}))
-    large = Training.build(run.config.replace({**GROWN[row], "steps": updates, "start.grow": row,
-                                               "start.run": str(run.path)}))
+    large = Training.build(run.config.replace({
+        **GROWN[row], "steps": updates, "imports": growth.__name__, "start.grow": row,
+        "start.run": str(run.path)}))
     batch = small.val.batch(0)
 
     @torch.no_grad()

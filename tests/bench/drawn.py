@@ -13,7 +13,10 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
-import lessons.rows.optimizers  # noqa: F401  ten rules more
+import lessons.rows.linear_attention
+import lessons.rows.masked
+import lessons.rows.optimizers
+import lessons.rows.sparse_attention  # noqa: F401  adds rows
 from lpkit.config import Config, MemoryConfig
 from lpkit.errors import ConfigError
 from lpkit.techniques.attention import KINDS
@@ -26,6 +29,9 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import Settings
 from lpkit.training.training import RandomTokens, Training
 
+# kinds of attention, in the order that draws depend on; others come after them
+ORDER = ("full", "window", "block-sparse", "documents", "bidirectional", "linear", "performer",
+         "delta")
 VALUES: Mapping[str, tuple] = MappingProxyType({        # of settings that are numbers or names
     "every": (1, 2, 3), "chunk_tokens": (7, 64, 300, 2048), "history": (1, 16, 100),
     "high_precision_layers": (("head",), ("head",), (), ("head", "first"), ("head", "last")),
@@ -66,7 +72,8 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     for key in ("bias", "tied", "qkv_bias", "qk_norm"):
         changes[f"model.{key}"] = draw.random() < 0.5
     if draw.random() < 0.5:
-        changes |= _row(draw, "model.attention", KINDS)
+        order = {name: KINDS[name] for name in dict.fromkeys((*ORDER, *KINDS))}
+        changes |= _row(draw, "model.attention", order)
     here = Attending(model=Config().replace(changes).model)
     changes["system.attention"] = draw.choice(
         [name for name, row in ATTENTION.items()

@@ -14,6 +14,7 @@ from lpkit.training.training import Training
 from tests.bench.harness import Result, paired
 
 SMALL = lpkit.preset("cpu-3m").replace({
+    "imports": "lessons.rows.depth,lessons.rows.growth",
     "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64, "global_batch": 8, "grad_accum_steps": 1, "eval_every": 0,
     "eval_batches": 32, "checkpoint_every": 0, "schedule.warmup_steps": 20, "optimizer.lr": 3e-3, "precision.recipe": "fp32", "system.device": "cpu",
     "system.threads": 1, "system.compile": False, "steps": 400})

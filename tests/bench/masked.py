@@ -15,15 +15,16 @@ from time import perf_counter
 
 import torch
 
+from lessons.rows.masked_torch import encoded
 from lpkit.config import Config
 from lpkit.measure.updates import Bench, take_turns
-from lpkit.nn.masked import encoded
 from lpkit.predict.flops import training_flops
 from lpkit.training.data import corpus
 from lpkit.training.training import Training
 from tests.bench.harness import Result, paired
 
 BASE = Config().replace({
+    "imports": "lessons.rows.masked",
     "model.attention": "bidirectional", "model.vocab": 257, "data.policy": "masked", "model.layers": 8, "model.width": 128, "model.heads": 4,
     "model.context": 128, "global_batch": 16, "schedule": "constant", "schedule.warmup_steps": 20, "precision.recipe": "fp32", "eval_batches": 16,
     "steps": 1_000_000, "system.device": "cpu"})

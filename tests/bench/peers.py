@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import compiled, why_not
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.scales import stored_dtype
-from lpkit.nn import library_attention
+from lpkit.nn.attention import sdpa
+from lpkit.nn.library_attention import flash_attn
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import Cast
@@ -434,9 +436,15 @@ def quack_cross_entropy(logits: Tensor, targets: Tensor) -> Results:
 
 # ---- attention
 
-def attention(by: str, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, sinks: Tensor | None,
-              rule: Rule) -> Tensor:
-    return getattr(library_attention, by)(q, k, v, documents, sinks, rule=rule)
+def torch_attention(by: SDPBackend, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                    sinks: Tensor | None, rule: Rule) -> Tensor:
+    with sdpa_kernel(by):       # PyTorch raises an error if this kernel cannot
+        return sdpa(q, k, v, documents, sinks, rule=rule)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
+                    sinks: Tensor | None, rule: Rule) -> Tensor:
+    return flash_attn(q, k, v, documents, sinks, rule=rule)
 
 
 CUTEDSL = "liger, cutedsl"
@@ -449,8 +457,9 @@ PEERS: dict[str, Mapping[str, Version]] = {
     "rotary": {"liger": liger_rotary, "quack": quack_rotary, "transformer-engine": te_rotary},
     "cross-entropy": {"liger": liger_cross_entropy, CUTEDSL: partial(liger_cross_entropy, implementation="cutedsl"),
                       "quack": quack_cross_entropy, "transformer-engine": te_cross_entropy},
-    "flash-attention": {name: partial(attention, by) for name, by in {
-        "sdpa, flash": "sdpa_flash", "sdpa, cudnn": "sdpa_cudnn", "flash-attn": "flash_attn", "flash-attn-4": "flash_attn_4"}.items()},
+    "flash-attention": {"sdpa, flash": partial(torch_attention, SDPBackend.FLASH_ATTENTION),
+                        "sdpa, cudnn": partial(torch_attention, SDPBackend.CUDNN_ATTENTION),
+                        "flash-attn": flash_attention},
     "amax": {"torchao": torchao_amax, "transformer-engine": te_amax},
     "cast-tensor": {"torchao": torchao_tensor, "torchao, triton": torchao_tensor_triton, "transformer-engine": te_tensor},
     "cast-rows": {"torchao": torchao_rows},

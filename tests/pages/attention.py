@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import torch
 
+import lessons.rows.linear_attention
+import lessons.rows.masked  # noqa: F401  adds rows
 from lessons.l12_flash_attention import cell
 from lpkit.config import ModelConfig
 from lpkit.measure.attention import LENGTHS, MODEL
 from lpkit.measure.probes import Probe
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
+from tests.bench.drawn import ORDER
 from tests.pages import markdown_table
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +27,8 @@ TABLE = tuple("".join("01"[a != 1 and (a + b) % 2 == 0] for b in range(9)) for a
 def models() -> dict[str, ModelConfig]:
     """Every kind of the table, and what any can have besides, by name."""
     found = {}
-    for name, row in KINDS.items():
+    for name in dict.fromkeys((*ORDER, *KINDS)):
+        row = KINDS[name]
         smaller = {key: value for key, value in SMALLER.items() if hasattr(row.settings, key)}
         found[name] = replace(MODEL, attention=replace(row.settings, name=name, **smaller))
     full, window, blocks = (found[name].attention for name in ("full", "window", "block-sparse"))
@@ -69,8 +73,7 @@ the machine at hand and raced.
 This page was made by running every kind with every backend on a CPU, forward and backward against
 the definition in float64, at one token and at {length} with heads of {width}: the largest relative
 error of the output or a gradient in {dtypes}; or a dash, and the reason
-below. `fp8` is another arithmetic by design: E4M3 keeps 4 significant bits. `lpkit doctor` does the
-same where it runs.
+below. `lpkit doctor` does the same where it runs.
 """
 ON_A_GPU = """
 ## On a GPU

@@ -405,7 +405,8 @@ def _blocks_flops(layers: int, width: int, tokens: int) -> int:
 
 def layer_dropping() -> Numbers:
     """Where the whole model has the same loss in as many seconds, nothing is gained."""
-    config = preset("gpt2-124m").replace({"governors": "progressive-layer-drop", "steps": 1000})
+    config = preset("gpt2-124m").replace({"imports": "lessons.rows.depth", "steps": 1000,
+                                          "governors": "progressive-layer-drop"})
     less = training_flops(config.model) / training_flops(governed(config).model)
     [found] = protocol.recorded()[1]["progressive-layer-drop"]["verdicts"]
     same = {"six layers of 128, by protocol": 1.0} if not found["equal_seconds"]["survives"] else {}

@@ -8,7 +8,6 @@ from lpkit.techniques.layouts import (
     GATHERED,
     REDUCTIONS,
     STAGES,
-    TENSOR_MESSAGES,
     UNSHARDED,
 )
 from lpkit.techniques.pipelines import SCHEDULES
@@ -111,8 +110,7 @@ def page() -> str:
         "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
         "attend as `parallel.attention` says:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
-        "\n\nRanks of `parallel.tensor` send as `parallel.tensor_messages` says:\n\n",
-        markdown_table(("`parallel.tensor_messages`", "", "source"), rows(TENSOR_MESSAGES)),
+        "\n\nRanks of `parallel.tensor` gather tokens before the product that needs them, and scatter its sum after.",
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),

@@ -1,4 +1,4 @@
-"""A larger model's tensors, made one after the other of a smaller one's.
+"""A larger model's tensors, made one after the other of a smaller one's (rows of `growth.py`).
 
 In width, place i is a copy of place i mod n. Who writes it has its row copied; who reads it has its
 column shared among the copies, so that sums stay; norms stay as each place has as many copies.
@@ -8,59 +8,18 @@ tied head the last norm is shared: its columns are the embedding's.
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lpkit.config import Config, ModelConfig
-from lpkit.errors import ConfigError
+from lessons.rows.growth import AXES, WidthSettings
+from lpkit.config import ModelConfig
 from lpkit.techniques.blocks import BLOCKS
-from lpkit.techniques.growth import AXES, GROWTH, WidthSettings
+from lpkit.techniques.changes import GROWTH
 from lpkit.techniques.row import Settings
-from lpkit.training.runs import Run
 
 Pairs = Iterator[tuple[str, Tensor]]
 ENDS = ("attention.out.", "mlp.down.")      # whose results are added to the stream
-READ = {"kv_heads": "G", "head_dim": "E", "mlp_width": "F", "qkv_bias": "biased_qkv"}
-
-
-def refuse(config: Config) -> None:
-    """Raises ConfigError where no run's model can grow into this one."""
-    asked, why = config.start, "set start.run to a run's folder, and leave start.map out"
-    if isinstance(torch.empty(0), FakeTensor):      # only bytes are asked for
-        return
-    if asked.run and not asked.map:
-        why = refusal(asked.grow, Run.open(Path(asked.run)).config.model, config.model)
-    if why:
-        raise ConfigError(f"start.grow={asked.grow} from {asked.run or 'no run'}: {why}")
-
-
-def refusal(settings: Settings, small: ModelConfig, large: ModelConfig) -> str:
-    """Why `small` cannot become `large`, and the nearest that works; empty: it can."""
-    row, depth = GROWTH[settings.name], GROWTH[getattr(settings, "depth", settings.name)]
-    if small.changes:
-        return (f"that run has model.changes={', '.join(map(str, small.changes))}; grow a run "
-                f"without (`lpkit export` merges adapters, `lpkit import` makes a run of that)")
-    for key in (f.name for f in fields(small) if f.name not in ("init", "changes")):
-        was, now = (getattr(one, READ.get(key, key)) for one in (small, large))
-        if key in row.knows and was not in row.knows[key]:
-            return f"model.{key}={was} is none that it knows ({', '.join(row.knows[key])})"
-        if was != now and not (key in row.grows and now > was):
-            return f"model.{key}={now}, not {was}; set model.{key}={was}"
-        if key in row.multiples + depth.multiples and now % was:
-            low = now - now % was
-            return f"model.{key}={now} is no multiple of {was}; nearest: {low} or {low + was}"
-    queries = small.H // small.G
-    if large.H // large.G < queries:
-        return (f"model.heads={large.H} are fewer than {queries} for each of model.kv_heads="
-                f"{large.G}, as in that run; set model.heads={queries * large.G}")
-    if small.tied and small.norm == "none" and large.D != small.D:
-        return (f"model.width={large.D} with a tied head and no norm has other logits; set "
-                f"model.width={small.D}, or grow a run with model.tied=false")
-    return settings.problem((small, large))
 
 
 def deeper(tensors: Mapping[str, Tensor], small: ModelConfig, large: ModelConfig,

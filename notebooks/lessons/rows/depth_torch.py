@@ -1,4 +1,4 @@
-"""Layers that an update leaves out, or that see some of its tokens: rows of `techniques.depth`.
+"""Layers that an update leaves out, or that see some of its tokens: rows of `depth.py`.
 
 For the time of an update `Partly` stands in a layer's place, around whatever it does (recomputation,
 shards, a compiled function): these meet the tokens that were kept, also the second time.
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lessons.rows.depth import hashed
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.changes import GOVERNORS
-from lpkit.techniques.depth import hashed
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.row import Settings
 

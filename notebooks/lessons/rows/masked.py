@@ -1,4 +1,7 @@
-"""Masked pre-training: a bidirectional model is asked for tokens that it cannot see. No torch.
+"""Masked pre-training: a bidirectional model is asked for tokens that it cannot see.
+
+    lpkit train cpu-3m model.vocab=257 model.attention=bidirectional data.policy=masked \\
+        --import lessons.rows.masked
 
 BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805) hides 15% of the tokens behind a mask,
 and every layer sees all. In a masked autoencoder (He et al. 2021, https://arxiv.org/abs/2111.06377)
@@ -11,6 +14,9 @@ Here a hidden token is always the mask, and the decoder as wide as the encoder.
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lpkit.techniques.attention import KINDS, AttentionKind, Rule, Softmax
+from lpkit.techniques.blocks import MODEL_CHANGES
+from lpkit.techniques.data import POLICIES, Policy
 from lpkit.techniques.operation import POSITIONS, TOKEN_ID, Hold, Kind, MicroBatch, Op
 from lpkit.techniques.row import Settings
 from lpkit.values import Count, CountOrZero, InnerShare
@@ -26,6 +32,12 @@ def _one_way(m: Any) -> str:
     return "" if rule and not rule.causal else (
         f"needs attention to tokens to come, and model.attention={m.attention.name} has none; set "
         f"model.attention=bidirectional and data.policy=masked")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bidirectional(Softmax):
+    def rule(self, T: int) -> Rule:
+        return replace(super().rule(T), causal=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +94,15 @@ def _problem(config: Any, recipe: Any) -> str:
     return ""
 
 
-MASKED = {"masked-autoencoder": Kind(
+KINDS["bidirectional"] = AttentionKind(
+    why="every token, also those to come: for masked pre-training", settings=Bidirectional(),
+    source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805")
+POLICIES["masked"] = Policy(
+    why="random windows, of which some tokens are hidden and asked for, also in evaluation: of the "
+        "validation text, by the seed", hides=True, settings=Hiding(), evaluation="masked",
+    implementation="lessons.rows.masked_torch:Masked",
+    source="Devlin et al. 2018, https://arxiv.org/abs/1810.04805")
+MODEL_CHANGES["masked-autoencoder"] = Kind(
     operations=fewer_tokens, why="its first layers see the visible tokens alone, its last ones all",
     source="He et al. 2021, https://arxiv.org/abs/2111.06377", settings=Autoencoder(),
-    problem=_problem, implementation="lpkit.nn.masked:encode_visible")}
+    problem=_problem, implementation="lessons.rows.masked_torch:encode_visible")

@@ -1,11 +1,11 @@
 """Governors by which an update runs less of the model: some layers, or some tokens of a layer.
 
-A row's `shares(settings, layers, steps, seed, step)` says of each layer the share of the tokens that
-it sees in the update after `step` others; 0: it is left out, and the stream passes it. The run and
-the prediction read it. It hashes (splitmix64: Steele, Lea and Flood 2014,
+    lpkit train cpu-3m governors=random-ltd --import lessons.rows.depth
+
+A row's `shares` hashes (splitmix64: Steele, Lea and Flood 2014,
 https://doi.org/10.1145/2714064.2660195), so that ranks agree and a resumed run goes on. A layer that
 is left out has no gradient: its weights and moments stay. Evaluation, samples and checkpoints have
-the whole model.
+the whole model. `depth_torch.py` does to the model what the rows say.
 """
 
 import math
@@ -16,8 +16,9 @@ from itertools import pairwise
 from typing import Annotated, Any
 
 from lpkit.techniques.blocks import BLOCKS
+from lpkit.techniques.changes import GOVERNORS, Governor
 from lpkit.techniques.operation import MicroBatch
-from lpkit.techniques.row import Row, Settings
+from lpkit.techniques.row import Settings
 from lpkit.values import Count, CountOrZero, InnerShare, Positive, Rate, check
 
 _MASK, _GAMMA = 2**64 - 1, 0x9E3779B97F4A7C15
@@ -35,14 +36,13 @@ def hashed(*numbers: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Governor(Row):
+class Depth(Governor):
     """`keeps(settings, layers, steps, step)`: what a layer adds is divided by it. `alike`: layers see
     the same tokens."""
 
-    shares: Callable[[Any, int, int, int, int], Shares]
     keeps: Callable[[Any, int, int, int], Shares] | None = None
     alike: bool = False
-    implementation: str = "lpkit.training.depth:Depth"
+    implementation: str = "lessons.rows.depth_torch:Depth"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,36 +156,34 @@ def middle(settings: Tokens, layers: int, steps: int, seed: int, step: int) -> S
     return 1.0, *(settings.share + (1 - settings.share) * rise,) * (layers - 2), 1.0
 
 
-DEPTH: dict[str, Governor] = {
-    "stochastic-depth": Governor(
-        why="leaves out layers at random, with a probability that rises to `rate` in the last. What "
-            "a kept one adds is divided by its own (the paper multiplies in evaluation instead)",
-        settings=Drop(rate=0.5), shares=partial(drawn, falling), keeps=falling,
-        source="Huang et al. 2016, arXiv:1603.09382"),
-    "layer-drop": Governor(
-        why="leaves out layers at random, all with one probability; nothing is scaled",
-        settings=Drop(), shares=partial(drawn, evenly), source="Fan et al. 2019, arXiv:1909.11556"),
-    "progressive-layer-drop": Governor(
-        why="as stochastic-depth, and the probabilities rise from 0 as the run goes on",
-        settings=Progressive(), shares=partial(drawn, progressive), keeps=progressive,
-        source="Zhang and He 2020, arXiv:2010.13369"),
-    "stack": Governor(
-        why="begins with some layers, which are copied on top until all run; others add nothing "
-            "before. Moments begin anew", settings=Stack(), shares=stacked,
-        implementation="lpkit.training.depth:Stacking",
-        source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html"),
-    "masked-growth": Governor(
-        why="what new layers add has a mask, which rises from 0 to 1: with start.grow=stack the "
-            "small model's function goes over into the large one's", settings=Masks(),
-        shares=lambda settings, layers, *_: (1.0,) * layers, keeps=masked,
-        source="Yao et al. 2023, arXiv:2305.02869"),
-    "random-ltd": Governor(
-        why="layers between the first and the last see a random part of the tokens, each another "
-            "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,
-        source="Yao et al. 2022, arXiv:2211.11586"),
-    "token-drop": Governor(
-        why="the same, but one part for all these layers. It is drawn in each update: the paper "
-            "keeps entries of the vocabulary with a high running loss", settings=Tokens(),
-        shares=middle, alike=True,
-        source="Hou et al. 2022, arXiv:2203.13240"),
-}
+GOVERNORS["stochastic-depth"] = Depth(
+    why="leaves out layers at random, with a probability that rises to `rate` in the last. What "
+        "a kept one adds is divided by its own (the paper multiplies in evaluation instead)",
+    settings=Drop(rate=0.5), shares=partial(drawn, falling), keeps=falling,
+    source="Huang et al. 2016, arXiv:1603.09382")
+GOVERNORS["layer-drop"] = Depth(
+    why="leaves out layers at random, all with one probability; nothing is scaled",
+    settings=Drop(), shares=partial(drawn, evenly), source="Fan et al. 2019, arXiv:1909.11556")
+GOVERNORS["progressive-layer-drop"] = Depth(
+    why="as stochastic-depth, and the probabilities rise from 0 as the run goes on",
+    settings=Progressive(), shares=partial(drawn, progressive), keeps=progressive,
+    source="Zhang and He 2020, arXiv:2010.13369")
+GOVERNORS["stack"] = Depth(
+    why="begins with some layers, which are copied on top until all run; others add nothing "
+        "before. Moments begin anew", settings=Stack(), shares=stacked,
+    implementation="lessons.rows.depth_torch:Stacking",
+    source="Gong et al. 2019, https://proceedings.mlr.press/v97/gong19a.html")
+GOVERNORS["masked-growth"] = Depth(
+    why="what new layers add has a mask, which rises from 0 to 1: with start.grow=stack the "
+        "small model's function goes over into the large one's", settings=Masks(),
+    shares=lambda settings, layers, *_: (1.0,) * layers, keeps=masked,
+    source="Yao et al. 2023, arXiv:2305.02869")
+GOVERNORS["random-ltd"] = Depth(
+    why="layers between the first and the last see a random part of the tokens, each another "
+        "one, which grows to all", settings=Tokens(grow_steps=None), shares=middle,
+    source="Yao et al. 2022, arXiv:2211.11586")
+GOVERNORS["token-drop"] = Depth(
+    why="the same, but one part for all these layers. It is drawn in each update: the paper "
+        "keeps entries of the vocabulary with a high running loss", settings=Tokens(),
+    shares=middle, alike=True,
+    source="Hou et al. 2022, arXiv:2203.13240")

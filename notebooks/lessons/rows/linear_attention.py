@@ -1,0 +1,172 @@
+"""Attention without softmax: kinds whose past is a state of constant size.
+
+    lpkit train cpu-3m model.attention=linear --import lessons.rows.linear_attention
+
+`linear_attention_torch.py` has the modules and their kernels, which work in chunks of tokens.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lpkit.predict.attention import attention_op, qkv_bytes, qkv_numbers
+from lpkit.techniques.attention import KINDS, AttentionKind
+from lpkit.techniques.attention_backends import ATTENTION, Backend
+from lpkit.techniques.operation import FP32, Hold, MicroBatch, Op, Pairs, linear
+from lpkit.techniques.row import Settings
+from lpkit.values import Count, Seed
+
+CHUNK = 64      # tokens between two states
+HERE, TORCH = "lessons.rows.linear_attention:", "lessons.rows.linear_attention_torch:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithoutSoftmax(Settings):
+    def rule(self, T: int) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatures(WithoutSoftmax):
+    features: Count = 256
+    seed: Seed = 0
+
+
+def _sums(m: Any) -> int:
+    """Returns the bytes of two sums in float32: features by values, and features alone."""
+    return 4 * m.G * getattr(m.attention, "features", m.E) * (m.E + 1)
+
+
+# Products. What is over pairs of tokens is over pairs in a chunk; with the state,
+# (F, E), each token meets F x E numbers twice.
+
+def chunk_of(T: int) -> tuple[int, int]:
+    """Tokens of a chunk, and of all chunks: the last is filled up."""
+    C = max(1, min(CHUNK, T))
+    rest = T % C
+    return C, T - rest + C if rest else T
+
+
+def linear_pairs(B: int, H: int, G: int, T: int, E: int, features: int) -> tuple[Pairs, ...]:
+    """Lists the products of linear attention in chunks; a column of ones is beside the values."""
+    C = chunk_of(T)[0]
+    return _in_each_chunk(B, T, ("scores", H, C, C, features), ("values", H, C, E + 1, C),
+                          ("states", G, features, E + 1, C), ("read", H, C, E + 1, features))
+
+
+def delta_pairs(B: int, H: int, G: int, T: int, E: int) -> tuple[Pairs, ...]:
+    """Lists the products of the delta rule in chunks; a triangular system counts as a product."""
+    C = chunk_of(T)[0]
+    return _in_each_chunk(B, T, ("scores", H, C, C, E), ("values", H, C, E, C),
+                          ("overlaps", G, C, C, E), ("system", G, C, 2 * E, C),
+                          ("read", H, C, E, E), ("replaced", G, C, E, E), ("states", G, E, E, C))
+
+
+def _in_each_chunk(B: int, T: int, *products: tuple[str, int, int, int, int]) -> tuple[Pairs, ...]:
+    """Makes the Pairs of products given by name, heads, M, N, K."""
+    C, padded = chunk_of(T)
+    return tuple(Pairs(name=name, M=M, N=N, K=K, group=B * padded // C * heads)
+                 for name, heads, M, N, K in products)
+
+
+# What a micro-batch saves, moves and computes.
+
+def _in_chunks(s: MicroBatch, *, pairs: tuple[Pairs, ...], moves: int, work: float,
+               **facts: Any) -> Op:
+    """An operator that keeps what it is given and works in float32: forward `moves` numbers for
+    each token, and backward holds `work` numbers at the most, its gradients among them."""
+    padded = chunk_of(s.model.T)[1]
+    op = attention_op(s, work=FP32 * work, pairs=pairs, score_passes=(4, 8), **facts)
+    return replace(op, moved_bytes=op.moved_bytes + qkv_bytes(s) + s.batch * padded * moves * FP32)
+
+
+def linear_chunks(s: MicroBatch) -> Op:
+    """Sums over the past, from chunk to chunk: q, k, v, the output, and a float32 normaliser per
+    query, which is the sum of a column of ones beside the values. The most of backward is where
+    the gradient of q, or of k, goes back through its features."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    F, drawn = getattr(m.attention, "features", m.E), hasattr(m.attention, "features")
+    keys = padded * (T != padded or (s.batch > 1 and not drawn))    # else a view, and so for q
+    queries = padded if m.G < m.H else keys
+    last = [max(F, drawn * wide * m.E) for wide in (2, 3)]      # FAVOR+ goes back by a product
+    common = m.H * queries * F + m.G * keys * F + padded * (m.G * F + (m.H + 2 * m.G) * (m.E + 1))
+    common += 2 * m.H * padded * C + m.G * (2 * padded / C + 1) * F * (m.E + 1)
+    common += (s.compute_bytes < FP32) * m.H * T * m.E
+    through_q = m.H * (padded * F + T * (3 * F + last[0])) + m.G * T * F
+    through_k = m.H * T * (F + m.E) + m.G * T * (3 * F + last[1])
+    return _in_chunks(s, pairs=linear_pairs(s.batch, m.H, m.G, T, m.E, F),
+                      moves=(m.H + m.G) * (4 * F + m.E),
+                      work=s.batch * (common + max(through_q, through_k)),
+                      numbers=m.H * m.E, saved=s.tokens * m.H * FP32,
+                      saves_result=True, backward_pairs=2.5)
+
+
+def delta_chunks(s: MicroBatch) -> Op:
+    """The delta rule: a triangular system in each chunk, then from state to state; keeps q, k, v
+    and the gates. The most of backward is where the gradient of q goes back through its length, or
+    before, where that of k is summed."""
+    m, T, (C, padded) = s.model, s.model.T, chunk_of(s.model.T)
+    narrow = s.compute_bytes < FP32
+    shared = (s.batch == 1 and T == padded) * (2 - narrow) * (m.G + m.H * (m.G == m.H))    # views
+    common = T * (m.H + m.G) * m.E + padded * (3 * m.H + 15 * m.G - shared) * m.E
+    common += padded * (2 * m.H + 4 * m.G) * C + m.G * m.E**2 * (3 * padded / C + 1)
+    common += padded * 5 * m.G                                  # gates
+    most = max(T * (6 + narrow) * m.H * m.E, padded * m.G * (m.E + C))
+    return _in_chunks(s, pairs=delta_pairs(s.batch, m.H, m.G, T, m.E),
+                      moves=(4 * m.H + 11 * m.G) * m.E, work=s.batch * (common + most),
+                      saved=0, gates=m.G, backward_pairs=2.75)
+
+
+def quadratic(s: MicroBatch) -> Op:
+    """The definition of kinds that sum over the past: features, and the weights of all pairs, in
+    float32."""
+    m = s.model
+    features = getattr(m.attention, "features", m.E)
+    pairs = s.batch * m.H * m.T * m.T * FP32
+    mapped = 4 * s.tokens * m.H * (features + m.E) * FP32
+    given = s.tokens * m.H * m.E * s.compute_bytes
+    return attention_op(s, saved=pairs + mapped, out=3 * given, work=2 * pairs + mapped,
+                        score_passes=(6, 8), features=features)
+
+
+def delta_steps(s: MicroBatch) -> Op:
+    """The delta rule token by token: each keeps the state that it leaves, in float32."""
+    m = s.model
+    states = s.tokens * m.G * m.E * m.E * FP32
+    mapped = 2 * s.tokens * qkv_numbers(m) * FP32
+    return attention_op(s, saved=states + mapped, gates=m.G, work=qkv_bytes(s), score_passes=(5, 8),
+                        pairs=(
+                            Pairs(name="states", M=m.T * m.E, N=m.E, K=1, group=s.batch * m.G),
+                            Pairs(name="replaced", M=m.T, N=m.E, K=m.E, group=s.batch * m.G),
+                            Pairs(name="read", M=m.T, N=m.E, K=m.E, group=s.batch * m.H)))
+
+
+def delta_gates(s: MicroBatch) -> Iterator[Op]:
+    """One number for each token and key/value head, of the input that q, k and v are made of."""
+    m, wide = s.model, s.tokens * s.model.D * s.residual_bytes
+    yield Op(name="attention.kind", part="", backward=(Hold(grows=-wide),))    # both are added up
+    yield linear("attention.kind.beta", s, m.D, m.G, cut="column", bias=m.bias,
+                 input_is_saved=not s.mixed)
+
+SUMS = {"cache": TORCH + "State", "state_bytes": _sums, "operations": {
+    "plain": HERE + "quadratic", "chunked": HERE + "linear_chunks"}}
+KINDS["linear"] = AttentionKind(
+    why="exp(q k) becomes phi(q) phi(k), phi = elu + 1: the past is a sum",
+    settings=WithoutSoftmax(), implementation=TORCH + "Linear",
+    **SUMS, source="Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236")
+KINDS["performer"] = AttentionKind(
+    why="as linear, with random features whose products are softmax's weights in the mean",
+    settings=RandomFeatures(), implementation=TORCH + "Performer",
+    **SUMS, source="Choromanski et al. 2021, https://arxiv.org/abs/2009.14794")
+KINDS["delta"] = AttentionKind(
+    why="a state from keys to values, where each token replaces a learned share of its key's",
+    settings=WithoutSoftmax(), implementation=TORCH + "Delta",
+    cache=TORCH + "State", state_bytes=lambda m: 4 * m.G * m.E * m.E,
+    operations={"plain": HERE + "delta_steps", "chunked": HERE + "delta_chunks"},
+    products=HERE + "delta_gates",
+    source="Schlag et al. 2021, https://arxiv.org/abs/2102.11174; Yang et al. 2024, "
+           "https://arxiv.org/abs/2406.06484")
+ATTENTION["chunked"] = Backend(
+    why="chunks of tokens and a state between them, for kinds without softmax",
+    operations=HERE + "linear_chunks",
+    why_not=lambda asked: "computes kinds without softmax alone; plain can")
