@@ -200,7 +200,8 @@ def has_display() -> bool:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
-    from lpkit.commands import needs        # a learner's desk imports this module, and not those
+    # here, since the process of each learner in a room imports this module
+    from lpkit.commands import needs
 
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     from hosting import copies
