@@ -25,7 +25,8 @@ def test_a_process_of_hosting_imports_the_courses_own_modules(tmp_path):
     for name in ("hosting", "lessons"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("1 / 0")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ["PYTHONPATH"]))}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
     done = subprocess.run([*python("probe"), "-f", "one"], cwd=tmp_path, env=env,
                           capture_output=True, text=True, check=True)
     ours = [str(Path(NOTEBOOKS, name, "__init__.py")) for name in ("hosting", "lessons")]
