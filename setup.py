@@ -5,7 +5,7 @@ Everything else is in pyproject.toml. `lpkit.files.resource` finds either place,
 
 from setuptools import find_packages, setup
 
-BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.notebooks.experiments": "notebooks/experiments", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
+BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.notebooks.hosting": "notebooks/hosting", "lpkit.notebooks.experiments": "notebooks/experiments", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
 
 setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
@@ -14,6 +14,7 @@ setup(
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
         "lpkit.notebooks": ["*.ipynb", "pictures/*"],
         "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css", "*.html"],
+        "lpkit.notebooks.hosting": ["*.html"],
         "lpkit.notebooks.experiments": ["*"],
         "lpkit.data.measured": ["*"],
         "lpkit.data.published": ["*"],

@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 from urllib.parse import quote
 
-from lpkit.course.lab import Server, serve
+from hosting.lab import Server, serve
 from tests.attack import patience
 
 HERE = re.compile(r"(https?|wss?)://127\.0\.0\.1[:/]|data:|blob:|about:")

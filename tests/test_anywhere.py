@@ -21,8 +21,8 @@ import jsonschema
 import pytest
 import yaml
 
+from hosting.lab import PORT
 from lpkit import cli
-from lpkit.course.lab import PORT
 from lpkit.training import places
 
 ROOT = Path(__file__).parents[1]

@@ -39,8 +39,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "course.copies", "cli",
-                 "course.lab", "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs", "measure.probes", "commands.doctor"]
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "cli",
+                 "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs", "measure.probes", "commands.doctor"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["names", "errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "modules", "claims",
@@ -96,8 +96,31 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
     assert not [path for path in FILES for name in imported(path) if name.split(".")[0] == "lessons"]
     for path in (ROOT.parent / "notebooks" / "lessons").rglob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
-        assert outside <= {"lessons", "lpkit", "nbconvert", "nbformat", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors",
-                           "traitlets", "IPython", "PIL", "jupyterhub", "matplotlib", "tornado"}, (path.name, outside)
+        assert outside <= {"lessons", "lpkit", "nbformat", "torch", "triton", "anywidget", "ipywidgets", "numpy", "psutil", "safetensors",
+                           "traitlets", "IPython", "PIL", "matplotlib"}, (path.name, outside)
+
+
+HOSTED = {"lab": "lab", "room": "opening", "progress": "progress", "slides": "slides"}     # a command, its module
+
+
+def test_the_commands_that_host_people_are_the_only_doors_to_hosting():
+    """Each takes one module; a lesson takes none, since a learner's kernel needs nothing of it."""
+    place = ROOT.parent / "notebooks"
+    lessons = sorted((place / "lessons").rglob("*.py"))
+    assert not [path for path in (*FILES, *lessons) for name in imported(path)
+                if name.split(".")[0] == "hosting"]
+    doors = {path.stem: ast.unparse(node.args[0]) for path in FILES
+             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+             and ast.unparse(node.func).split(".")[-1] == "hosting"}
+    assert doors == {command: repr(module) for command, module in HOSTED.items()}
+    for command, module in HOSTED.items():
+        taken = {node.attr for node in ast.walk(ast.parse((ROOT / "commands" / f"{command}.py").read_text()))
+                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == module}
+        assert "run" in taken and taken <= {"run", "text", "arguments", "PORT"}, (command, taken)
+    for path in (place / "hosting").glob("*.py"):
+        outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
+        assert outside <= {"hosting", "lessons", "lpkit", "jupyter_server", "jupyterhub", "nbconvert",
+                           "nbformat", "psutil", "tornado", "traitlets"}, (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])
@@ -107,7 +130,8 @@ def test_rows_and_predictions_need_the_standard_library_alone(room):
 
 
 def test_importing_does_not_import_torch():
-    code = f"import sys; import lpkit; [__import__('lpkit.' + room) for room in {WITHOUT_TORCH}]; print('torch' in sys.modules)"
+    code = (f"import sys, lpkit.commands; [__import__('lpkit.' + room) for room in {WITHOUT_TORCH}]; "
+            f"[lpkit.commands.hosting(one) for one in {[*HOSTED.values(), 'copies', 'desk']}]; print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

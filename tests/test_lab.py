@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from hosting import lab
 from lpkit import cli
-from lpkit.course import lab
 from lpkit.errors import ConfigError
 from tests.attack import patience
 from tests.attack import processes as attack

@@ -13,6 +13,7 @@ import pytest
 import traitlets
 from ipywidgets import HTML, Widget
 
+from hosting import copies
 from lessons import l20_optimizers, learner
 from lessons.explorer import Explorer
 from lessons.figure import PLOTLY_MIME, WIDGET_MIME, plain
@@ -22,7 +23,6 @@ from lessons.learner import check
 from lessons.questions import TIED, Guess, Pick
 from lessons.rivals import rivals
 from lessons.your_progress import progress, progress_figure
-from lpkit.course import copies
 from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by

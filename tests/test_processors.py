@@ -39,7 +39,7 @@ KNOWN = {
     "measure.ranks:_all_gather": "measures speeds", "measure.updates:_rates": "measures speeds", "measure.updates:take_turns": "measures speeds",
     "kernels.choose:_machine": "names a record", "kernels.compile_c:_processor": "names a record", "training.compiled:compiled": "names a record",
     "claims.runs:code": "names a record", "training.build:environment": "describes", "measure.probes:facts": "describes", "modules.watch:where": "describes",
-    "claims.runs:finished": "counts runs at a time", "course.notebooks:run_all": "counts runs at a time", "course.room:opened": "counts learners",
+    "claims.runs:finished": "counts runs at a time", "course.notebooks:run_all": "counts runs at a time",
     "training.launch:spread": "refuses more processes than cores",
     "machine_facts:cores": "asks for others", "machine_facts:cpu_name": "asks for others", "machine_facts:cpu_flags": "asks for others",
 }

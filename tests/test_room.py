@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lessons import opening, progress
+from hosting import opening, progress
+from hosting import room as rooms
+from lessons import reports
 from lpkit import cli, records, turns
-from lpkit.course import reports
-from lpkit.course import room as rooms
 from lpkit.errors import ConfigError
 from tests import rooms as served
 from tests.attack import patience
@@ -101,7 +101,7 @@ def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, ann
         return served.ask(address, token=one.token)
 
     teacher = served.Person(room["url"], "teacher", served.codes(room["folder"])["teacher"])
-    ben.run("from lpkit.course.reports import report; report('exercise', name='03.ben', verdict='right')")
+    ben.run("from lessons.reports import report; report('exercise', name='03.ben', verdict='right')")
     before = len(now(teacher)["events"])
     sent = bench.SENT
     threading.Thread(target=lambda: [time.sleep(0.5) or [one.kill() for one in bench.service()] for _ in range(3)]).start()
@@ -137,7 +137,7 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     def listens(pids):
         return {one.laddr.port for pid in pids for one in psutil.Process(pid).net_connections("tcp") if one.status == "LISTEN"}
 
-    hub = [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("course/hub.py")]
+    hub = [one.pid for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("hosting/hub.py")]
     labs = listens(bench.pids(room["folder"], "ben")) & listens(hub)        # a kernel's debugger listens, too
     service = listens(one.pid for one in bench.service())
     assert len(labs) == 1 and len(service) == 1
@@ -160,7 +160,7 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     assert json.loads(anna.run("import json; print(json.dumps(taker.end()))"))["heard"] == []
     with pytest.raises(urllib.error.HTTPError, match="403"):     # through the proxy nobody reports
         served.ask(f"{room['url']}/services/progress/report", [], token=anna.token)
-    stranger = "import os, sys; from lpkit.course import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
+    stranger = "import os, sys, tests; from lessons import reports; os.setuid(51_999); reports.send(sys.argv[1], [])"
     done = subprocess.run([sys.executable, "-c", stranger, paths[1]], capture_output=True, text=True)
     assert "the service answered 403" in done.stderr, done.stderr
     while ben.ask("/hub/api/users/ben")["servers"]:     # until the hub has seen that the server ended
@@ -212,7 +212,7 @@ def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context
     pages[1].goto(f"{room['url']}/user/ben/lab/tree/01_memory_math.ipynb")
     for page in pages:
         page.wait_for_selector(".jp-Notebook", timeout=120_000 * patience())
-    anna.run("from lpkit.course.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
+    anna.run("from lessons.reports import report; report('guess', name='03.bits', value=2.0, measured=4.0, held=True, unit='bits')")
     labs = room["folder"] / "hub" / "labs.json"
     markup = "<img src=x onerror=\"document.title='taken'\">"
     labs.write_text(json.dumps(json.loads(labs.read_text()) | {"eve": {"state": "failed", "since": 0, "reason": markup}}))
@@ -229,7 +229,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
         assert cli.main(["room", *words]) == 2
         return capsys.readouterr().err
 
-    monkeypatch.setattr("lessons.opening.needs", lambda *_: None)
+    monkeypatch.setattr("hosting.opening.needs", lambda *_: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in said("anna") and "lpkit lab" in said("anna")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -252,8 +252,8 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
 
 
 LEAVES = """
-import socket, sys
-from lpkit.course import hub
+import socket, sys, tests
+from hosting import hub
 if not hub.leave_network():
     sys.exit("0")
 with socket.create_server(("127.0.0.1", 0)) as one, socket.create_connection(one.getsockname(), timeout=10):
@@ -318,7 +318,7 @@ SAYS = "print('copied'); print('\\x1b[2J<b>no space left</b>' + 300 * 'x'); prin
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     """A spawner of JupyterHub, whose labs are the command in `says`: no hub and no other user is needed."""
-    hub = pytest.importorskip("lpkit.course.hub")
+    hub = pytest.importorskip("hosting.hub")
     rooms.write(rooms.Room(folder=str(tmp_path), members={"anna": rooms.Member(uid=52001, code="")}, memory_bytes=1, threads=1, gpus=0, port=1))
     (tmp_path / "hub" / "labs").mkdir(parents=True)
 
@@ -366,7 +366,7 @@ def test_a_lab_that_ends_is_named_with_the_last_line_of_its_log(desk, tmp_path):
 
 
 def test_a_lab_that_does_not_answer_is_named(desk, tmp_path, monkeypatch):
-    monkeypatch.setattr("lpkit.course.hub.START_SECONDS", 1.0)
+    monkeypatch.setattr("hosting.hub.START_SECONDS", 1.0)
     said = started(desk, "import time; print('waits for the disk', flush=True); time.sleep(60)")
     assert said == "The lab did not answer within 1 s. The last line of its log: waits for the disk"
     assert progress.troubles(tmp_path) == {"anna": said}
@@ -376,9 +376,9 @@ def test_a_lab_that_cannot_be_furnished_is_named(desk, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lpkit.course.hub.furnish", full)
+    monkeypatch.setattr("hosting.hub.furnish", full)
     assert "No space left" in str(started(desk, "")) and "No space left" in progress.troubles(tmp_path)["anna"]
-    monkeypatch.setattr("lpkit.course.hub.files.write_atomically", full)
+    monkeypatch.setattr("hosting.hub.files.write_atomically", full)
     desk._note("open")      # the hub must be able to end a lab on a full disk, too
 
 
@@ -420,7 +420,7 @@ def test_names_of_logs_stay_in_their_folder(tmp_path):
 
 
 def test_the_rooms_name_stands_on_the_hubs_pages_as_text(tmp_path):
-    hub = pytest.importorskip("lpkit.course.hub")
+    hub = pytest.importorskip("hosting.hub")
     config = hub.LocalProcessSpawner().config.__class__()
     room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=1, title=TITLE)
     with socket.create_server(("127.0.0.1", 0)) as page:
@@ -555,7 +555,7 @@ def test_what_is_no_file_of_reports_is_set_aside(make, which, tmp_path, capsys):
 
 def test_an_empty_code_signs_in_as_nobody(tmp_path):
     """A member who signed up at another authenticator has no code."""
-    hub = pytest.importorskip("lpkit.course.hub")
+    hub = pytest.importorskip("hosting.hub")
     members = {"anna": rooms.Member(uid=52001, code=""), "ben": rooms.Member(uid=52002, code=rooms.new_code())}
     rooms.write(rooms.Room(folder=str(tmp_path), members=members, memory_bytes=1, threads=1, gpus=0, port=1))
     codes = hub.Codes(folder=str(tmp_path))

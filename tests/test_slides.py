@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lessons import slides
+from hosting import slides
 from lpkit.errors import ConfigError
 
 FIGURE = new_output("display_data", {slides.PLOTLY_MIME: {"data": [], "layout": {"title": {"text": "it's </script> <b>"}}}})

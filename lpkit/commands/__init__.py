@@ -10,14 +10,13 @@ A command imports what needs torch inside `run`, after all that can be refused w
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, named
@@ -59,21 +58,11 @@ def _there(package: str) -> bool:
         return False
 
 
-def lesson(name: str) -> ModuleType:
-    """A module of notebooks/lessons, which commands for teachers and learners stand on."""
-    if (place := str(resource("notebooks"))) not in sys.path:
+def hosting(name: str) -> ModuleType:
+    """A module of notebooks/hosting, which the commands for learners and teachers call."""
+    if (place := str(resource("notebooks"))) != sys.path[0]:
         sys.path.insert(0, place)
-    return import_module(f"lessons.{name}")
-
-
-def serve_until_told(serve: Callable[[], int], stop: Callable[[], None], goodbye: str) -> NoReturn:
-    """Serves, and exits as `serve` did, or as the signal says that made `stop` end it."""
-    from lpkit import processes
-
-    code, heard = processes.hear(serve, stop)
-    if heard == signal.SIGINT:
-        print(f"\n{goodbye}", file=sys.stderr)
-    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))
+    return import_module(f"hosting.{name}")
 
 
 def opened(path: Path) -> Any:

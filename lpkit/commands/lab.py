@@ -14,17 +14,14 @@ When the lab ends, all processes that were started in the lab end, too.
 """
 
 import argparse
-import json
-import sys
-from typing import Any
 
-from lpkit.commands import a_folder, lesson, needs, serve_until_told
-from lpkit.errors import named
+from lpkit.commands import a_folder, hosting
+
+lab = hosting("lab")
+run, text = lab.run, lab.text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    from lpkit.course.lab import PORT
-
     parser.add_argument("--course", type=a_folder, metavar="DIR", help="work folder (default: "
                         "lpkit/course in your data directory, which is ~/.local/share or "
                         "$XDG_DATA_HOME)")
@@ -33,66 +30,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                        "notebooks, and do not open the lab")
     alone.add_argument("--reset", metavar="NAME", help="replace your notebook by the course's, "
                        "and do not open the lab")
-    parser.add_argument("--port", type=int, default=PORT,
-                        help=f"port (default {PORT}; if {PORT} is taken, the next free port)")
+    parser.add_argument("--port", type=int, default=lab.PORT, help="port (default "
+                        f"{lab.PORT}; if {lab.PORT} is taken, the next free port)")
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
-    needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
-    from lpkit import processes
-    from lpkit.course import copies, lab
-
-    lesson("solutions").shown_when()      # kernels inherit the word: refuse a wrong one here
-    root, children = copies.work_folder(args.course), processes.Children()
-    changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
-    if args.update or args.reset is not None:
-        return {"root": str(root), "changes": changes,
-                "exit_code": int(any(change["done"] == "left" for change in changes))}
-
-    def serve() -> int:
-        with lab.serve(root, port=args.port, children=children) as server:
-            if args.port not in (0, server.port):
-                print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
-            found = {"url": server.url, "port": server.port, "root": str(root),
-                     "changes": changes, "token_file": str(server.token_file),
-                     "log": str(server.log_path),
-                     "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
-                               f"USER@THIS_MACHINE"}
-            print(json.dumps(found) if args.json else text(found), flush=True)
-            if lab.has_display() and not args.no_browser:
-                server.open_browser()
-            code = server.process.wait()    # also when someone shuts the lab down from its menu
-            if code and not children.over:
-                print(f"JupyterLab ended with exit code {code}; the end of its log:\n"
-                      f"{server.process.stdout.read()}", file=sys.stderr)
-            return code
-
-    serve_until_told(serve, children.end, "stopped")
-
-
-def text(result: dict[str, Any]) -> str:
-    lines = [f"Your copies of the course are in {named(result['root'])}", *_changed(result["changes"])]
-    if "url" not in result:
-        return "\n".join(lines)
-    lines += ["JupyterLab is open on", f"    {result['url']}"]
-    lines += ["From another computer: keep this running there, then open the same URL in its "
-              "browser:", f"    {result['tunnel']}"]
-    return "\n".join([*lines, f"Log: {named(result['log'])}. Ctrl-C stops the lab."])
-
-
-def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """One line for the changes that ask for nothing, then each of the others with its notes."""
-    plain: dict[str, list[str]] = {}
-    lines = []
-    for change in changes:
-        if not change["notes"] and "backup" not in change:
-            plain.setdefault(change["done"], []).append(change["notebook"])
-            continue
-        now = f", and yours is {change['backup']} now" if "backup" in change else ""
-        lines += [f"    {change['done']}: {change['notebook']}{now}",
-                  *(f"        {note}" for note in change["notes"])]
-    words = [f"{done}: {', '.join(names) if len(names) <= 3 else f'{len(names)} notebooks'}"
-             for done, names in plain.items()]
-    return [f"    {'; '.join(words)}"] * bool(words) + lines

@@ -8,7 +8,7 @@
 The teacher sees the same numbers live at /services/progress/ of the hub.
 """
 
-from lpkit.commands import lesson
+from lpkit.commands import hosting
 
-progress = lesson("progress")
+progress = hosting("progress")
 arguments, run, text = progress.arguments, progress.run, progress.text

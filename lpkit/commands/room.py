@@ -10,7 +10,7 @@ names labs that do not start. Ctrl-C ends all labs; homes stay.
 LPKIT_SOLUTIONS sets when exercises show a solution: always, attempted (default) or solved.
 """
 
-from lpkit.commands import lesson
+from lpkit.commands import hosting
 
-opening = lesson("opening")
+opening = hosting("opening")
 arguments, run, text = opening.arguments, opening.run, opening.text

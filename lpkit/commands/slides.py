@@ -4,11 +4,13 @@
   lpkit slides 06 --out slides                      write its headings, questions, figures, claims
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 
-from lpkit.commands import a_folder, lesson, needs
+from lpkit.commands import a_folder, hosting
 from lpkit.commands.notebook import OUT
-from lpkit.errors import ConfigError, named
+
+slides = hosting("slides")
+run, text = slides.run, slides.text
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -17,23 +19,3 @@ def arguments(parser: ArgumentParser) -> None:
                         help=f"folder of the executed notebook (default {OUT})")
     parser.add_argument("--out", type=a_folder, default=".", metavar="DIR",
                         help="folder for NAME.slides.html (default: the current folder)")
-
-
-def run(args: Namespace) -> dict:
-    needs("lpkit slides", "nbconvert", "nbformat", "plotly")
-    from lpkit.course import notebooks
-    from lpkit.files import own_folder, write_atomically
-
-    name = notebooks.find(args.notebook).stem
-    path = args.executed / f"{name}.ipynb"
-    if not path.is_file():
-        raise ConfigError(f"there is no {named(path)}; run `lpkit notebook {name} --tier smoke "
-                          f"--out {args.executed}` first")
-    page, out = lesson("slides").page(notebooks.read(path), name), args.out / f"{name}.slides.html"
-    own_folder(args.out)
-    write_atomically(out, page)
-    return {"notebook": name, "out": str(out)}
-
-
-def text(result: dict) -> str:
-    return f"wrote {named(result['out'])}; open it in a browser; arrow keys change slides"

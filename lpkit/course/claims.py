@@ -1,13 +1,12 @@
 """What a notebook claims: asserts that hold it, and a card that says whether they do, or that this
 machine cannot tell."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from html import escape
 from traceback import extract_tb
 from typing import Any
 
-from lpkit.course.reports import report
 from lpkit.tables import FONT, TEXT
 
 CARD = "lpkit_claim"    # in the metadata of a card's output: what the runner of notebooks reads
@@ -26,26 +25,27 @@ def cannot_tell(when: Any, why: str) -> None:
 
 
 @contextmanager
-def claim(sentence: str) -> Iterator[None]:
+def claim(sentence: str, told: Callable[[str], None] = lambda state: None) -> Iterator[None]:
     """Show below the cell whether the asserts within hold. One that fails raises its AssertionError
-    in one line; with the tag `raises-exception` JupyterLab then runs the cells below, too."""
+    in one line; with the tag `raises-exception` JupyterLab then runs the cells below, too. `told`
+    is called with the verdict: HOLDS, FAILS or UNDECIDED."""
     try:
         yield
     except _UndecidedError as undecided:
-        _show(sentence, UNDECIDED, str(undecided))
+        _show(sentence, told, UNDECIDED, str(undecided))
     except AssertionError as error:
         why = str(error) or str(extract_tb(error.__traceback__)[-1].line)   # or the assert itself
-        _show(sentence, FAILS, why)
+        _show(sentence, told, FAILS, why)
         error._render_traceback_ = lambda: [f"AssertionError: {why}"]     # IPython asks for it
         raise
     else:
-        _show(sentence, HOLDS)
+        _show(sentence, told, HOLDS)
 
 
-def _show(sentence: str, state: str, why: str = "") -> None:
+def _show(sentence: str, told: Callable[[str], None], state: str, why: str = "") -> None:
     from IPython.display import display  # the runner, which reads cards, goes without
 
-    report("claim", name=sentence, verdict=state)
+    told(state)
     display({"text/plain": f"{state}: {sentence} {why}".rstrip(),
              "text/html": card(state, state, sentence, [f"Because: {why}"] if why else [])},
             raw=True, metadata={CARD: {"claim": sentence, "state": state, "why": why}})

@@ -16,8 +16,8 @@ from traitlets import TraitError
 from lessons.index import RENAMED
 from lessons.judge import Exercise, Verdict
 from lessons.questions import Question
+from lessons.reports import report
 from lessons.solutions import WHEN, shown_when
-from lpkit.course.reports import report
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
 from lpkit.values import Checked, Count, Positive, Text

@@ -12,7 +12,8 @@ from lessons.goals import goal
 from lessons.learner import check, keep
 from lessons.questions import Guess, Pick
 from lessons.reading import source
-from lpkit.course.claims import cannot_tell, claim
+from lessons.reports import claim
+from lpkit.course.claims import cannot_tell
 from lpkit.predict.compare import Comparison, Row
 from lpkit.tables import html_table
 

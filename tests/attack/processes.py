@@ -22,7 +22,7 @@ import nbformat
 import psutil
 from nbformat.v4 import new_code_cell, new_notebook
 
-from lpkit.course.lab import FIRST
+from hosting.lab import FIRST
 from tests.attack import Outcome
 
 COUNT, FEW = 40, 4
@@ -49,9 +49,10 @@ import json, os, signal, sys, time
 sys.modules["rfc3987_syntax"] = None            # slow to import, and not needed
 import nbformat
 from lpkit import cli
-from lpkit.commands import lab, notebook
+from lpkit.commands import lab, notebook      # they find hosting
+from hosting import copies
 from lpkit import processes
-from lpkit.course import lab, notebooks
+from lpkit.course import notebooks
 {prelude}
 signal.signal(signal.SIGINT, signal.SIG_DFL)    # Python's own is lost in what runs after a fork
 signal.signal(signal.SIGHUP, signal.SIG_DFL)    # and what nohup began, ignores this

@@ -43,7 +43,7 @@ PROMISED_SECONDS = 30.0         # in which the teacher's map answers, and a repo
 PORTS = (10_000, 65_000)
 SENT, BURST, MOST = 5, 50_000, 2000     # reports; the last: of one learner, as docs/teach.md says
 CROWD = 2100                    # connections: twice as many as a process has files where nobody raised the limit
-MAP = rooms.HERE / "notebooks" / "lessons" / "map.html"
+MAP = rooms.HERE / "notebooks" / "hosting" / "map.html"
 ONE = "import json, os, random, threading, time; from tests.attack import _guest as g; PATH = os.environ['LPKIT_PROGRESS']"
 
 
@@ -153,7 +153,7 @@ class Trial:
     def report(self) -> None:
         """The neighbour reports, as the course does."""
         first, self.reports = self.reports, self.reports + SENT
-        said = self.ben.run("from lpkit.course.reports import report\n"
+        said = self.ben.run("from lessons.reports import report\n"
                             f"for n in range({first}, {self.reports}): report('exercise', name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience())
         if said:
             self.harm("the neighbour's cell stopped", said[-300:])
@@ -510,7 +510,7 @@ def main(kind: str, seed: str) -> None:
     if why := own_network():
         print(json.dumps({NOT_TRIED: why}))
         return
-    from lpkit.course import room as kit
+    from hosting import room as kit
 
     with rooms.passable_folder() as folder:
         folder.mkdir(0o755)     # a guest is there already, who came by another authenticator and has no code

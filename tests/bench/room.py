@@ -22,7 +22,7 @@ REPORTERS = tuple(f"reporter{n}" for n in range(5))     # who report without end
 PACKAGES = ("jupyterhub", "jupyterlab", "ipykernel", "torch")
 BEGIN = "import time, torch; x = torch.randn(256, 256)"
 CELL = "for _ in range(20): x = torch.nn.functional.layer_norm((x @ x).to(torch.bfloat16).float(), [256])"
-REPORT = "import time\nfrom lpkit.course.reports import report\nfor i in range({}): report('exercise', name=f'03.{{i}}', verdict='right'); time.sleep(0.5)"
+REPORT = "import time\nfrom lessons.reports import report\nfor i in range({}): report('exercise', name=f'03.{{i}}', verdict='right'); time.sleep(0.5)"
 READER = '''
 import glob, os
 def tries(place, pid):
@@ -120,7 +120,7 @@ def p95(seconds: list[float]) -> float:
 
 
 def service() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("lessons/progress.py")]
+    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("from hosting.progress import main; main()")]
 
 
 def kill_service(path: Path) -> int:

@@ -1,7 +1,7 @@
 """The process that a room starts for each learner, as that learner: its copies of the course are
 brought up to date, and then it becomes the hub's single-user JupyterLab.
 
-What the lab of one person does for quiet (`lpkit.course.lab`) holds here, too. Kernels have sockets
+What the lab of one person does for quiet (`hosting.lab`) holds here, too. Kernels have sockets
 in a folder of the learner's own: a port that is free when a kernel is given it may be another's once
 Python has started, where thirty start at once, and ports of 127.0.0.1 are everybody's.
 """
@@ -10,8 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from lpkit.course import copies
-from lpkit.course.lab import QUIET_APP, QUIET_SETTINGS
+from hosting import copies
+from hosting.lab import QUIET_APP, QUIET_SETTINGS
 from lpkit.files import own_folder, write_atomically
 
 
@@ -33,12 +33,9 @@ def main() -> None:
     os.chdir(root)
     from jupyterhub.singleuser.extension import JupyterHubSingleUser
 
-    from lpkit.course.server import OnSocket
+    from hosting.server import OnSocket
 
     OnSocket.inherit(int(os.environ.pop("LPKIT_LISTENER")))
     JupyterHubSingleUser.serverapp_class = OnSocket
     JupyterHubSingleUser.launch_instance()
 
-
-if __name__ == "__main__":
-    main()

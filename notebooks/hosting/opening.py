@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from lessons import progress, solutions
+from hosting import progress, serve_until_told
+from hosting import room as rooms
+from lessons import solutions
 from lpkit import processes
-from lpkit.commands import a_folder, needs, serve_until_told
-from lpkit.course import room as rooms
+from lpkit.commands import a_folder, needs
 from lpkit.errors import ConfigError, named, shown
 from lpkit.files import whole_file
 from lpkit.values import between

@@ -1,7 +1,7 @@
 """A room: a JupyterHub on one machine for many learners, who cannot read or starve one another.
 
 Each learner is a Unix user without an account: a number of UIDS, a home that only it may enter, a
-share of memory and threads (`lpkit.course.hub`). So a room is opened by root. What it keeps lies in
+share of memory and threads (`hosting.hub`). So a room is opened by root. What it keeps lies in
 one folder:
 
     room.json       names, numbers and codes: root's alone. The same folder opens the same room
@@ -36,8 +36,9 @@ from urllib.parse import quote
 
 import psutil
 
+from hosting import python
+from hosting.lab import LOCAL, START_SECONDS
 from lpkit import files, machine_facts, processes
-from lpkit.course.lab import LOCAL, START_SECONDS
 from lpkit.errors import ConfigError, in_one_line, named, nearest, shown
 
 FOLDER = Path("/srv/lpkit-room")
@@ -233,7 +234,7 @@ def serve(room: Room, children: processes.Children | None = None) -> Iterator[su
     Path(room.folder, "hub", "labs.json").unlink(missing_ok=True)       # an earlier hub's
     folder = processes.new_folder()
     keeper = (children or processes.Children()).start(
-        [sys.executable, "-P", "-m", "jupyterhub", "-f", Path(__file__).with_name("hub.py")],
+        [*python("jupyterhub.app"), "-f", Path(__file__).with_name("hub.py")],
         folder, log=str(Path(room.folder, "hub", "hub.log")), cwd=Path(room.folder, "hub"),
         env=os.environ | {"LPKIT_ROOM": str(Path(room.folder, "room.json"))})
     with keeper:

@@ -35,9 +35,10 @@ from jupyterhub.utils import wait_for_http_server
 from tornado.netutil import bind_unix_socket
 from traitlets import Bool, Unicode
 
+from hosting import python
+from hosting import room as rooms
+from hosting.lab import FIRST, LOCAL
 from lpkit import files
-from lpkit.course import room as rooms
-from lpkit.course.lab import FIRST, LOCAL
 from lpkit.errors import in_one_line
 from lpkit.processes import prctl
 
@@ -277,13 +278,13 @@ def configure(c: Any, room: rooms.Room, page: socket.socket, token: str) -> None
     c.JupyterHub.authenticator_class = room.authenticator or Codes
     c.JupyterHub.spawner_class = Desk
     c.Codes.folder = c.Desk.folder = room.folder
-    c.Desk.options_form = (files.resource("notebooks") / "lessons" / "agree.html").read_text()
+    c.Desk.options_form = Path(__file__).with_name("agree.html").read_text()
     c.Codes.allowed_users = {*room.members}
     c.JupyterHub.template_vars = {"announcement": html.escape(room.title)}  # put in as HTML
     c.Authenticator.admin_users = {room.teacher}
     c.ConfigurableHTTPProxy.command = [room.proxy]
     c.ConfigurableHTTPProxy.pid_file = str(hub / "proxy.pid")
-    c.Spawner.cmd = [sys.executable, "-P", str(Path(__file__).with_name("desk.py"))]
+    c.Spawner.cmd = python("hosting.desk")
     c.Spawner.env_keep = ["LANG", "LC_ALL", "PYTHONPATH", "LPKIT_SOLUTIONS"]
     c.Spawner.default_url = f"/lab/tree/{FIRST}"
     c.Spawner.start_timeout = c.Spawner.http_timeout = round(START_SECONDS) + 30
@@ -309,10 +310,9 @@ async def keep_progress(room: rooms.Room, hub_url: str, token: str, sockets: Seq
         "JUPYTERHUB_SERVICE_PREFIX": "/services/progress/", "LPKIT_ROOM": room.folder,
         "LPKIT_SOCKETS": ",".join(str(one.fileno()) for one in sockets),
         "LPKIT_TEACHER": room.teacher}
-    script = files.resource("notebooks") / "lessons" / "progress.py"
     while True:
         service = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", str(script), env=env, pass_fds=[one.fileno() for one in sockets])
+            *python("hosting.progress"), env=env, pass_fds=[one.fileno() for one in sockets])
         print(f"the service of reports ended with {await service.wait()}", file=sys.stderr)
         await asyncio.sleep(1.0)
 

@@ -27,9 +27,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hosting import room as rooms
+from hosting.room import FOLDER, cut
 from lpkit import records
-from lpkit.course import room as rooms
-from lpkit.course.room import FOLDER, cut
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import locked, move_into, sync, whole_file
 from lpkit.processes import tell
@@ -380,6 +380,3 @@ def main() -> None:
         server.add_socket(listener)
     ioloop.IOLoop.current().start()
 
-
-if __name__ == "__main__":
-    main()

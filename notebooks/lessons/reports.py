@@ -2,7 +2,7 @@
 claims, and nothing of their text.
 
 LPKIT_PROGRESS is the path of the Unix socket on which the room's service listens
-(`notebooks/lessons/progress.py`); it is set if the learner agreed as the server began. Only root can
+(`notebooks/hosting/progress.py`); it is set if the learner agreed as the server began. Only root can
 listen there, and the service learns from the kernel which user reports, so no token is sent. A report
 is first written to the learner's own outbox and leaves it when the service has answered that the
 report is on disk, so a service that dies loses nothing: each report has an id, and the same id twice
@@ -16,10 +16,11 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any
 
+from lpkit.course import claims
 from lpkit.files import data_dir, locked, own_folder, write_atomically
 
 AGAIN_SECONDS = 2.0     # until the next try, and then longer
@@ -45,6 +46,11 @@ def report(kind: str, **facts: Any) -> None:
         with locked(_outbox().with_suffix(".lock")), _outbox().open("a") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         threading.Thread(target=_send_all, args=[path], daemon=True).start()
+
+
+def claim(sentence: str) -> AbstractContextManager[None]:
+    """Returns the claim of `lpkit.course.claims`; its verdict is reported as its card is shown."""
+    return claims.claim(sentence, lambda state: report("claim", name=sentence, verdict=state))
 
 
 def _outbox() -> Path:

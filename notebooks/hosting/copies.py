@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lessons import way_back
 from lpkit import files
 from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
 from lpkit.errors import ConfigError, named, shown
@@ -183,14 +184,6 @@ def _given_up(folder: Path) -> list[dict[str, Any]]:
             gone += [_change(was, "left", ["the course no longer has this notebook; your copy "
                                            "stays"])] * (folder / was.name).is_file()
     return gone
-
-
-def way_back(lesson: Path) -> str:
-    """Says how the course's takes the place of the learner's copy."""
-    if lesson.name[1:3].isdecimal():
-        return (f"`lpkit lab --reset {lesson.name[1:3]}` puts the course's there and keeps yours "
-                f"beside it")
-    return "rename it, and `lpkit lab --update` brings the course's"
 
 
 def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:

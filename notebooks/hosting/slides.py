@@ -1,7 +1,7 @@
 """Slides of an executed notebook: its headings, short prose, questions, figures and claims.
 
 nbconvert's SlidesExporter makes them for reveal.js, with a template of ours
-(`notebooks/lessons/slides.html`): its own takes reveal.js, MathJax and others from other hosts, and
+(`slides.html`): its own takes reveal.js, MathJax and others from other hosts, and
 a room may have no network. Here all is inside the one file.
 """
 
@@ -10,12 +10,16 @@ import html
 import json
 import re
 import secrets
+from argparse import Namespace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from lpkit.commands import needs
+from lpkit.course import notebooks
 from lpkit.course.notebooks import WIDGET_MIME
 from lpkit.errors import ConfigError, named
-from lpkit.files import cache_dir, read_text, resource
+from lpkit.files import cache_dir, own_folder, read_text, write_atomically
 
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
 LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections
@@ -31,6 +35,23 @@ LIBRARIES = {       # file of an npm package: its SHA-256 at the version that FE
 FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
 
 
+def run(args: Namespace) -> dict[str, Any]:
+    needs("lpkit slides", "nbconvert", "nbformat", "plotly")
+    name = notebooks.find(args.notebook).stem
+    path = args.executed / f"{name}.ipynb"
+    if not path.is_file():
+        raise ConfigError(f"there is no {named(path)}; run `lpkit notebook {name} --tier smoke "
+                          f"--out {args.executed}` first")
+    html_text, out = page(notebooks.read(path), name), args.out / f"{name}.slides.html"
+    own_folder(args.out)
+    write_atomically(out, html_text)
+    return {"notebook": name, "out": str(out)}
+
+
+def text(result: dict[str, Any]) -> str:
+    return f"wrote {named(result['out'])}; open it in a browser; arrow keys change slides"
+
+
 def page(book: Any, name: str) -> str:
     """HTML. Raises ConfigError where a library is missing or another than the pinned one, or the
     notebook has not run."""
@@ -39,7 +60,7 @@ def page(book: Any, name: str) -> str:
     css, *scripts = _libraries()
     plotly = files("plotly").joinpath("package_data", "plotly.min.js").read_text("utf-8")
     scripts = [re.sub("</(?=script)", r"<\\/", one, flags=re.I) for one in (*scripts, plotly)]
-    template = read_text(resource("notebooks") / "lessons" / "slides.html", 1 << 20)
+    template = read_text(Path(__file__).with_name("slides.html"), 1 << 20)
     told = {"metadata": {"name": name}, "reveal_css": css, "scripts": scripts,
             "nonce": secrets.token_urlsafe(16)}
     return SlidesExporter(raw_template=template).from_notebook_node(slides(book, name), told)[0]

@@ -1,0 +1,37 @@
+"""Hosting: what the commands for learners and teachers do. No other part of `lpkit` imports it.
+
+    command           function of this package
+    lpkit lab         lab.run        copies.py, server.py
+    lpkit room        opening.run    room.py, hub.py (JupyterHub's configuration), desk.py (one lab)
+    lpkit progress    progress.run   the service of reports is in the same module
+    lpkit slides      slides.run
+
+A command file of `lpkit/commands/` gets its module by `lpkit.commands.hosting`. The package lies
+beside the notebooks: a checkout and an installed wheel have it, and a learner's copies do not.
+A learner's kernel needs nothing of it: the kernel's end of the reports is `lessons.reports`.
+"""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from lpkit import processes
+
+
+def python(module: str) -> list[str]:
+    """Returns the words that run `main` of a module in a new Python process, which finds the
+    course's own `hosting` and `lessons` first, and looks for nothing in the current folder. The
+    environment stays as it is, since kernels inherit it."""
+    place = str(Path(__file__).parents[1])
+    return [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {place!r}); "
+                                        f"from {module} import main; main()"]
+
+
+def serve_until_told(serve: Callable[[], int], stop: Callable[[], None], goodbye: str) -> NoReturn:
+    """Serves, and exits as `serve` did, or as the signal says that made `stop` end it."""
+    code, heard = processes.hear(serve, stop)
+    if heard == signal.SIGINT:
+        print(f"\n{goodbye}", file=sys.stderr)
+    sys.exit({0: code, signal.SIGINT: 0}.get(heard, 128 + heard))

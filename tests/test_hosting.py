@@ -1,0 +1,46 @@
+"""Hosting: what its processes import, and what a learner's kernel sends to it."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hosting import python
+from lessons import reports, toolbox
+from tests import NOTEBOOKS
+
+PROBE = """
+import sys
+def main():
+    import hosting
+    import lessons
+    print(hosting.__file__, lessons.__file__, *sys.argv[1:], sep="\\n")
+"""
+
+
+def test_a_process_of_hosting_imports_the_courses_own_modules(tmp_path):
+    """A learner's folder has a copy of the lessons, which may be broken."""
+    (tmp_path / "probe.py").write_text(PROBE)
+    for name in ("hosting", "lessons"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("1 / 0")
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run([*python("probe"), "-f", "one"], cwd=tmp_path, env=env,
+                          capture_output=True, text=True, check=True)
+    ours = [str(Path(NOTEBOOKS, name, "__init__.py")) for name in ("hosting", "lessons")]
+    assert done.stdout.splitlines() == [*ours, "-f", "one"]
+
+
+def test_a_claim_of_a_notebook_is_reported_with_its_verdict(monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(reports, "report", lambda kind, **facts: told.append((kind, facts)))
+    with toolbox.claim("two is two"):
+        assert len("ab") == 2
+    with toolbox.claim("the GPU is fast"):
+        toolbox.cannot_tell(True, "there is none")
+    with pytest.raises(AssertionError), toolbox.claim("two is three"):
+        raise AssertionError("it is not")
+    assert told == [("claim", {"name": name, "verdict": verdict}) for name, verdict in (
+        ("two is two", "holds"), ("the GPU is fast", "cannot tell"), ("two is three", "fails"))]
