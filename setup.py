@@ -5,7 +5,7 @@ Everything else is in pyproject.toml. `lpkit.files.resource` finds either place,
 
 from setuptools import find_packages, setup
 
-BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.notebooks.experiments": "notebooks/experiments", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
+BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.notebooks.lessons.rows": "notebooks/lessons/rows", "lpkit.notebooks.experiments": "notebooks/experiments", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
 
 setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],

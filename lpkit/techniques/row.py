@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-from lpkit.errors import pick
+from lpkit.techniques import lessons
 from lpkit.values import Checked
 
 
@@ -71,4 +71,4 @@ def many_of(table: Mapping[str, Any]) -> Any:
 
 def chosen(table: Mapping[str, Any], name: str, where: str = "row") -> Settings:
     """The settings of a row as they are by default. Raises ConfigError for an unknown name."""
-    return dataclasses.replace(pick(table, name, where).settings, name=name)
+    return dataclasses.replace(lessons.pick(table, name, where).settings, name=name)
