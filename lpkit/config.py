@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from lpkit import values as rules
 from lpkit.errors import ConfigError, nearest, shown
-from lpkit.techniques import FAMILIES, blocks, changes, layouts, lessons, memory, outside
+from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.changes import GOVERNORS, MODEL_TRANSFORMS
@@ -33,7 +33,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
-from lpkit.techniques.row import Settings, many_of, one_of
+from lpkit.techniques.row import Settings, many_of, one_of, pick_row
 from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
@@ -349,16 +349,7 @@ def _token_sums(config: Config) -> list[int]:
 
 # Names of rows, and their settings.
 
-def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
-    """Does as `pick`; where another field has a row of that name, the error names it."""
-    fields = [field for field, rows in FAMILIES.items() if isinstance(name, str)
-              and name not in table and (name in rows or name in lessons.having(field))]
-    fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
-    if len(fields) == 1 and key not in fields and "did you mean" not in nearest(name, table):
-        raise ConfigError(f"there is no {key} {shown(name)}; set {fields[0]}={name}, or choose one "
-                          f"of {', '.join(table)}")
-    return lessons.pick(table, name, key)
-
+_pick = functools.partial(pick_row, families=FAMILIES)
 
 # the annotation of each field; reading them takes longer than building a Config
 _kinds = functools.cache(typing.get_type_hints)

@@ -1,10 +1,14 @@
-"""The rows that lessons have: modules of the package `lessons.rows`, which is always the kit's own
-folder beside the notebooks, whatever else is on Python's path. So files may name its modules, too.
-A kernel that imports a learner's copies of the lessons has their rows, and so have its processes.
+"""Import modules that have rows, and find the lesson that has a row.
+
+The modules of lessons are those of the package `lessons.rows`, which is always the kit's own folder
+beside the notebooks, whatever else is on Python's path. So files may name them, too. A kernel that
+imports a learner's copies of the lessons has the rows of the copies, and so have its processes.
 """
 
+import importlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -45,16 +49,61 @@ def having(field: str) -> Mapping[str, str]:
     return package().where().get(field, {}) if folder().is_dir() else {}
 
 
-def pick(table: Mapping[str, Any], name: Any, field: str, what: str = "") -> Any:
-    """Look `name` up, as `errors.pick` does. Raises ConfigError for an unknown name, which says how
-    to import a lesson's row."""
-    if isinstance(name, str) and name in table:
-        return table[name]
-    what, ways = what or field, {
-        row: f'{what or field} {row!r} is in {module}: add --import {module}, in Python '
-             f'imports=("{module}",)' for row, module in having(field).items() if row not in table}
+def unknown(table: Mapping[str, Any], name: Any, what: str,
+            families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
+    """Returns the error of `row.pick_row` for a name that `table` has not."""
+    field = what.partition(" ")[0]
+    ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
+            for row, at in having(field).items() if row not in table}
     if str(name) in ways:
-        raise ConfigError(ways[name])
+        return ConfigError(ways[name])
     meant = nearest(name, [*table, *ways])
+    others = [of for of in families if str(name) in families[of] or str(name) in having(of)]
+    others = [of for of in others if of.endswith(field.rpartition(".")[2])] or others
+    if len(others) == 1 and "did you mean" not in meant:
+        meant = f"set {others[0]}={name}, or choose one of {', '.join(table)}"
     more = [way for row, way in ways.items() if repr(row) in meant]
-    raise ConfigError(" ".join([f"there is no {what} {shown(name)}; {meant}", *more]))
+    return ConfigError(" ".join([f"there is no {what} {shown(name)}; {meant}", *more]))
+
+
+def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:
+    """Imports a module, unless this process has, and returns the rows that it adds to `tables`, by
+    field and name, with the module. Raises ConfigError as `outside.load` does."""
+    asked = f"imports={shown(name)}"
+    if has(name):
+        package()
+    if name in sys.modules:
+        return {}
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{asked} is no module's name; write it as in `import my_rows`")
+    before = {field: dict(rows) for field, rows in tables.items()}
+    why = ""
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        why = _why(error, name)
+    replaced = [f"{field}={row}" for field, rows in before.items() for row in rows
+                if tables[field].get(row) is not rows[row]]
+    if replaced and not why:
+        why = f" replaces {replaced[0]}, a row that exists; give its own row another name"
+    if why:
+        sys.modules.pop(name, None)     # who asks again hears the same
+        for field, rows in before.items():
+            tables[field].clear()
+            tables[field].update(rows)
+        raise ConfigError(f"{asked}{why}")
+    return {(field, row): (rows[row], name) for field, rows in tables.items()
+            for row in rows.keys() - before[field].keys()}
+
+
+def _why(error: BaseException, name: str) -> str:
+    """The module's own line, not the deepest one, which may be anybody's."""
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return ": there is no module of this name; put the folder that holds it on PYTHONPATH"
+    own = [frame for frame in traceback.extract_tb(error.__traceback__)
+           if frame.filename != __file__ and "importlib" not in frame.filename]
+    at = f"line {own[0].lineno} of {named(own[0].filename)}" if own else named(name)
+    if isinstance(error, SyntaxError) and not own:
+        at = f"line {error.lineno} of {named(error.filename)}"
+    return (f" fails at {at}: {type(error).__name__}: {shown(str(error))[1:-1]}; mend it, or leave "
+            f"the import out")
