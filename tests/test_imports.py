@@ -316,6 +316,14 @@ def test_the_rows_of_a_learners_copies_are_those_of_its_processes(tmp_path):
     assert python("-c", code, cwd=tmp_path) == "('lessons.rows.toy',)\n" * 2
 
 
+def test_a_package_without_its_lessons_says_so(alone, tmp_path, monkeypatch):
+    monkeypatch.setenv(lessons.COPIES, str(tmp_path / "gone"))
+    assert Config(optimizer="lion").imports == ()
+    for names in ({"optimizer": "toy_sgd"}, {"imports": ("lessons.rows.toy",)}):
+        with pytest.raises(ConfigError, match="install lpkit again|no module of"):
+            Config(**names)
+
+
 # ---- processes
 
 def test_a_launch_tells_its_ranks_the_modules_and_so_does_a_job(toy, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """List the techniques that a Config can name: every family and its rows, or one family, with the
-settings of each row and their defaults. To name a row that is below `--import MODULE`, add these
-words to the command.
-"""
+settings of each row and their defaults. A row below `--import MODULE` needs these words."""
 
 import argparse
 from typing import Any

@@ -1,8 +1,6 @@
-"""Import modules that have rows, and find the lesson that has a row.
-
-The modules of lessons are those of the package `lessons.rows`, which is always the kit's own folder
-beside the notebooks, whatever else is on Python's path. So files may name them, too. A kernel that
-imports a learner's copies of the lessons has the rows of the copies, and so have its processes.
+"""Import modules that have rows. Those of `lessons.rows` are always the kit's own, beside the
+notebooks, whatever else is on Python's path, so files may name them, too. A kernel that imports a
+learner's copies of the lessons has the rows of the copies, and so have its processes.
 """
 
 import importlib
@@ -14,7 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError, named, nearest, shown
+from lpkit.errors import ConfigError, named, shown
 from lpkit.files import resource
 
 PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # a variable of the environment
@@ -33,7 +31,9 @@ def has(module: str) -> bool:
 
 def package() -> Any:
     """Returns the package, in whose folder alone Python looks for its modules. Raises ConfigError
-    where this process has imported another package of its name."""
+    where this process has imported another package of its name, or the folder is not there."""
+    if not folder().is_dir():
+        raise ConfigError(f"there is no folder {named(folder())}; install lpkit again")
     if (found := sys.modules.get(PACKAGE)) is None:
         spec = spec_from_file_location(PACKAGE, folder() / "__init__.py")
         found = sys.modules[PACKAGE] = module_from_spec(spec)
@@ -47,23 +47,6 @@ def package() -> Any:
 def having(field: str) -> Mapping[str, str]:
     """Returns the module of each row of a family that lessons have. No module is imported."""
     return package().where().get(field, {}) if folder().is_dir() else {}
-
-
-def unknown(table: Mapping[str, Any], name: Any, what: str,
-            families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
-    """Returns the error of `row.pick_row` for a name that `table` has not."""
-    field = what.partition(" ")[0]
-    ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
-            for row, at in having(field).items() if row not in table}
-    if str(name) in ways:
-        return ConfigError(ways[name])
-    meant = nearest(name, [*table, *ways])
-    others = [of for of in families if str(name) in families[of] or str(name) in having(of)]
-    others = [of for of in others if of.endswith(field.rpartition(".")[2])] or others
-    if len(others) == 1 and "did you mean" not in meant:
-        meant = f"set {others[0]}={name}, or choose one of {', '.join(table)}"
-    more = [way for row, way in ways.items() if repr(row) in meant]
-    return ConfigError(" ".join([f"there is no {what} {shown(name)}; {meant}", *more]))
 
 
 def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, str], Any]:

@@ -28,7 +28,6 @@ def load(imports: Any) -> None:
     then no table has changed."""
     for name in convert(imports, tuple[str, ...], "imports"):
         from lpkit.techniques import lessons  # what most runs do without
-
         BROUGHT.update(lessons.bring(name, TABLES))
 
 
@@ -37,7 +36,6 @@ def module_of(field: str, name: str) -> str:
     if name in OWN[field] or name not in TABLES[field]:
         return ""
     from lpkit.techniques import lessons
-
     row, module = BROUGHT.get((field, name), (None, ""))
     known = module if row is TABLES[field][name] else ""
     return next(filter(sys.modules.get, (lessons.having(field).get(name), known)), "")
@@ -59,7 +57,6 @@ def refuse_unknown(imports: Any) -> None:
     """Raises ConfigError for a module that is not the kit's and that is not imported here."""
     for name in convert(imports, tuple[str, ...], "imports"):
         from lpkit.techniques import lessons
-
         if name not in sys.modules and not lessons.has(name):
             raise ConfigError(f"imports={shown(name)}: a file imports nothing by itself; if you "
                               f"trust this module, import it first: `import {shown(name)[1:-1]}` "

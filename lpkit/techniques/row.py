@@ -80,5 +80,4 @@ def pick_row(table: Mapping[str, Any], name: Any, what: str,
     if isinstance(name, str) and name in table:
         return table[name]
     from lpkit.techniques import lessons  # only a wrong name needs it
-
-    raise lessons.unknown(table, name, what, families or {})
+    raise lessons.package().unknown(table, name, what, families or {})

@@ -11,8 +11,10 @@ import ast
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import lpkit.techniques.outside  # noqa: F401   it knows the kit's own rows before others come
+from lpkit.errors import ConfigError, nearest, shown
 
 FIELDS = {      # the field of a Config, by the name of its table in lpkit.techniques
     "OPTIMIZERS": "optimizer", "OBJECTIVES": "objective", "SCHEDULES": "schedule",
@@ -47,6 +49,24 @@ def where() -> Mapping[str, Mapping[str, str]]:
             if field := FIELDS.get(ast.unparse(table).rpartition(".")[2]):
                 found[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
     return found
+
+
+def unknown(table: Mapping[str, Any], name: Any, what: str,
+            families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
+    """Returns the error for a name that `table` has not: the nearest names, or the import that has
+    such a row, or the field of `families` that has it. `what` begins with the table's field."""
+    field = what.partition(" ")[0]
+    ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
+            for row, at in where().get(field, {}).items() if row not in table}
+    if str(name) in ways:
+        return ConfigError(ways[name])
+    meant = nearest(name, [*table, *ways])
+    others = [of for of in families if str(name) in families[of] or str(name) in where()[of]]
+    others = [of for of in others if of.endswith(field.rpartition(".")[2])] or others
+    if len(others) == 1 and "did you mean" not in meant:
+        meant = f"set {others[0]}={name}, or choose one of {', '.join(table)}"
+    more = [way for row, way in ways.items() if repr(row) in meant]
+    return ConfigError(" ".join([f"there is no {what} {shown(name)}; {meant}", *more]))
 
 
 def modules() -> list[str]:
