@@ -320,7 +320,7 @@ def test_a_package_without_its_lessons_says_so(alone, tmp_path, monkeypatch):
     monkeypatch.setenv(lessons.COPIES, str(tmp_path / "gone"))
     assert Config(optimizer="lion").imports == ()
     for names in ({"optimizer": "toy_sgd"}, {"imports": ("lessons.rows.toy",)}):
-        with pytest.raises(ConfigError, match="install lpkit again|no module of"):
+        with pytest.raises(ConfigError, match=r"install lpkit again|no module of"):
             Config(**names)
 
 
