@@ -5,7 +5,9 @@ Everything else is in pyproject.toml. `lpkit.files.resource` finds either place,
 
 from setuptools import find_packages, setup
 
-BESIDE = {"lpkit.notebooks": "notebooks", "lpkit.notebooks.lessons": "notebooks/lessons", "lpkit.notebooks.hosting": "notebooks/hosting", "lpkit.notebooks.experiments": "notebooks/experiments", "lpkit.data.measured": "data/measured", "lpkit.data.published": "data/published"}
+FOLDERS = ("notebooks", "notebooks/lessons", "notebooks/lessons/rows", "notebooks/hosting",
+           "notebooks/experiments", "data/measured", "data/published")
+BESIDE = {f"lpkit.{folder}".replace("/", "."): folder for folder in FOLDERS}
 
 setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],

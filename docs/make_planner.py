@@ -39,7 +39,7 @@ usual = {one["name"]: one["value"] for one in controls}
 for one in controls:
     for value in [option[0] for option in one.get("options", [])] or one.get("steps", []):
         answer.answer(json.dumps(usual | {one["name"]: value}))
-opened |= {module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "lpkit"}
+opened |= {module.__file__ for name, module in sys.modules.items() if name.split(".")[0] in ("lpkit", "lessons")}
 print(json.dumps({"opened": sorted(opened), "groups": groups}))
 """
 

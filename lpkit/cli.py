@@ -35,6 +35,7 @@ COMMANDS = {
     "claims": "list published claims about cheaper training, with results and a verdict",
     "cards": "print a table of cards: predictions compared with measurements",
     "advise": "say whether low precision would be faster for a model on a machine, and why",
+    "techniques": "list the techniques that a config can name, by family",
     "data": "turn text into token files, or print what they contain",
     "train": "train a preset or a config file",
     "launch": "write a job for several machines: torchrun, Slurm, Kubernetes or SkyPilot",

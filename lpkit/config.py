@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 from lpkit import values as rules
-from lpkit.errors import ConfigError, nearest, pick, shown
+from lpkit.errors import ConfigError, nearest, shown
 from lpkit.techniques import FAMILIES, blocks, changes, layouts, memory, outside
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
@@ -32,7 +32,7 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
 from lpkit.techniques.recipes import ASKABLE
-from lpkit.techniques.row import Settings, many_of, one_of
+from lpkit.techniques.row import Settings, many_of, one_of, pick_row
 from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
@@ -109,10 +109,8 @@ class ModelConfig(Group):
 
     def __post_init__(self):
         super().__post_init__()
-        tables = {"block": blocks.BLOCKS, "norm": blocks.NORMS, "position": POSITIONS,
-                  "mlp": blocks.MLPS}
-        for key, table in tables.items():
-            _pick(table, getattr(self, key), f"model.{key}")
+        for key in ("block", "norm", "position", "mlp"):
+            _pick(outside.TABLES[f"model.{key}"], getattr(self, key), f"model.{key}")
         refuses = getattr(blocks.BLOCKS[self.block], "refuses", lambda model: "")
         if problem := refuses(self):
             raise ConfigError(f"model.block={self.block} {problem}")
@@ -226,7 +224,7 @@ class StartConfig(Group):
 class Config(Group):
     """One training run."""
 
-    imports: tuple[str, ...] = ()       # modules that add rows of one's own
+    imports: tuple[str, ...] = ()       # modules that add rows: your own, and lessons.rows.NAME
     model: ModelConfig = field(default_factory=ModelConfig)
     start: StartConfig = field(default_factory=StartConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -253,6 +251,7 @@ class Config(Group):
     def __post_init__(self):
         outside.load(self.imports)      # before rows are named
         super().__post_init__()
+        object.__setattr__(self, "imports", outside.needed(self))
         if self.version != VERSION:
             raise ConfigError(f"this config has version {self.version}, and this lpkit understands "
                               f"version {VERSION} alone; take the lpkit that wrote it, or write "
@@ -303,7 +302,7 @@ class Config(Group):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Config":
         """The inverse of `to_dict`. Missing keys keep their defaults; unknown ones are refused by
-        name. `values` may come from a stranger's file: they import nothing
+        name. `values` may come from a stranger's file: they import the kit's own modules alone
         (`lpkit.techniques.outside`)."""
         version = values.get("version", VERSION) if isinstance(values, Mapping) else VERSION
         if isinstance(version, int) and version != VERSION:     # before its keys are called unknown
@@ -349,15 +348,7 @@ def _token_sums(config: Config) -> list[int]:
 
 # Names of rows, and their settings.
 
-def _pick(table: Mapping[str, Any], name: Any, key: str) -> Any:
-    """Does as `pick`; where another field has a row of that name, the error names it."""
-    fields = [field for field, rows in FAMILIES.items() if isinstance(name, str) and name in rows]
-    fields = [field for field in fields if field.endswith(key.rpartition(".")[2])] or fields
-    if len(fields) == 1 and name not in table and "did you mean" not in nearest(name, table):
-        raise ConfigError(f"there is no {key} {shown(name)}; set {fields[0]}={name}, or choose one "
-                          f"of {', '.join(table)}")
-    return pick(table, name, key)
-
+_pick = functools.partial(pick_row, families=FAMILIES)
 
 # the annotation of each field; reading them takes longer than building a Config
 _kinds = functools.cache(typing.get_type_hints)

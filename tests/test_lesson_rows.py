@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lpkit.techniques import outside
+from lpkit.techniques import lessons, outside
 from tests import NOTEBOOKS
-from tests.pages.techniques import modules
 
 ALONE = """
 import sys
@@ -30,16 +29,16 @@ def alone(*words: str) -> list[str]:
                           text=True, check=True).stdout.splitlines()
 
 
-@pytest.mark.parametrize("module", modules())
+@pytest.mark.parametrize("module", lessons.package().modules())
 def test_rows_of_a_lesson_are_read_without_torch_and_replace_no_row_of_the_kit(module):
     """A Config refuses a module that replaces a row."""
     assert alone(module, *filter(None, [CHANGES.get(module.rpartition(".")[2])])) == ["True", "[]"]
 
 
 def test_a_row_of_a_lesson_is_loaded_from_its_own_file_and_a_second_import_changes_nothing():
-    outside.load(modules())
+    outside.load(lessons.package().modules())
     before = {field: dict(rows) for field, rows in outside.TABLES.items()}
-    outside.load(modules())
+    outside.load(lessons.package().modules())
     assert before == outside.TABLES
     found = [row for rows in before.values() for row in rows.values()
              if row.implementation.startswith("lessons.rows.")]

@@ -17,6 +17,7 @@ import pytest
 
 from lpkit.cli import main
 from lpkit.errors import ConfigError
+from lpkit.techniques import lessons
 from tests.attack import patience
 from tests.bench import planner as bench
 from tests.bench.browser import static
@@ -110,9 +111,33 @@ def test_the_page_takes_the_formulas_and_nothing_else(folder):
         names = set(file.namelist())
     rooms = {name.split("/")[1].removesuffix(".py") for name in names if name.startswith("lpkit/")}
     assert {"answer.py", "lpkit/predict/time.py", "lpkit/techniques/machines.py"} <= names
+    rows = {f"notebooks/{name.replace('.', '/')}.py" for name in lessons.package().modules()}
+    assert {"notebooks/lessons/rows/__init__.py", *rows} <= names
     assert rooms <= {"__init__", "config", "errors", "files", "predict", "presets", "tables", "techniques", "values"}
     assert (folder / "lpkit.zip").stat().st_size < 300_000
     assert {path.name for path in folder.iterdir()} == {"index.html", "planner.css", "planner.js", "choices.json", "lpkit.zip", "pyodide"}
+
+
+@pytest.mark.prove
+def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
+    """As in the browser: by the standard library alone, from what the answers were seen to open."""
+    alone = [sys.executable, "-I", "-S", "-B", "-c"]
+    asked = subprocess.run([*alone, make.SEEN, str(make.PAGE), str(make.ROOT)], check=True,
+                           capture_output=True, text=True)
+    for path in map(Path, json.loads(asked.stdout)["opened"]):
+        if path.is_relative_to(make.ROOT) and path.is_file() and path.suffix != ".pyc":
+            inner = path.relative_to(make.PAGE if path.is_relative_to(make.PAGE) else make.ROOT)
+            (tmp_path / inner).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, tmp_path / inner)
+    assert (tmp_path / "notebooks/lessons/rows/__init__.py").is_file()
+    for name in ("adamw", *lessons.having("optimizer")):
+        code = (f"import json, sys; sys.path.insert(0, {str(tmp_path)!r}); import answer\n"
+                f"print(answer.answer(json.dumps({USUAL | {'optimizer': name}!r})))")
+        said = json.loads(subprocess.run([*alone, code], check=True, capture_output=True,
+                                         text=True).stdout)
+        module = lessons.having("optimizer").get(name, "")
+        assert said["command"].endswith(f" --import {module}") == bool(module)
+        assert said["prediction"]["assumptions"]["optimizer"] == name
 
 
 def npm(folder: Path, script: str) -> str:

@@ -247,6 +247,7 @@ def test_what_is_installed_is_not_the_checkout(installed):
 def test_every_command_of_an_installed_wheel_runs(installed):
     """One after another in one process: each imports PyTorch for longer than it works. What a shell starts is in the other tests."""
     from lpkit.cli import COMMANDS
+    from lpkit.techniques import lessons
 
     tiny = {"arms": {"adamw": {}, "lion": {"optimizer": "lion"}}, "differ": ["optimizer"], "target": "val_loss", "effect": 0.5, "budget": {"steps": 2},
             "seeds": 3, "sigma": 0.01, "tuning": {"optimizer.lr": [1e-3], "optimizer.weight_decay": [0.0]},
@@ -261,6 +262,8 @@ def test_every_command_of_an_installed_wheel_runs(installed):
         "plan --model llama-8b --tokens 1e9 --devices 8": lambda found: found["plans"],
         "advise gpt2-124m": lambda found: found["plans"],
         "claims": lambda found: len(found["claims"]) > 10,
+        "techniques": lambda found: {row["import"] for rows in found["families"].values()
+                                     for row in rows} == {"", *lessons.package().modules()},
         "claim tiny.yaml": lambda found: found["verdicts"],
         "sweep few.yaml": lambda found: found["best"],
         "doctor": lambda found: found["probes"],

@@ -17,6 +17,7 @@ from lpkit.predict.prediction import Prediction, predict
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.units import between, duration, quantity
 from lpkit.presets import PRESETS, preset
+from lpkit.techniques import lessons, outside
 from lpkit.techniques.layouts import AXES, Layout, check, divisors
 from lpkit.techniques.machines import CATALOGUE
 from lpkit.techniques.optimizers import OPTIMIZERS
@@ -59,7 +60,8 @@ def choices() -> list[dict[str, Any]]:
             steps("data", "replicas", MANY, 1), steps("zero", "ZeRO stage", range(4), 3)]},
         {"title": "Step", "controls": [
             names("precision", "precision", same(PRECISIONS), "bf16"), steps("micro_batch", "sequences of a micro-batch", FEW, 1),
-            names("recompute", "recompute", same(by_cost()), "none"), names("optimizer", "optimizer", same(OPTIMIZERS), "adamw")]},
+            names("recompute", "recompute", same(by_cost()), "none"),
+            names("optimizer", "optimizer", same(dict.fromkeys([*OPTIMIZERS, *lessons.having("optimizer")])), "adamw")]},
     ]
 
 
@@ -93,11 +95,15 @@ def _answer(*, model: Text, length: Count | None, batch: Count, billions: Positi
     settings = {**shape, "model.context": length, "global_batch": batch, "grad_accum_steps": batch // micro_batch,
                 "steps": max(1, round(1e9 * billions / (batch * length))), "system.stack": stack,
                 **{f"parallel.{axis}": getattr(layout, axis) for axis in (*AXES, "zero", "interleave")}}
+    if optimizer not in OPTIMIZERS:
+        outside.load([module for row, module in lessons.having("optimizer").items() if row == optimizer])
+    module = outside.module_of("optimizer", optimizer)
     found = predict(config.replace(settings), machine, precision=precision, recompute=recompute, optimizer=optimizer,
                     price_per_hour=price)
     words = [f"{key}={value}" for key, value in settings.items()]
     words += ["--machine", machine, "--precision", precision, "--recompute", recompute, "--optimizer", optimizer]
     words += [] if price is None else ["--price-per-hour", f"{price}"]
+    words += ["--import", module] if module else []
     m = config.model
     usual = {"length": m.context, "price": found.machine.price_per_hour, "layers": m.layers, "width": m.width, "heads": m.heads,
              "kv_heads": m.G, "mlp_width": m.F, "vocab": m.vocab}      # of what may be left out

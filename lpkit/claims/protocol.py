@@ -3,7 +3,7 @@ docs/claim.md has every key."""
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -94,7 +94,8 @@ class Claim(Made):
                                   f"arm that is tuned better than another wins by that alone")
 
     def _check_pair(self, first: str, other: str, ours: Mapping, theirs: Mapping) -> None:
-        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)
+                     and key != "imports"]      # which the rows decide
         if not differing:
             raise ConfigError(f"{first} and {other} have the same settings; let them differ, or "
                               f"hold an arm against itself with --null")
@@ -187,16 +188,14 @@ def other_text(a: Config, b: Config) -> str:
     return " and ".join(key for key, of in EVALUATED.items() if of(a) != of(b))
 
 
-def _modules(value: Any, named: bool = False) -> Iterator[str]:
-    """Yields the modules that are named below `imports`, at any depth: a file imports nothing."""
+def _modules(value: Any, named: bool = False) -> list[str]:
+    """Returns the modules that are named below `imports`, at any depth, for `outside`."""
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _modules(one, named or key == "imports")
-    elif isinstance(value, list):
-        for one in value:
-            yield from _modules(one, named)
-    elif named:
-        yield str(value)
+        return [module for key, one in value.items()
+                for module in _modules(one, named or key == "imports")]
+    if isinstance(value, list):
+        return [module for one in value for module in _modules(one, named)]
+    return [str(value)] * named
 
 
 def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED,
@@ -208,7 +207,7 @@ def read(path: Path, kind: type = Claim, needed: Mapping[str, str] = NEEDED,
         raise ConfigError(f"{named(path)} must be a mapping, got {shown(values)}")
     for key in values:
         pick(known, key, f"key of a {kind.__name__.lower()}")
-    outside.refuse_unknown(list(_modules(values)))
+    outside.refuse_unknown(_modules(values))
     for key, what in needed.items():
         if values.get(key) in (None, {}):
             raise ConfigError(f"{named(path)} says no {key}; give {key}: {what}")

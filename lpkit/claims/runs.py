@@ -27,6 +27,7 @@ from lpkit.contracts import StepRecord
 from lpkit.errors import ConfigError, DamagedError, RunFailedError, named
 from lpkit.files import PACKAGE, is_locked, move_into, remove, sha256, sweep, write_atomically
 from lpkit.machine_facts import cores, cpu_name, gpus, versions
+from lpkit.techniques import lessons
 from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
@@ -46,8 +47,8 @@ Submit = Callable[..., Any]     # hands `make` its arguments; a future, `done()`
 def code() -> str:
     """Returns the SHA-256 of the code, the libraries' versions and the processor."""
     found = hashlib.sha256(repr([cpu_name(), versions(("torch", "triton", "numpy"))]).encode())
-    for room in NUMBERS:
-        for path in sorted([PACKAGE / room, *(PACKAGE / room).rglob("*")]):
+    for room in (*(PACKAGE / name for name in NUMBERS), lessons.folder()):
+        for path in sorted([room, *room.rglob("*")]):
             if path.suffix in (".py", ".c", ".cu", ".h"):
                 found.update(path.read_bytes())
     return found.hexdigest()

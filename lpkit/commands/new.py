@@ -18,6 +18,7 @@ from lpkit.commands import a_folder
 from lpkit.errors import ConfigError, named, shown
 from lpkit.files import own_folder, resource, write_atomically
 from lpkit.tables import text_table
+from lpkit.techniques.lessons import having
 from lpkit.techniques.outside import TABLES
 
 # The field of a Config that will name the row. notebooks/experiments has an example of each family.
@@ -45,8 +46,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if path.exists() or path.is_symlink():
             raise ConfigError(f"{named(path)} exists, and lpkit new overwrites nothing; choose "
                               f"another name, or another --out")
-    if name in TABLES[field] or name == "lessons" or importlib.util.find_spec(name):
-        what = f"row {field}={name}" if name in TABLES[field] else f"module {name}"
+    row = name in TABLES[field] or name in having(field)
+    if row or name == "lessons" or importlib.util.find_spec(name):
+        what = f"row {field}={name}" if row else f"module {name}"
         raise ConfigError(f"there is a {what} already; choose another name, so that neither hides "
                           f"the other")
     own_folder(args.out)

@@ -25,7 +25,11 @@ __all__ = ["CATALOGUE", "Comparison", "Machine", "Memory", "Prediction", "memory
 
 class _Room(ModuleType):
     def __call__(self, of: Any, *args: Any, **how: Any) -> Any:
-        """Predict a run of a Config, or a step of a torch.nn.Module and a batch."""
+        """Predict a run of a Config or of a command's words, or a step of a Module and a batch."""
+        if isinstance(of, str):
+            base, *settings = of.split() or [""]
+            Config(imports=how.pop("imports", ()))      # files may name them now
+            of = resolve_name("lpkit.presets:resolve")(base, settings)
         if isinstance(of, Config):
             return predict(of, *args, **how)
         return resolve_name("lpkit.modules.predict:predict")(of, *args, **how)

@@ -70,7 +70,6 @@ MLP_READS = ("mlp.up", "mlp.gate_up")
 
 
 def gelu_mlp(s: MicroBatch) -> Iterator[Op]:
-    """down(gelu(up(x)))"""
     m, wide = s.model, s.tokens * s.model.F * s.compute_bytes
     yield linear("mlp.up", s, m.D, m.F, cut="column", bias=m.bias)
     yield Op(name="mlp", part="mlp", saved_bytes=wide, saved_itemsize=s.compute_bytes,
@@ -120,14 +119,18 @@ def reading_one(s: MicroBatch, ops: Iterable[Op]) -> Iterator[Op]:
 
 
 NORMS: dict[str, Kind] = {
-    "layernorm": Kind(operations=layernorm, implementation="lpkit.nn.layers:layernorm"),
-    "rmsnorm": Kind(operations=rmsnorm, implementation="lpkit.nn.layers:rmsnorm"),
+    "layernorm": Kind(operations=layernorm, why="a token less its mean, over its deviation",
+                      implementation="lpkit.nn.layers:layernorm"),
+    "rmsnorm": Kind(operations=rmsnorm, why="a token over the root of its mean square",
+                    implementation="lpkit.nn.layers:rmsnorm"),
     "none": Kind(operations=no_norm, why="the stream as it is",
                  implementation="torch.nn:Identity"),
 }
 MLPS: dict[str, Kind] = {
-    "gelu": Kind(operations=gelu_mlp, implementation="lpkit.nn.mlps:GeluMLP"),
-    "swiglu": Kind(operations=swiglu_mlp, implementation="lpkit.nn.mlps:SwigluMLP",
+    "gelu": Kind(operations=gelu_mlp, why="down(gelu(up(x)))",
+                 implementation="lpkit.nn.mlps:GeluMLP"),
+    "swiglu": Kind(operations=swiglu_mlp, why="down(silu(gate(x)) * up(x))",
+                   implementation="lpkit.nn.mlps:SwigluMLP",
                    source="Shazeer 2020, https://arxiv.org/abs/2002.05202"),
 }
 

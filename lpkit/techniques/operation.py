@@ -223,7 +223,9 @@ def rope(s: MicroBatch) -> Op:
 # that turns more than four times is not, and between them it is mixed
 TRAINED, SLOW, FAST = 8192, 1.0, 4.0
 POSITIONS: dict[str, Kind] = {
-    "learned": Kind(operations=learned, implementation="lpkit.nn.layers:LearnedPositions"),
+    "learned": Kind(operations=learned, why="a trained vector for each position is added",
+                    implementation="lpkit.nn.layers:LearnedPositions"),
     "rope": Kind(operations=rope, implementation="lpkit.nn.layers:RotaryPositions", turns=True,
+                 why="pairs of a query's and a key's numbers are turned by the position",
                  source="Su et al. 2021, https://arxiv.org/abs/2104.09864"),
 }

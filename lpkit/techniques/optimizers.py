@@ -20,7 +20,7 @@ from typing import Any
 
 from lpkit import values
 from lpkit.errors import ConfigError, nearest, pick, shown
-from lpkit.techniques.row import Row, Settings, Technique, chosen
+from lpkit.techniques.row import Row, Settings, Technique, chosen, pick_row
 from lpkit.values import Positive, PositiveOrZero, Rate
 
 FLOAT32, BF16 = 4, 2    # bytes of a number
@@ -215,7 +215,7 @@ OPTIMIZERS = {
 
 
 def find(name: str) -> Optimizer:
-    return pick(OPTIMIZERS, name, "optimizer")
+    return pick_row(OPTIMIZERS, name, "optimizer")
 
 
 def find_format(name: str) -> MomentFormat:
@@ -231,7 +231,7 @@ def _parsed(group: str) -> tuple[str, dict[str, float], OptimizerSettings | None
     pairs = {key: value for key, _, value in (part.partition("=") for part in parts)}
     name, own, changes = pairs.pop("optimizer", None), {}, {}
     if name is not None:
-        row = pick(OPTIMIZERS, name, "optimizer of optimizer.groups")
+        row = pick_row(OPTIMIZERS, name, "optimizer of optimizer.groups")
         own = vars(row.settings).keys() - {"name", "lr", "clip", "groups", "weight_decay"}
     for key, value in pairs.items():
         if key not in ("lr_scale", "weight_decay", *own):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
-from lpkit.errors import pick
 from lpkit.values import Checked
 
 
@@ -71,4 +70,14 @@ def many_of(table: Mapping[str, Any]) -> Any:
 
 def chosen(table: Mapping[str, Any], name: str, where: str = "row") -> Settings:
     """The settings of a row as they are by default. Raises ConfigError for an unknown name."""
-    return dataclasses.replace(pick(table, name, where).settings, name=name)
+    return dataclasses.replace(pick_row(table, name, where).settings, name=name)
+
+
+def pick_row(table: Mapping[str, Any], name: Any, what: str,
+             families: Mapping[str, Mapping[str, Any]] | None = None) -> Any:
+    """Look `name` up in a table; `what` begins with its field. Raises ConfigError with the nearest
+    names, the import that has such a row, or its field of `families`."""
+    if isinstance(name, str) and name in table:
+        return table[name]
+    from lpkit.techniques import lessons  # only a wrong name needs it
+    raise lessons.package().unknown(table, name, what, families or {})

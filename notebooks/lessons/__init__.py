@@ -5,6 +5,7 @@ and its lesson back as the course has them. What several lessons need is in `lpk
 in a module of its own here.
 """
 
+import os
 import sys
 import traceback
 from importlib.machinery import SOURCE_SUFFIXES, FileFinder, SourceFileLoader
@@ -13,6 +14,7 @@ from types import ModuleType
 
 from lpkit.errors import ConfigError
 from lpkit.files import resource
+from lpkit.techniques import lessons
 
 
 def way_back(lesson: Path) -> str:
@@ -41,4 +43,8 @@ class _Loader(SourceFileLoader):
                               f"{way_back(here)}") from error
 
 
+here = Path(__path__[0])
+if (here / "rows").is_dir() and lessons.PACKAGE not in sys.modules and not here.samefile(resource("notebooks") / "lessons"):
+    os.environ[lessons.COPIES] = os.path.abspath(here)      # the processes that this one starts take your copies of rows, too
+rows = lessons.package()
 sys.path_importer_cache[__path__[0]] = FileFinder(__path__[0], (_Loader, SOURCE_SUFFIXES))

@@ -1,5 +1,74 @@
 """Techniques that one lesson studies: each module holds the rows of a family and their code.
 
 A Config names a module under `imports`, or a command names it by `--import`:
-`lpkit train optimizer=soap --import lessons.rows.optimizers`.
+`lpkit train cpu-3m optimizer=soap --import lessons.rows.optimizers`. The name always means the
+kit's own folder, or a learner's copy of it (`lpkit.techniques.lessons`). So a module here imports the standard library,
+`lpkit` and `lessons.rows` alone, the latter by `from lessons.rows.NAME import ...`. PyTorch is in
+modules named `NAME_torch`, which add no rows.
 """
+
+import ast
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lpkit.techniques.outside  # noqa: F401   it knows the kit's own rows before others come
+from lpkit.errors import ConfigError, nearest, shown
+
+FIELDS = {      # the field of a Config, by the name of its table in lpkit.techniques
+    "OPTIMIZERS": "optimizer", "OBJECTIVES": "objective", "SCHEDULES": "schedule",
+    "INITS": "model.init", "BLOCKS": "model.block", "KINDS": "model.attention",
+    "MODEL_CHANGES": "model.changes", "NORMS": "model.norm", "MLPS": "model.mlp",
+    "POSITIONS": "model.position", "ATTENTION": "system.attention", "GROWTH": "start.grow",
+    "POLICIES": "data.policy", "SIZES": "sizes", "RECIPES": "precision.recipe",
+    "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors",
+    "MOMENT_FORMATS": "memory.moment_format", **{key.upper(): f"memory.{key}" for key in (
+        "recompute", "activation_offload", "cross_entropy", "param_dtype", "optimizer_state",
+        "optimizer_step")}}
+
+
+@functools.cache
+def where() -> Mapping[str, Mapping[str, str]]:
+    """Returns the module of each row, by field and name, read from syntax trees: nothing is imported.
+
+    A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with the names written
+    down; tests/test_imports.py compares this with what the modules add.
+    """
+    found: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
+    for path in sorted(Path(*__path__).glob("*.py")):
+        tree = ast.parse("" if path.stem.endswith("_torch") else path.read_bytes())
+        for node in ast.walk(tree):
+            match node:
+                case ast.Subscript(value=table, slice=name, ctx=ast.Store()):
+                    names = [name]
+                case ast.AugAssign(target=table, value=ast.Dict(keys=names)):
+                    pass
+                case _:
+                    continue
+            if field := FIELDS.get(ast.unparse(table).rpartition(".")[2]):
+                found[field] |= {name.value: f"{__name__}.{path.stem}" for name in names}
+    return found
+
+
+def unknown(table: Mapping[str, Any], name: Any, what: str,
+            families: Mapping[str, Mapping[str, Any]]) -> ConfigError:
+    """Returns the error for a name that `table` has not: the nearest names, or the import that has
+    such a row, or the field of `families` that has it. `what` begins with the table's field."""
+    field = what.partition(" ")[0]
+    ways = {row: f'{what} {row!r} is in {at}: add --import {at}, in Python imports=("{at}",)'
+            for row, at in where().get(field, {}).items() if row not in table}
+    if str(name) in ways:
+        return ConfigError(ways[name])
+    meant = nearest(name, [*table, *ways])
+    others = [of for of in families if str(name) in families[of] or str(name) in where()[of]]
+    others = [of for of in others if of.endswith(field.rpartition(".")[2])] or others
+    if len(others) == 1 and "did you mean" not in meant:
+        meant = f"set {others[0]}={name}, or choose one of {', '.join(table)}"
+    more = [way for row, way in ways.items() if repr(row) in meant]
+    return ConfigError(" ".join([f"there is no {what} {shown(name)}; {meant}", *more]))
+
+
+def modules() -> list[str]:
+    """Returns the names of the modules that add rows."""
+    return sorted({module for rows in where().values() for module in rows.values()})

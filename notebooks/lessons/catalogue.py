@@ -1,0 +1,52 @@
+"""The list of techniques, which `lpkit techniques` and docs/techniques.md print: each family, its rows
+of the package, and its rows of lessons under the import that brings them.
+"""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from lpkit.tables import beside
+from lpkit.techniques import lessons, outside
+
+
+def rows_of(field: str) -> list[dict[str, Any]]:
+    """Returns the rows of a family, JSON-ready: the package's own, then those of each module. Imports
+    the lessons' modules."""
+    outside.load(lessons.package().modules())
+    rows = [{"name": name, "import": outside.module_of(field, name), "why": why(row),
+             "settings": {key: value for key, value in vars(row.settings).items() if key != "name"},
+             "source": row.source} for name, row in outside.TABLES[field].items()]
+    return sorted(rows, key=lambda row: row["import"])
+
+
+def why(row: Any) -> str:
+    """Returns in one clause what a row does; of a recipe, its casts."""
+    text = row.why
+    if hasattr(row, "all_casts"):
+        formats = dict.fromkeys(cast.format for cast in row.all_casts)
+        sides = [(cast.block[0] or "all", cast.block[1] or "all") for cast in row.all_casts]
+        blocks = dict.fromkeys(f"{rows}x{along}" for rows, along in sides)
+        text = f"{', '.join(formats)}, a scale for {', '.join(blocks)}"
+        text = text if formats else f"products in {row.compute or 'float32'}"
+    return " ".join(text.partition(". ")[0].split()).rstrip(".")
+
+
+def settings_of(row: Mapping[str, Any]) -> list[str]:
+    """Returns `name=default` for each setting."""
+    return [f"{key}={','.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for key, value in row["settings"].items()]
+
+
+def text(families: Mapping[str, list[dict[str, Any]]], settings: bool) -> str:
+    """Returns the list for a terminal; with `settings`, also the settings and the source of each row."""
+    lines = []
+    for field, rows in families.items():
+        lines.append(f"\n{field}" if lines else field)
+        for module, group in groupby(rows, lambda row: row["import"]):
+            lines += [f"  --import {module}"] if module else []
+            for row in group:
+                more = [", ".join(settings_of(row)), row["source"]] if settings else []
+                for name, words in ((row["name"], row["why"]), *(("", one) for one in more if one)):
+                    lines.append(beside(f"  {name}", words, 28, 118))
+    return "\n".join(lines)
