@@ -60,9 +60,14 @@ def _there(package: str) -> bool:
 
 def hosting(name: str) -> ModuleType:
     """A module of notebooks/hosting, which the commands for learners and teachers call."""
+    return beside(f"hosting.{name}")
+
+
+def beside(name: str) -> ModuleType:
+    """A module of the folder of notebooks, such as lessons.catalogue."""
     if (place := str(resource("notebooks"))) != sys.path[0]:
         sys.path.insert(0, place)
-    return import_module(f"hosting.{name}")
+    return import_module(name)
 
 
 def opened(path: Path) -> Any:

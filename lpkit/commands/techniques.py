@@ -4,7 +4,7 @@ settings of each row and their defaults. A row below `--import MODULE` needs the
 import argparse
 from typing import Any
 
-from lpkit.commands import lesson
+from lpkit.commands import beside
 from lpkit.errors import pick
 from lpkit.techniques.outside import TABLES
 
@@ -16,9 +16,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     fields = TABLES if args.family is None else {args.family: pick(TABLES, args.family, "family")}
-    listed = lesson("catalogue").rows_of
+    listed = beside("lessons.catalogue").rows_of
     return {"family": args.family, "families": {field: listed(field) for field in fields}}
 
 
 def text(result: dict[str, Any]) -> str:
-    return lesson("catalogue").text(result["families"], settings=bool(result["family"]))
+    return beside("lessons.catalogue").text(result["families"], settings=bool(result["family"]))
