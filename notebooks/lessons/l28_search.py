@@ -44,7 +44,8 @@ TRIALS, STARTUP, EVERY = 16, 5, 5       # median prunes nothing before STARTUP t
 SEARCHED = Sweep(
     base="cpu-3m", trials=TRIALS, target="val_loss", sampler="random", pruner="median",
     settings=BASE | {"optimizer": "adamw", "global_batch": 8, "steps": 40, "eval_every": EVERY,
-                     "eval_batches": 4, "checkpoint_every": 0},
+                     "eval_batches": 4, "checkpoint_every": 0,
+                     "imports": "lessons.rows.schedules"},      # which has the linear one
     search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True},
             "optimizer.beta1": {"low": 0.5, "high": 0.99},
             "schedule": {"choices": ["constant", "linear", "cosine"]}})
