@@ -346,7 +346,8 @@ def test_gains_and_scales_stay_where_they_are_without_gradients(name, optimizer)
 @pytest.mark.parametrize("layout", [{"shard": 2, "zero": 1}, {"shard": 2, "zero": 3}, {"tensor": 2}])
 def test_cut_parameters_decay_as_whole_ones_do(on_ranks, layout):
     """A rank may have one row of a matrix, or a part of it, and of a vector as well."""
-    config = STILL.replace({"global_batch": 2, "model.bias": True, "model.changes": "ia3"} if "tensor" not in layout else {"global_batch": 2})
+    config = STILL.replace({"global_batch": 2, "model.bias": True, "model.changes": "ia3",
+                              "imports": ["lessons.rows.adapters"]} if "tensor" not in layout else {"global_batch": 2})
     training = Training.build(config, data=RandomTokens(config))
     names = {p: name for name, p in training.model.named_parameters()}
     due = sorted(names[p] for p in training.optimizer.param_groups[0]["params"])
