@@ -37,6 +37,7 @@ from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
+GONE = {"parallel.tensor_messages": "apart"}    # settings that had one value, in files of older runs
 
 
 class Group(Checked):
@@ -487,6 +488,8 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         raise ConfigError(f"{prefix.rstrip('.') or 'a config'} must be a mapping of settings, got "
                           f"{shown(values)}")
     known = [f.name for f in dataclasses.fields(cls)]
+    values = {key: value for key, value in values.items()
+              if GONE.get(f"{prefix}{key}", GONE) != value}
     for key in values:
         if key not in known:
             raise _unknown(f"{prefix}{key}", str(key), known)

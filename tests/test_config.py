@@ -120,8 +120,10 @@ def test_a_group_and_one_of_its_settings_are_changed_together_and_the_callers_st
 
 
 def test_settings_and_rows_that_are_gone_are_refused_by_name():
-    """A file of before names them; nothing reads them as something else."""
-    for text, said in (("parallel: {tensor_messages: apart}", "no setting 'parallel.tensor_messages'"),
+    """A file of before names them; nothing reads them as something else. A setting that had one
+    value is in the file of every older run, and is left out."""
+    assert Config.from_yaml("parallel: {tensor_messages: apart}") == Config()
+    for text, said in (("parallel: {tensor_messages: async}", "no setting 'parallel.tensor_messages'"),
                        ("system: {attention: flash-attn-4}", "no system.attention 'flash-attn-4'"),
                        ("start: {grow: ligo}", "no start.grow 'ligo'")):
         with pytest.raises(ConfigError, match=f"^there is {said}; "):
