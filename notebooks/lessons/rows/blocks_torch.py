@@ -128,9 +128,6 @@ class Branches(nn.Module):
         self.gain2 = self.gain1 if row.one_gain else gain(row.gain)
         self.norm3, self.norm4 = (norm(config) if row.behind else nn.Identity() for _ in range(2))
 
-    def reset(self, init: Settings) -> None:
-        """Its parts set what they begin from."""
-
     def forward(self, x: Tensor, rotation=None, cache=None, layer: int = 0,
                 documents: Tensor | None = None) -> Tensor:
         h = self.norm1(x)
