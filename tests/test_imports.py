@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import lpkit
+from lessons.catalogue import rows_of
 from lpkit import cli, presets, techniques
-from lpkit.commands import lesson
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.techniques import lessons, outside
@@ -427,6 +427,6 @@ def test_a_family_that_there_is_not_is_one_sentence(name, near, capsys):
 
 def test_every_row_says_in_one_clause_what_it_does():
     for field in outside.TABLES:
-        for row in lesson("catalogue").rows_of(field):
+        for row in rows_of(field):
             assert row["why"] and "\n" not in row["why"] and not row["why"].endswith("."), row
             json.dumps(row, allow_nan=False)
