@@ -34,6 +34,7 @@ from lessons.decoding import decoding
 from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
 from lessons.judge import Exercise, adding_to
+from lessons.rows import linear_attention as linear_attention
 from lessons.saved import kept
 from lessons.style import COLOURS
 from lessons.terms import Lettered, letter
