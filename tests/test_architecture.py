@@ -113,6 +113,9 @@ def test_the_commands_that_host_people_are_the_only_doors_to_hosting():
              for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
              and ast.unparse(node.func).split(".")[-1] == "hosting"}
     assert doors == {command: repr(module) for command, module in HOSTED.items()}
+    texts = {path.stem: node.value for path in FILES for node in ast.walk(ast.parse(path.read_text()))
+             if isinstance(node, ast.Constant) and str(node.value).startswith("hosting.")}
+    assert texts == {"__init__": "hosting."}        # of `lpkit.commands.hosting` itself
     for command, module in HOSTED.items():
         taken = {node.attr for node in ast.walk(ast.parse((ROOT / "commands" / f"{command}.py").read_text()))
                  if isinstance(node, ast.Attribute) and ast.unparse(node.value) == module}
