@@ -19,7 +19,7 @@ from lpkit import cli, presets, techniques
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.techniques import lessons, outside
-from tests import NOTEBOOKS
+from tests import NOTEBOOKS, processors
 
 ROWS = Path(NOTEBOOKS) / "lessons" / "rows"
 ROOT = Path(NOTEBOOKS).parent
@@ -61,7 +61,8 @@ def module(folder: Path, package: str = "", name: str = "toy") -> Path:
 def python(*words: object, cwd: Path, kit: Path = ROOT, path: str = "", fails: bool = False) -> str:
     """Returns what a process printed with the package of `kit`; of one that fails, its errors."""
     env = {key: value for key, value in os.environ.items() if key != lessons.COPIES}
-    env |= {"PYTHONPATH": f"{kit}{os.pathsep}{path}", "OMP_NUM_THREADS": "1",
+    places = str(kit), *filter(None, [path])
+    env |= {"PYTHONPATH": os.pathsep.join([processors.AT_START, *places]), "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(cwd / "cache")}
     done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=env, text=True,
                           capture_output=True)

@@ -44,7 +44,7 @@ KNOWN = {
     "machine_facts:cores": "asks for others", "machine_facts:cpu_name": "asks for others", "machine_facts:cpu_flags": "asks for others",
 }
 # Tests that start Python with another path on purpose: what they start computes nothing that is compared, or is without this checkout.
-OTHER_PATHS = {"anywhere", "bare_machine", "commands", "evidence", "first_verdict", "gpu_lines", "notebook_runner", "processors", "promise", "ranks", "rooms",
+OTHER_PATHS = {"anywhere", "bare_machine", "commands", "evidence", "first_verdict", "gpu_lines", "lesson_rows", "notebook_runner", "processors", "promise", "ranks", "rooms",
                "ui"}
 
 
