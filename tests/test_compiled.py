@@ -23,12 +23,12 @@ import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
+from lpkit.execution import compiled as compiling
 from lpkit.kernels import jit
 from lpkit.kernels.cross_entropy import cross_entropy, on_cpu
 from lpkit.measure import telemetry
 from lpkit.memory import loss as loss_rows
 from lpkit.techniques.row import Settings
-from lpkit.training import compiled as compiling
 from lpkit.training.build import decide
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
