@@ -383,7 +383,7 @@ def test_only_one_place_begins_to_compile():
     assert calls == {
         ("jit.py", "torch.compile"), ("jit.py", "triton.jit"),
         ("cuda_norm.py", "cpp_extension.load"),     # into a private folder
-        # the kernel puzzles: a process with a private folder for its cache (lessons/puzzles.py)
+        # the kernel puzzles: a process with a private folder for its cache (lessons/judging/puzzles.py)
         ("kernel_parts.py", "triton.jit"), ("kernel_process.py", "triton.jit"), ("kernel_process.py", "triton.compile"),
         ("defects.py", "triton.jit")}               # by the interpreter, which keeps nothing
 

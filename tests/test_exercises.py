@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lessons import judge
-from lessons.judge import Disturbed, Exercise, Verdict
+from lessons.judging import judge
+from lessons.judging.judge import Disturbed, Exercise, Verdict
 from lessons.rows.adapters import StableLoraSettings
 from lessons.rows.depth import Drop, Progressive, falling, progressive
 from lessons.rows.depth_torch import Partly
