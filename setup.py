@@ -5,8 +5,9 @@ Everything else is in pyproject.toml. `lpkit.files.resource` finds either place,
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("notebooks", "notebooks/lessons", "notebooks/lessons/rows", "notebooks/hosting",
-           "notebooks/experiments", "data/measured", "data/published")
+FOLDERS = ("notebooks", *(f"notebooks/lessons{room}" for room in ("", "/figures", "/judging", "/ranks",
+                                                                  "/rows")),
+           "notebooks/hosting", "notebooks/experiments", "data/measured", "data/published")
 BESIDE = {f"lpkit.{folder}".replace("/", "."): folder for folder in FOLDERS}
 
 setup(
@@ -15,7 +16,7 @@ setup(
     package_data={
         "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
         "lpkit.notebooks": ["*.ipynb", "pictures/*"],
-        "lpkit.notebooks.lessons": ["*.py", "*.js", "*.css", "*.html"],
+        "lpkit.notebooks.lessons.figures": ["*.js", "*.css"],
         "lpkit.notebooks.hosting": ["*.html"],
         "lpkit.notebooks.experiments": ["*"],
         "lpkit.data.measured": ["*"],

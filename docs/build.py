@@ -87,7 +87,7 @@ def drawn(output: nbformat.NotebookNode, name: str) -> nbformat.NotebookNode | N
         return new_output("display_data", {"text/html": shown if awake else f"{ASLEEP}\n{shown}"})
     if WIDGET in data:
         if re.search(r"\bFigure(Widget)?\(", data.get("text/plain", "")):
-            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lessons.figure's Figure "
+            raise ConfigError(f"{name} is inside a widget that stores no picture of it; show it with lessons.figures.figure's Figure "
                               f"or explorer, which do")
         rest = {mime: value for mime, value in data.items() if mime not in (WIDGET, "text/plain")}
         return new_output("display_data", rest or {"text/html": ASLEEP})
@@ -196,7 +196,7 @@ def assemble(pages: Path, executed: list[Path], source: Path) -> None:
     script = files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     (source / "_static" / "plotly.min.js").write_bytes(script)
     for shared in ("figure.css", "panels.js"):
-        shutil.copy(NOTEBOOKS / "lessons" / shared, source / "_static")
+        shutil.copy(NOTEBOOKS / "lessons" / "figures" / shared, source / "_static")
 
 
 def linked(text: str, executed: list[Path]) -> str:
@@ -221,7 +221,7 @@ def planner(source: Path) -> str:
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
     sys.path.append(str(NOTEBOOKS))
-    from lessons.index import exercises  # they lie beside the notebooks
+    from lessons.judging.index import exercises  # they lie beside the notebooks
 
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")

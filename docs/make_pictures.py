@@ -4,7 +4,7 @@
     python docs/make_pictures.py 07 21        these alone
     python docs/make_pictures.py --from DIR   from the executed copies in DIR where it has them, current or not
 
-A picture is what `lessons.still` draws of the figure's spec: SVG, or PNG where that is smaller. The first cell of the notebook shows it
+A picture is what `lessons.figures.still` draws of the figure's spec: SVG, or PNG where that is smaller. The first cell of the notebook shows it
 under the title; a notebook without that line gets it.
 """
 
@@ -22,8 +22,8 @@ DOCS = Path(__file__).resolve().parent
 NOTEBOOKS = DOCS.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
-from lessons import still  # beside the notebooks  # noqa: E402
-from lessons.figure import PLOTLY_MIME  # noqa: E402
+from lessons.figures import still  # beside the notebooks  # noqa: E402
+from lessons.figures.figure import PLOTLY_MIME  # noqa: E402
 from lpkit.course import notebooks  # noqa: E402
 from lpkit.errors import ConfigError  # noqa: E402
 

@@ -75,8 +75,8 @@ def _sound(path: Path) -> bool:
 def make(folder: Path) -> None:
     """Errors: ConfigError, before anything is written."""
     sys.path.append(str(PAGE.parents[1] / "notebooks"))      # the colours are those of the lessons' figures
-    from lessons.opened import KIND_OF, KINDS
-    from lessons.step_bytes import ROW_COLOURS
+    from lessons.figures.opened import KIND_OF, KINDS
+    from lessons.figures.step_bytes import ROW_COLOURS
 
     packed = tarball()
     asked = subprocess.run([sys.executable, "-I", "-S", "-B", "-c", SEEN, str(PAGE), str(ROOT)], stdout=subprocess.PIPE, text=True)

@@ -210,7 +210,7 @@ def parent_of_lessons(parent):
 @pytest.fixture
 def judged_on_ranks(parent_of_lessons, monkeypatch):
     """Ranks of one parent judge all answers, which have one each elsewhere."""
-    from lessons import on_ranks
+    from lessons.ranks import on_ranks
 
     monkeypatch.setattr(on_ranks, "on_ranks", functools.partial(on_ranks.on_ranks, parent=parent_of_lessons))
 

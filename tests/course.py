@@ -1,8 +1,8 @@
 """The exercises of all lessons, as tests and benches name them."""
 
-from lessons.index import exercises
-from lessons.on_ranks import OnRanks
-from lessons.puzzles import Puzzle
+from lessons.judging.index import exercises
+from lessons.judging.puzzles import Puzzle
+from lessons.ranks.on_ranks import OnRanks
 
 EXERCISES = exercises()
 PUZZLES = {name: one for name, one in EXERCISES.items() if isinstance(one, Puzzle)}

@@ -20,7 +20,8 @@ from itertools import zip_longest
 
 import torch
 
-from lessons import judge, on_ranks, puzzles
+from lessons.judging import judge, puzzles
+from lessons.ranks import on_ranks
 from tests.course import EXERCISES, PUZZLES
 
 SECONDS = 10.0      # for one mutant: one that loops raises

@@ -76,7 +76,7 @@ def race(real: Callable, given: Any, batch: int, device: Any) -> Any:
 
 
 FACTS = {"lpkit.hardware": (multiplies_tiles, bf16_choice, others), "lpkit.kernels.wide_product": (in_a_loop, choice),
-         "lpkit.training.attention": (race,)}
+         "lpkit.execution.attention": (race,)}
 
 
 def _replaced(real: Callable, kind: Callable) -> Callable:

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from lessons.figure import plain
+from lessons.figures.figure import plain
 from lessons.l11_fp8_matmul import (
     accumulate,
     expected_error,

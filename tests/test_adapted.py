@@ -8,10 +8,10 @@ from lessons.rows import adapters as adapters
 from lpkit import cli
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
+from lpkit.exchange.adapted import bring_adapter, rebuilt
+from lpkit.exchange.export import export
+from lpkit.exchange.imported import bring, planned
 from lpkit.nn.adapters import Lora
-from lpkit.training.adapted import bring_adapter, rebuilt
-from lpkit.training.export import export
-from lpkit.training.imported import bring, planned
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import Training

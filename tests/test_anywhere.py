@@ -23,7 +23,7 @@ import yaml
 
 from hosting.lab import PORT
 from lpkit import cli
-from lpkit.training import places
+from lpkit.parallel import places
 
 ROOT = Path(__file__).parents[1]
 BINDER = ROOT / "binder"

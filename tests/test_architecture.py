@@ -29,9 +29,11 @@ MAY_IMPORT = {
     "datasets": BASE | {"techniques", "predict"},
     "hardware": BASE | {"techniques", "predict"},
     "presets": BASE,
-    "training": BASE | {"datasets", "hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
-    "measure": BASE | {"hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
-    "modules": BASE | {"hardware", "kernels", "measure", "memory", "optim", "parallel", "precision", "predict", "techniques", "training"},
+    "execution": BASE | {"hardware", "kernels", "nn", "parallel", "techniques"},
+    "exchange": BASE | {"datasets", "nn", "techniques", "training"},
+    "training": BASE | {"datasets", "execution", "hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques"},
+    "measure": BASE | {"execution", "hardware", "kernels", "memory", "nn", "optim", "parallel", "precision", "predict", "techniques", "training"},
+    "modules": BASE | {"exchange", "execution", "hardware", "kernels", "measure", "memory", "optim", "parallel", "precision", "predict", "techniques", "training"},
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
     "course": BASE,
@@ -39,11 +41,11 @@ MAY_IMPORT = {
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
-WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "training.families", "course.notebooks", "cli",
+WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml", "processes", "records", "signals", "tables", "timing", "turns", "values", "techniques", "predict", "presets", "training.runs", "exchange.families", "course.notebooks", "cli",
                  "parallel.processes", "training.launch", "claims.protocol", "claims.settle", "claims.runs", "measure.probes", "commands.doctor"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
 LAYERS = ["names", "errors", "turns", "signals", "machine_facts", "timing", "processes", "files", "plain_yaml", "records", "values", "tables", "techniques", "config",
-          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "training", "measure", "modules", "claims",
+          "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim", "memory", "functions", "datasets", "parallel", "execution", "training", "exchange", "measure", "modules", "claims",
           "course", "commands", "cli", "__main__"]
 PATH_LINES = 10_450
 UPDATE_FUNCTIONS, UPDATE_FILES = 109, 25        # 90 and 18

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from lessons import attempts, judge, puzzles
-from lessons.attempts import Answer, Attempt, Parcel, Unknown, asked, pack, unpack
-from lessons.judge import Verdict
-from lessons.learner import check
+from lessons.judging import attempts, judge, puzzles
+from lessons.judging.attempts import Answer, Attempt, Parcel, Unknown, asked, pack, unpack
+from lessons.judging.judge import Verdict
+from lessons.judging.learner import check
 from lpkit.machine_facts import cores
 from tests.attack import patience
 from tests.course import EXERCISES, PUZZLES
@@ -27,11 +27,11 @@ HOSTILE = {
     "right verdicts into every file": f"for fd in range(256):\n    try: os.write(fd, {RIGHT + chr(10).encode()!r})\n    except OSError: pass",
     "garbage into every file": "for fd in range(256):\n    try: os.write(fd, os.urandom(99))\n    except OSError: pass",
     "answers of nothing into every file": """
-        from lessons.attempts import pack
+        from lessons.judging.attempts import pack
         for fd in range(3, 256):
             try: os.write(fd, 300 * pack([None, "", "", False]))
             except OSError: pass""",
-    "answers without an end": "from lessons.attempts import pack\nwhile True: os.write(3, pack(['x' * 10**6, '', '', False]))",
+    "answers without an end": "from lessons.judging.attempts import pack\nwhile True: os.write(3, pack(['x' * 10**6, '', '', False]))",
     "half an answer": "os.write(3, b'\\xff' * 7)\nos._exit(0)",
     "os._exit": "os._exit(0)",
     "sys.exit": "sys.exit(0)",
@@ -51,8 +51,8 @@ HOSTILE = {
     "another program": "os.execv('/bin/true', ['true'])",
     "json replaced": f"json.dumps = lambda *_, **__: {RIGHT.decode()!r}\njson.loads = lambda *_, **__: {{'status': 'right', 'detail': ''}}",
     "the comparison replaced": """
-        from lessons import puzzles
-        from lessons import judge
+        from lessons.judging import puzzles
+        from lessons.judging import judge
         judge.difference = judge.verdict = puzzles.difference = lambda *_, **__: ""
         torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda *_, **__: True""",
     "its own frames": """
@@ -104,7 +104,7 @@ def judges():
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            found += one.children() if "lessons.judge_process" in " ".join(one.cmdline()) else []
+            found += one.children() if "lessons.judging.judge_process" in " ".join(one.cmdline()) else []
     return found
 
 
@@ -133,7 +133,7 @@ RANKS = ("right verdicts into every file", "garbage into every file", "os._exit"
 
 @pytest.mark.parametrize("kind", RANKS)
 def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
-    from lessons import on_ranks, rank_exercises
+    from lessons.ranks import on_ranks, rank_exercises
 
     monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
     source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):", HOSTILE[kind], "return rows")

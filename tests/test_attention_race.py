@@ -12,6 +12,7 @@ from lessons.rows import adapters as adapters
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.execution import attention
 from lpkit.kernels.choose import choose, wrong
 from lpkit.measure import trace
 from lpkit.nn.attention import CAUSAL, plain, sdpa
@@ -19,7 +20,7 @@ from lpkit.predict import predict
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending, Backend
 from lpkit.techniques.machines import Machine
-from lpkit.training import attention, build
+from lpkit.training import build
 
 CPU = torch.device("cpu")
 KINDS = {"full": "full", "window": {"name": "window", "size": 24}, "global": {"name": "window", "size": 24, "global_tokens": 3},

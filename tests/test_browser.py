@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lessons import learner
+from lessons.judging import learner
 from tests.attack import patience
 
 
@@ -34,9 +34,9 @@ DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON
 
 EXPLORER = ["""
 from lpkit.errors import ConfigError
-from lessons.questions import Guess
-from lessons.explorer import Explorer
-from lessons.figure import Figure
+from lessons.judging.questions import Guess
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import Figure
 from lpkit.tables import html_table
 
 def show(devices, optimizer):
@@ -56,7 +56,7 @@ guess
 LIVE = ["""
 import asyncio, threading, time
 from lpkit.contracts import StepRecord
-from lessons.live import LiveRun
+from lessons.figures.live import LiveRun
 
 class Run:
     title, planned_steps, error = "a run", 100_000, None
@@ -212,9 +212,9 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
 
 
 GUESSED = ["""
-from lessons.learner import keep
+from lessons.judging.learner import keep
 from lpkit.predict.compare import Comparison, Row
-from lessons.questions import Guess
+from lessons.judging.questions import Guess
 
 guess = keep("01.browser", Guess("How many bytes?", unit="MB", low=1, high=1000))
 guess
@@ -293,15 +293,15 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 THEMED = ["""
 import lpkit
 from lpkit.course.claims import claim
-from lessons.learner import check
-from lessons.index import exercises
+from lessons.judging.learner import check
+from lessons.judging.index import exercises
 from lpkit.errors import ConfigError
 from lpkit.predict import Comparison
 from lpkit.predict.compare import Row
 from lpkit.predict.plan import plan
 from lessons.l09_predict_before_you_rent import layouts_view
-from lessons.explorer import Explorer
-from lessons.questions import Guess
+from lessons.figures.explorer import Explorer
+from lessons.judging.questions import Guess
 from IPython.display import HTML
 
 EXERCISES = exercises()
@@ -337,9 +337,9 @@ import lpkit
 from lpkit.predict import CATALOGUE, memory
 from lpkit.predict.compare import Row
 from lessons.l03_number_formats import landings, listed
-from lessons.figure import Figure
+from lessons.figures.figure import Figure
 from lpkit.tables import html_table
-from lessons.comparison import comparison_figure
+from lessons.figures.comparison import comparison_figure
 from lessons.l01_memory_math import memory_figure
 from lessons.l03_number_formats import landing_figure, ranges_figure, value_figure
 from lpkit.techniques.formats import FORMATS
@@ -425,7 +425,7 @@ def test_the_lab_shows_the_live_figure_and_the_pictures_of_a_folder(notebook, la
     folder = lab[1] / "pictures"
     folder.mkdir(exist_ok=True)
     shutil.copy(COURSE / "pictures" / "03.svg", folder)
-    opened = notebook("both.ipynb", ["# md\n# A title\n\n![what it shows](pictures/03.svg)", "from lessons.explorer import Explorer\n"
+    opened = notebook("both.ipynb", ["# md\n# A title\n\n![what it shows](pictures/03.svg)", "from lessons.figures.explorer import Explorer\n"
                                      "Explorer(lambda n: {'data': [{'y': [n, 2]}], 'layout': {'title': 'live'}}, n=[1, 2])"])
     opened.run()
     opened.settle()
@@ -438,7 +438,7 @@ def test_the_lab_shows_the_live_figure_and_the_pictures_of_a_folder(notebook, la
 
 def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scrolls(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lessons.questions import Guess\nfrom lessons.figure import Figure\nfrom lpkit.tables import html_table\nfigure = Figure({{'data': [{{'y': [1, 3, 2], 'mode': 'markers', 'marker': {{'size': 40}}}}], 'layout': {{'title': '{words}'}}}})\nfigure",
+    opened = notebook("narrow.ipynb", [f"from lessons.judging.questions import Guess\nfrom lessons.figures.figure import Figure\nfrom lpkit.tables import html_table\nfigure = Figure({{'data': [{{'y': [1, 3, 2], 'mode': 'markers', 'marker': {{'size': 40}}}}], 'layout': {{'title': '{words}'}}}})\nfigure",
                                        "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
                                        "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
     opened.run()
@@ -468,8 +468,8 @@ def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scr
 
 
 PANELS = ["""
-from lessons.drawing import axis, bars, figure, note, scatter
-from lessons.figure import Figure
+from lessons.figures.drawing import axis, bars, figure, note, scatter
+from lessons.figures.figure import Figure
 notes = [note("words that say what the panel on the left shows", 0, 1.02, xref="x domain",
               yref="paper"),
          note("the panel on the right", 0, 1.02, xref="x2 domain", yref="paper")]

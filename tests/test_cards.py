@@ -174,7 +174,7 @@ def test_the_stack_of_the_trainer_keeps_what_transformers_keep(kind):
     """Peak bytes by formula, within 5% of a traced step of the model in transformers; without the stack they miss by more."""
     transformers = pytest.importorskip("transformers")
     from lpkit.config import Config
-    from lpkit.training.families import of_type
+    from lpkit.exchange.families import of_type
 
     config = transformers.AutoConfig.for_model(
         kind, vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=4,

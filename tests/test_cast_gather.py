@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lessons.messages import messages
+from lessons.ranks.messages import messages
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.scales import Scaled

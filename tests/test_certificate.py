@@ -7,11 +7,11 @@ from html.parser import HTMLParser
 import nbformat
 import pytest
 
-from lessons import learner
-from lessons.certificate import FILE, certificate, page
-from lessons.index import exercises
-from lessons.learner import Answered, Learner, Tried
-from lessons.your_progress import progress
+from lessons.judging import learner
+from lessons.judging.certificate import FILE, certificate, page
+from lessons.judging.index import exercises
+from lessons.judging.learner import Answered, Learner, Tried
+from lessons.judging.your_progress import progress
 from tests import NOTEBOOKS
 from tests.course import EXERCISES
 

@@ -11,12 +11,13 @@ from torch import nn
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.execution import attention
 from lpkit.kernels import choose as choosing
 from lpkit.kernels import jit
 from lpkit.kernels.choose import candidates, choose, compiled, refused_here, wrong
 from lpkit.techniques.attention_backends import Attending
 from lpkit.techniques.kernels import KERNELS
-from lpkit.training import attention, build
+from lpkit.training import build
 from lpkit.training.training import RandomTokens, Training
 
 CPU = torch.device("cpu")

@@ -23,12 +23,12 @@ import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
+from lpkit.execution import compiled as compiling
 from lpkit.kernels import jit
 from lpkit.kernels.cross_entropy import cross_entropy, on_cpu
 from lpkit.measure import telemetry
 from lpkit.memory import loss as loss_rows
 from lpkit.techniques.row import Settings
-from lpkit.training import compiled as compiling
 from lpkit.training.build import decide
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
@@ -383,7 +383,7 @@ def test_only_one_place_begins_to_compile():
     assert calls == {
         ("jit.py", "torch.compile"), ("jit.py", "triton.jit"),
         ("cuda_norm.py", "cpp_extension.load"),     # into a private folder
-        # the kernel puzzles: a process with a private folder for its cache (lessons/puzzles.py)
+        # the kernel puzzles: a process with a private folder for its cache (lessons/judging/puzzles.py)
         ("kernel_parts.py", "triton.jit"), ("kernel_process.py", "triton.jit"), ("kernel_process.py", "triton.compile"),
         ("defects.py", "triton.jit")}               # by the interpreter, which keeps nothing
 

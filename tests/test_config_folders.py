@@ -11,8 +11,8 @@ from lpkit import cli
 from lpkit.commands import config_of
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.exchange.imported import planned
 from lpkit.predict import parameter_count, predict
-from lpkit.training.imported import planned
 from tests.test_import import FOLDERS, saved, tokenizer  # noqa: F401
 
 transformers = pytest.importorskip("transformers")

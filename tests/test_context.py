@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lessons.rows.linear_attention  # noqa: F401  adds rows
-from lessons.messages import messages
+from lessons.ranks.messages import messages
 from lessons.rows import adapters as adapters
 from lpkit.config import Config
 from lpkit.contracts import Batch

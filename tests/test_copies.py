@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from hosting import copies
-from lessons.attempts import asked
+from lessons.judging.attempts import asked
 from lpkit import cli, files
 from lpkit.commands import lab as lab_command
 from lpkit.errors import ConfigError
@@ -345,6 +345,12 @@ def test_rooms_of_lessons_come_too(folder, course):
     (room / "optimizers.py").write_text("x = 3\n")
     [change] = copies.update(folder)
     assert change["notebook"] == "lessons/rows/optimizers" and mine.read_text() == "x = 5\n"
+    (room / "optimizers.py").rename(room.parent / "optimizers.py")      # to another room
+    [change] = copies.update(folder)
+    assert change["notes"] == ["the course no longer has it; your copy stays"]
+    assert mine.read_text() == "x = 5\n" and (moved := folder / "lessons/optimizers.py").is_file()
+    (room.parent / "optimizers.py").unlink()
+    assert copies.update(folder) == [] and not moved.exists(), "an unchanged lesson goes"
 
 
 def test_a_notebook_that_the_course_gave_up_is_reported_once_and_stays(folder, course):
@@ -354,7 +360,7 @@ def test_a_notebook_that_the_course_gave_up_is_reported_once_and_stays(folder, c
     assert changes == [
         {"notebook": "04_other", "done": "copied", "notes": []},
         {"notebook": "03_formats", "done": "left",
-         "notes": ["the course no longer has this notebook; your copy stays"]}]
+         "notes": ["the course no longer has it; your copy stays"]}]
     assert "x = 7" in sources(folder) and copies.update(folder) == []
 
 
@@ -388,7 +394,7 @@ def test_a_broken_lesson_is_told_with_its_line_and_the_way_back(what, lessons, t
     text, line, why = BROKEN[what]
     (tmp_path / "lessons" / "l03_number_formats.py").write_bytes(text if isinstance(text, bytes) else text.encode())
     for code in ("from lessons.l03_number_formats import EXERCISES", "from lessons import l03_number_formats as lesson",
-                 "from lessons.index import lesson; lesson('03.value_of')"):
+                 "from lessons.judging.index import lesson; lesson('03.value_of')"):
         said = lessons(code)
         assert said.startswith(f"lpkit.errors.ConfigError: your copy of lessons/l03_number_formats.py fails in line {line} ({why}"), said
         assert said.endswith("; `lpkit lab --reset 03` puts the course's there and keeps yours beside it")

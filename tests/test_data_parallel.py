@@ -13,8 +13,9 @@ import torch
 
 import lpkit
 from lessons import l14_data_parallel_and_zero as data_parallel
-from lessons import rank_exercises
-from lessons.figure import plain
+from lessons.figures.figure import plain
+from lessons.figures.step_bytes import stacked_figure
+from lessons.judging.learner import check
 from lessons.l14_data_parallel_and_zero import (
     BACKWARD,
     FORWARD,
@@ -24,9 +25,8 @@ from lessons.l14_data_parallel_and_zero import (
     stages_view,
 )
 from lessons.l15_multi_gpu_fp8 import gathers_view
-from lessons.learner import check
-from lessons.messages import messages
-from lessons.step_bytes import stacked_figure
+from lessons.ranks import rank_exercises
+from lessons.ranks.messages import messages
 from lpkit import cli
 from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError

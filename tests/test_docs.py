@@ -25,7 +25,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 CELLS = {
     "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # how large\nsteps: int = 3  # updates',
     "imports": "import ipywidgets\nimport plotly.graph_objects as go\nfrom IPython.display import HTML\n\nfrom lpkit.tables import html_table\n"
-               "from lessons.explorer import Explorer\nfrom lessons.figure import Figure",
+               "from lessons.figures.explorer import Explorer\nfrom lessons.figures.figure import Figure",
     "kit": "Figure({'data': [{'y': [1, 3, 2], 'name': '</script><b>'}], 'layout': {'title': {'text': 'the kit draws'}}})",
     "plotly": "Figure(go.Figure(go.Scatter(y=list(range(steps)))))",
     "explorer": "Explorer(lambda width: {'data': [{'y': [width, 2], 'name': f'line {n}'} for n in range(8)],\n"
@@ -133,7 +133,7 @@ def test_a_figure_that_would_vanish_is_refused(shown):
 
 def test_a_figure_without_a_static_picture_is_refused():
     """So that the figures of the course, all of which the site draws, have one."""
-    from lessons.figure import Figure
+    from lessons.figures.figure import Figure
 
     output = nbformat.v4.new_output("display_data", Figure({"data": [{"type": "pie", "values": [1]}]})._repr_mimebundle_())
     with pytest.raises(ConfigError, match=r"figure-1: .* cannot draw the trace type 'pie'"):

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 import torch
 
-from lessons import drawing
+from lessons.figures import drawing
 from lessons.l03_number_formats import listed, number_line_figure
 from lessons.l06_fp8_training import GAP, LEFT, NUMBERS, products_figure, products_view
 from lessons.l08_recompute_and_offload import recompute_figure

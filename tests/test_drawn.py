@@ -10,11 +10,11 @@ from torch import nn
 import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.execution.kernels import Kernels
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.drawn import drawing
 from lpkit.techniques.inits import INITS
 from lpkit.training.build import made
-from lpkit.training.kernels import Kernels
 from tests.test_messages import UNEVEN
 from tests.training_ranks import digest_of
 

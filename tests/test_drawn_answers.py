@@ -3,7 +3,7 @@ says that the judge limits what exercises 16.nats and 22.mean send and hold, and
 
 import pytest
 
-from lessons import judge, learner
+from lessons.judging import judge, learner
 from tests.course import EXERCISES, ON_RANKS
 from tests.drawn_answers import KINDS, MISTAKES, RIGHT_FORMS, drawn_kinds
 from tests.mutants import on_threads

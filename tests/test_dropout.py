@@ -14,11 +14,12 @@ from lessons.rows import blocks as blocks
 from lessons.saved import saved_bytes
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError
+from lpkit.exchange import families
 from lpkit.nn.attention import plain
 from lpkit.nn.transformer import cross_entropy
 from lpkit.predict.flops import training_flops
 from lpkit.predict.ledger import memory
-from lpkit.training import build, families
+from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.sampling import trained
 from lpkit.training.training import RandomTokens, Training

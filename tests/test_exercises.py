@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lessons import judge
-from lessons.judge import Disturbed, Exercise, Verdict
+from lessons.judging import judge
+from lessons.judging.judge import Disturbed, Exercise, Verdict
 from lessons.rows.adapters import StableLoraSettings
 from lessons.rows.depth import Drop, Progressive, falling, progressive
 from lessons.rows.depth_torch import Partly
@@ -25,6 +25,7 @@ from lessons.rows.growth_torch import shares
 from lessons.rows.optimizers import adafactor
 from lpkit.contracts import Parameter
 from lpkit.errors import ConfigError
+from lpkit.exchange import families
 from lpkit.kernels.tiled_attention import tiles
 from lpkit.nn.adapters import Lora
 from lpkit.optim import muon
@@ -33,7 +34,6 @@ from lpkit.techniques.adapters import LoraSettings
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import Cast
-from lpkit.training import families
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 
 BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("notebooks/*.ipynb")}

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from lpkit import cli, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.training.export import export
+from lpkit.exchange.export import export
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 

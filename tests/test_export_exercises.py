@@ -10,7 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from lessons import export_exercises as e
+from lessons.judging import export_exercises as e
 from lpkit.course import notebooks
 from tests import NOTEBOOKS, processors
 from tests.course import EXERCISES

@@ -7,7 +7,9 @@ import statistics
 import pytest
 import torch
 
-from lessons import learner
+from lessons.judging import learner
+from lessons.judging.learner import keep
+from lessons.judging.questions import TIED
 from lessons.l07_when_fp8_fails import (
     FAULTS,
     Accusation,
@@ -28,8 +30,6 @@ from lessons.l07_when_fp8_fails import (
     telemetry_explorer,
     train,
 )
-from lessons.learner import keep
-from lessons.questions import TIED
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry

@@ -10,6 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from lpkit import cli
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.execution import attention
+from lpkit.execution import kernels as choosing_kernels
 from lpkit.kernels import choose as choosing
 from lpkit.kernels import cross_entropy as cross_entropy_rows
 from lpkit.kernels import jit
@@ -18,8 +20,7 @@ from lpkit.nn import library_attention
 from lpkit.optim import one_pass
 from lpkit.techniques.attention_backends import Attending
 from lpkit.techniques.kernels import KERNELS
-from lpkit.training import attention, build
-from lpkit.training import kernels as choosing_kernels
+from lpkit.training import build
 from lpkit.training.training import RandomTokens, Training
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import torch
 from lpkit import cli
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError, printable
-from lpkit.training.export import export
-from lpkit.training.imported import bring, planned
+from lpkit.exchange.export import export
+from lpkit.exchange.imported import bring, planned
 from lpkit.training.sampling import cast_once, generate, sample, trained
 from tests.test_import import FOLDERS
 

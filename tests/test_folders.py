@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lpkit.training.families import FAMILIES
+from lpkit.exchange.families import FAMILIES
 from tests.inputs import folders
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

@@ -149,7 +149,7 @@ def test_two_panels_show_three_axes_and_filter():
 
 
 def test_the_figure_is_one_that_the_kit_can_draw():
-    from lessons.explorer import Explorer
+    from lessons.figures.explorer import Explorer
 
     show, controls = frontier_view(triangle(candidates()))
     explorer = Explorer(show, **controls)

@@ -23,8 +23,8 @@ from lessons import l03_number_formats as linear_operands
 from lessons import l06_fp8_training as recipe_race
 from lessons import l08_recompute_and_offload as memory_techniques
 from lessons import l12_flash_attention as attention_tiles
-from lessons import puzzles
 from lessons.activations import kept
+from lessons.judging import puzzles
 from lessons.race import race_figure
 from lessons.terms import Lettered, letter
 from lpkit import hardware

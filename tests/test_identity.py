@@ -14,6 +14,7 @@ from lessons.rows.blocks import BLOCKS
 from lpkit import cli, nn, records
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, DamagedError
+from lpkit.exchange.export import export
 from lpkit.files import locked
 from lpkit.measure import telemetry
 from lpkit.nn.transformer import Transformer
@@ -21,7 +22,6 @@ from lpkit.signals import heard_by
 from lpkit.techniques import blocks, operation
 from lpkit.training import checkpoint, runs
 from lpkit.training.background import train
-from lpkit.training.export import export
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import RandomTokens, Training
 

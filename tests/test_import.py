@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from lpkit import cli, hardware, train
 from lpkit.datasets.tokenizers import tokenizer_from_dict
 from lpkit.errors import ConfigError
-from lpkit.training.export import export
-from lpkit.training.imported import bring, planned
+from lpkit.exchange.export import export
+from lpkit.exchange.imported import bring, planned
 from lpkit.training.runs import Run
 from lpkit.training.sampling import sample, trained
 from lpkit.training.training import RandomTokens, Training

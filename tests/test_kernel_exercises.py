@@ -21,9 +21,11 @@ import psutil
 import pytest
 import torch
 
-from lessons import puzzles
-from lessons.figure import plain
-from lessons.judge import source_of
+from lessons.figures.figure import plain
+from lessons.judging import puzzles
+from lessons.judging.judge import source_of
+from lessons.judging.learner import check
+from lessons.judging.puzzles import run
 from lessons.l10_custom_kernels import (
     BETWEEN,
     EXTREME,
@@ -34,8 +36,6 @@ from lessons.l10_custom_kernels import (
     cast_both_layouts,
     moved_figure,
 )
-from lessons.learner import check
-from lessons.puzzles import run
 from lpkit.kernels import cast, defects, jit
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
@@ -503,7 +503,7 @@ def judging():
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "lessons.judge_process" in " ".join(one.cmdline()):
+            if "lessons.judging.judge_process" in " ".join(one.cmdline()):
                 found += one.children()
     return found
 
@@ -529,9 +529,9 @@ def test_margins_alone_find_what_lies_outside():
     program = """
         import contextlib
         import tests
-        from lessons import kernel_process as k
-        from lessons.puzzles import difference
-        from lessons.index import exercise
+        from lessons.judging import kernel_process as k
+        from lessons.judging.puzzles import difference
+        from lessons.judging.index import exercise
         k.watched = lambda *_: contextlib.nullcontext()
         for name, old, new in (("10.copy", ", mask=i < n)", ")"), ("10.softmax", "row * x_stride", "row * columns"),
                                ("10.add_norm", "v * scale * g, mask=i < columns", "v * scale * g"),

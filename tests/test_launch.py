@@ -17,7 +17,7 @@ import pytest
 
 import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
-from lessons.live import LiveRun
+from lessons.figures.live import LiveRun
 from lpkit import cli, preset
 from lpkit.errors import ConfigError, GoneError
 from lpkit.parallel.processes import Processes

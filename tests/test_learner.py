@@ -14,15 +14,16 @@ import traitlets
 from ipywidgets import HTML, Widget
 
 from hosting import copies
-from lessons import l20_optimizers, learner
-from lessons.explorer import Explorer
-from lessons.figure import PLOTLY_MIME, WIDGET_MIME, plain
-from lessons.index import RENAMED
-from lessons.judge import Exercise
-from lessons.learner import check
-from lessons.questions import TIED, Guess, Pick
+from lessons import l20_optimizers
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import PLOTLY_MIME, WIDGET_MIME, plain
+from lessons.judging import learner
+from lessons.judging.index import RENAMED
+from lessons.judging.judge import Exercise
+from lessons.judging.learner import check
+from lessons.judging.questions import TIED, Guess, Pick
+from lessons.judging.your_progress import progress, progress_figure
 from lessons.rivals import rivals
-from lessons.your_progress import progress, progress_figure
 from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by

@@ -15,6 +15,7 @@ from lessons.saved import saved_bytes
 from lpkit import cli, measure
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
+from lpkit.execution.compiled import Compile
 from lpkit.memory.recompute import CoreAttention, Recompute
 from lpkit.nn import attention
 from lpkit.nn.kv_cache import new_cache
@@ -26,7 +27,6 @@ from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending, why_not
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
-from lpkit.training.compiled import Compile
 from lpkit.training.training import Training
 from tests.test_predict import CPU, ODD
 

@@ -140,7 +140,7 @@ def test_a_busy_neighbour_is_seen_and_oneself_is_not(tmp_path, this_machine):
 
 
 def test_what_takes_turns_can_be_watched(capsys):
-    from lessons.waiting import progress
+    from lessons.figures.waiting import progress
 
     seen = []
     interleaved_seconds([lambda: seen.append(1)], rounds=3, watch=progress)

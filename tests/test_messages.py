@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import lessons.rows.linear_attention  # noqa: F401  adds rows
-from lessons.messages import messages, sent_bytes
+from lessons.ranks.messages import messages, sent_bytes
 from lpkit import predict_trace
 from lpkit.config import Config
 from lpkit.hardware import room

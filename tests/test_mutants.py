@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lessons import judge, puzzles
-from lessons.learner import check
+from lessons.judging import judge, puzzles
+from lessons.judging.learner import check
 from tests.course import EXERCISES, ON_RANKS, PUZZLES
 from tests.mutants import SAME, is_same, judged_right, mutants, on_threads
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from papermill.__main__ import papermill
 
-from lessons import learner
+from lessons.judging import learner
 from lpkit import processes
 from lpkit.commands import notebook as command
 from lpkit.course import notebooks

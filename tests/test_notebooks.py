@@ -19,7 +19,7 @@ import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
-from lessons import drawing, goals
+from lessons import goals
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
 from lessons import l17_pipelines as pipelines
@@ -31,6 +31,7 @@ from lessons import l24_start_from_a_run as begun_from
 from lessons import l26_muon as muons
 from lessons import l27_width_and_mup as widths
 from lessons import l28_search as search
+from lessons.figures import drawing
 from lessons.l03_number_formats import listed
 from lessons.rows.depth import Progressive, progressive
 from lpkit.config import Config

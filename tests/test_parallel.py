@@ -14,6 +14,7 @@ from lessons.rows import blocks as blocks
 from lpkit import files, train
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.exchange.export import export
 from lpkit.parallel import meeting
 from lpkit.parallel.meeting import here, joined
 from lpkit.parallel.processes import Processes
@@ -21,7 +22,6 @@ from lpkit.parallel.ranks import Ranks
 from lpkit.parallel.replicas import buckets
 from lpkit.parallel.sharding import Sharding
 from lpkit.techniques.layouts import UNSHARDED, Layout, refuse_untrainable
-from lpkit.training.export import export
 from lpkit.training.runs import LOCK, Run, RunFailedError
 from lpkit.training.training import Training
 from tests.test_export import logits_agree

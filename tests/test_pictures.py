@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from PIL import Image
 
-from lessons import still
-from lessons.figure import PLOTLY_MIME, plain
+from lessons.figures import still
+from lessons.figures.figure import PLOTLY_MIME, plain
 from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 import lessons.rows.optimizers  # noqa: F401  ten rules more
-from lessons.clock import clock
-from lessons.rehearsal import rehearse
+from lessons.ranks.clock import clock
+from lessons.ranks.rehearsal import rehearse
 from lpkit import train
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -37,7 +37,7 @@ KNOWN = {
     "kernels.choose:_find": "is the race: those of products and attention on a CPU have answers, and others run on a GPU alone",
     "hardware:_machine": "measures speeds", "hardware:peak_flops": "measures speeds", "hardware:squares": "measures speeds",
     "measure.ranks:_all_gather": "measures speeds", "measure.updates:_rates": "measures speeds", "measure.updates:take_turns": "measures speeds",
-    "kernels.choose:_machine": "names a record", "kernels.compile_c:_processor": "names a record", "training.compiled:compiled": "names a record",
+    "kernels.choose:_machine": "names a record", "kernels.compile_c:_processor": "names a record", "execution.compiled:compiled": "names a record",
     "claims.runs:code": "names a record", "training.build:environment": "describes", "measure.probes:facts": "describes", "modules.watch:where": "describes",
     "claims.runs:finished": "counts runs at a time", "course.notebooks:run_all": "counts runs at a time",
     "training.launch:spread": "refuses more processes than cores",

@@ -27,6 +27,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, Stage, Transform
 from lpkit.datasets import prepare
 from lpkit.errors import ConfigError
+from lpkit.exchange.export import export
 from lpkit.measure import doctor
 from lpkit.memory.recompute import Recomputation, Recompute
 from lpkit.nn.attention import backend
@@ -60,7 +61,6 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build
 from lpkit.training.checkpoint import load_latest
-from lpkit.training.export import export
 from lpkit.training.runs import SEAL, Run
 from lpkit.training.sampling import trained
 from lpkit.training.training import Training
@@ -553,7 +553,7 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
 
 def test_evaluation_checkpoints_and_samples_take_the_average(with_toys, tmp_path):
     """What goes on is what was trained; what is evaluated, sampled and exported is the average."""
-    from lpkit.training.export import export
+    from lpkit.exchange.export import export
     from lpkit.training.sampling import trained
 
     config = with_toys.replace(toys.SAYS["schedule-free"] | {"eval_every": 2, "eval_batches": 3})

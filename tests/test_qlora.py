@@ -12,12 +12,12 @@ from torch import nn
 import lpkit
 from lessons.rows import adapters as adapters
 from lpkit.errors import ConfigError
+from lpkit.exchange.adapted import merged
 from lpkit.memory.quantised_base import NF4, QuantisedLinear, quantise_base
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import of
 from lpkit.predict.prediction import predict
 from lpkit.techniques.adapters import ADAPTERS
-from lpkit.training.adapted import merged
 from lpkit.training.checkpoint import load_latest
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained

@@ -11,9 +11,9 @@ import torch
 
 import lpkit
 from lessons import l06_fp8_training as recipe_race
-from lessons.figure import plain
+from lessons.figures.figure import plain
+from lessons.judging.questions import Pick
 from lessons.l06_fp8_training import LiveRuns, gap_figure, telemetry_of_runs
-from lessons.questions import Pick
 from lessons.race import race_figure
 from lpkit.config import Config
 from lpkit.errors import ConfigError

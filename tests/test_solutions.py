@@ -2,10 +2,10 @@
 
 import pytest
 
-from lessons import learner, puzzles
-from lessons.judge import Exercise
-from lessons.learner import check
-from lessons.solutions import WHEN, shown_when
+from lessons.judging import learner, puzzles
+from lessons.judging.judge import Exercise
+from lessons.judging.learner import check
+from lessons.judging.solutions import WHEN, shown_when
 from lpkit.cli import main
 from lpkit.errors import ConfigError
 from tests.course import EXERCISES

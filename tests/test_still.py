@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lessons import still, ticks
-from lessons.explorer import Explorer
-from lessons.figure import PLOTLY_MIME, WIDGET_MIME, Figure, plain
+from lessons.figures import still, ticks
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import PLOTLY_MIME, WIDGET_MIME, Figure, plain
 from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS
@@ -223,7 +223,7 @@ def test_words_are_inside_the_picture_and_the_legend_is_beside_the_axes():
 
 
 def test_the_same_spec_gives_the_same_bytes_in_every_process():
-    code = ("import json, hashlib, sys; from lessons import still; from lessons.figure import plain; "
+    code = ("import json, hashlib, sys; from lessons import still; from lessons.figures.figure import plain; "
             "spec = plain(json.load(sys.stdin)); print(hashlib.sha256(json.dumps(still.picture(spec)).encode()).hexdigest())")
     digests = {subprocess.run([sys.executable, "-c", code], input=json.dumps(SPECS["bars"]), capture_output=True, text=True, check=True,
                               cwd=NOTEBOOKS, env=None).stdout for _ in range(2)}
@@ -231,7 +231,7 @@ def test_the_same_spec_gives_the_same_bytes_in_every_process():
 
 
 def test_nothing_of_matplotlib_is_imported_or_changed_before_a_figure_is_shown():
-    code = ("import sys; from lessons.figure import Figure; figure = Figure({'data': [{'y': [1, 2]}]}); assert 'matplotlib' not in sys.modules; "
+    code = ("import sys; from lessons.figures.figure import Figure; figure = Figure({'data': [{'y': [1, 2]}]}); assert 'matplotlib' not in sys.modules; "
             "figure.show({'data': [{'y': [3]}]}); assert 'matplotlib' not in sys.modules; figure._repr_mimebundle_(); import matplotlib; "
             "assert matplotlib.rcParams['svg.hashsalt'] is None and 'matplotlib.pyplot' not in sys.modules; print('well')")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=NOTEBOOKS)
@@ -240,7 +240,7 @@ def test_nothing_of_matplotlib_is_imported_or_changed_before_a_figure_is_shown()
 
 def test_a_slider_redraws_no_still(monkeypatch):
     drawn = []
-    monkeypatch.setattr("lessons.figure.picture", lambda spec: drawn.append(spec["data"][0]["y"]) or {})
+    monkeypatch.setattr("lessons.figures.figure.picture", lambda spec: drawn.append(spec["data"][0]["y"]) or {})
     explorer = Explorer(lambda n: {"data": [{"y": [n]}]}, n=[1, 2, 3])
     explorer._repr_mimebundle_()
     for n in (2, 3, 1, 2):

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lpkit
-from lessons.heat import METRICS, heat_map, quality_table
+from lessons.figures.heat import METRICS, heat_map, quality_table
 from lessons.l07_when_fp8_fails import nonfinite_report, telemetry_explorer
 from lpkit.config import Config
 from lpkit.errors import ConfigError

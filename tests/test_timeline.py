@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import plotly.graph_objects as go
 import pytest
 
+from lessons.figures.step_bytes import ROW_COLOURS, timeline_figure
 from lessons.l01_memory_math import memory_figure
 from lessons.l08_recompute_and_offload import timelines_view
-from lessons.step_bytes import ROW_COLOURS, timeline_figure
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.predict import memory

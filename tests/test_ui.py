@@ -18,19 +18,19 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lessons import style, waiting
-from lessons.colours import ANSWER_COLOURS, FORMAT_COLOURS, ROLE_COLOURS, WARNING, lines_of
-from lessons.comparison import comparison_figure
-from lessons.explorer import Explorer
-from lessons.figure import MAX_POINTS, PLOTLY_MIME, Figure, Library, library, plain, thin
+from lessons.figures import style, waiting
+from lessons.figures.colours import ANSWER_COLOURS, FORMAT_COLOURS, ROLE_COLOURS, WARNING, lines_of
+from lessons.figures.comparison import comparison_figure
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import MAX_POINTS, PLOTLY_MIME, Figure, Library, library, plain, thin
+from lessons.figures.live import LiveRun, training_figure
+from lessons.figures.style import COLOURS, TEMPLATE
+from lessons.judging.questions import Guess
 from lessons.l02_where_the_time_goes import roofline_figure
 from lessons.l08_recompute_and_offload import bought_figure
 from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
-from lessons.live import LiveRun, training_figure
-from lessons.questions import Guess
 from lessons.roofs import intensity_of
-from lessons.style import COLOURS, TEMPLATE
 from lpkit.contracts import StepRecord
 from lpkit.course.notebooks import WIDGET_MIME, without_widgets
 from lpkit.errors import ConfigError
@@ -136,7 +136,7 @@ def test_long_lines_keep_their_ends_and_their_extremes():
 def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state():
     from nbclient import NotebookClient
 
-    cells = ["from lessons.explorer import Explorer\nfrom lessons.figure import Figure\n"
+    cells = ["from lessons.figures.explorer import Explorer\nfrom lessons.figures.figure import Figure\n"
              "figure = Figure({'data': [{'y': [1]}]})\nfigure",
              "def show(n): return {'data': [{'y': [n]}]}\n"
              "explorer = Explorer(show, n=[1, 2, 3])\nexplorer",
@@ -157,7 +157,7 @@ def test_an_executed_notebook_keeps_the_final_figure_and_needs_no_widget_state()
 
 
 def test_the_room_imports_neither_torch_nor_training():
-    code = ("import sys; import lessons.figure, lessons.style; "
+    code = ("import sys; import lessons.figures.figure, lessons.figures.style; "
             "bad = {'torch', 'lpkit.training.loop', 'lpkit.training.background'} & set(sys.modules); sys.exit(str(bad) if bad else 0)")
     env = os.environ | {"PYTHONPATH": os.pathsep.join((NOTEBOOKS, os.path.dirname(NOTEBOOKS)))}
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env).returncode == 0

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from lessons.explorer import Explorer
+from lessons.figures.explorer import Explorer
 from lessons.l09_predict_before_you_rent import (
     budget_view,
     frontier,

@@ -340,10 +340,10 @@ def races(place: Place, told: dict) -> dict:
             asked.append(name)
             return choose(name, *given, **how)
 
-        with patch("lpkit.training.kernels.choose", watched):
+        with patch("lpkit.execution.kernels.choose", watched):
             training = Training.build(config, data=RandomTokens(config), ranks=ranks)
         used = ["rms-norm", training.decisions.choices["kernel:rms-norm"].used, training.model.blocks[0].norm1.normalise.__name__]
-        with patch("lpkit.training.kernels.choose", side_effect=ConfigError("planted")):
+        with patch("lpkit.execution.kernels.choose", side_effect=ConfigError("planted")):
             try:
                 Training.build(config, data=RandomTokens(config), ranks=ranks)
             except ConfigError as error:

@@ -31,8 +31,8 @@ from lpkit.techniques import lessons
 from lpkit.training.launch import launch, spread
 from lpkit.training.runs import CONFIG, LOCK, MANIFESTS, METRICS, Run
 
-NUMBERS = ("config.py", "contracts.py", "datasets", "kernels", "memory", "nn", "optim", "parallel",
-           "precision", "techniques", "training")       # where the numbers of a run come from
+NUMBERS = ("config.py", "contracts.py", "datasets", "exchange", "execution", "kernels", "memory",
+           "nn", "optim", "parallel", "precision", "techniques", "training")   # of a run
 LOOK_SECONDS = 0.1
 DAMAGED = "damaged"         # the folder for what was in the place of a record or a run
 RESTARTS = 2                # of a run whose worker or job is killed, by one command

@@ -117,7 +117,7 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
     if target in PRESETS or (path / "config.yaml").is_file() or not (
             theirs.suffix == ".json" and (theirs == path or theirs.is_file())):
         return resolve(target, settings)
-    from lpkit.training.families import described
+    from lpkit.exchange.families import described
 
     config, changes = described(theirs), parse_settings(settings)
     print(f"{named(theirs)}: by default an update has {config.global_batch} sequences of "

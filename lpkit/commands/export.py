@@ -21,7 +21,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> dict:
     run = opened(args.run)
-    from lpkit.training.export import export  # imports torch
+    from lpkit.exchange.export import export  # imports torch
 
     return {"run_dir": str(args.run), "out": str(export(run, args.out, adapter=args.adapter)),
             "adapter": args.adapter}

@@ -33,8 +33,8 @@ def run(args: Namespace) -> dict:
     if args.base:
         return _adapter(args)
     from lpkit import hardware
+    from lpkit.exchange.imported import bring, planned
     from lpkit.training.build import choose_device  # imports torch
-    from lpkit.training.imported import bring, planned
 
     plan = planned(args.folder, args.tokenizer)
     if not args.check:
@@ -56,7 +56,7 @@ def _adapter(args: Namespace) -> dict:
     if not args.out or args.check or args.tokenizer:
         raise ConfigError("lpkit import --base needs --out DIR, without --check or --tokenizer")
     base = opened(args.base)
-    from lpkit.training.adapted import bring_adapter  # imports torch
+    from lpkit.exchange.adapted import bring_adapter  # imports torch
 
     [row] = bring_adapter(args.folder, base, args.out).config.model.changes
     return {"folder": str(args.folder), "run_dir": str(args.out), "base": str(args.base),

@@ -33,9 +33,9 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> dict:
+    from lpkit.parallel.places import PLACES, Job
     from lpkit.presets import PRESETS, resolve
     from lpkit.techniques import layouts
-    from lpkit.training.places import PLACES, Job
 
     place, (target, asked) = pick(PLACES, args.on, "place"), target_and_asked(args)
     if target is None or not (place.sees or target in PRESETS):

@@ -4,6 +4,6 @@ A notebook has a cell of declared parameters, a folded cell of imports and one o
 Predict (a guess and a formula), Run (a measurement), Reconcile (the comparison, and the claim), By
 hand (the mechanism in plain PyTorch, asserted equal to the package's), Exercise, Further reading;
 tests/test_notebooks.py holds every notebook to that. Beside it lies its lesson, a module with its
-study, its figures and its exercises, which `lessons.judge` judges. `notebooks/hosting` serves
+study, its figures and its exercises, which `lessons.judging.judge` judges. `notebooks/hosting` serves
 both to learners.
 """

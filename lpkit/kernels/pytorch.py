@@ -1,5 +1,5 @@
 """PyTorch's own version of each kernel that a layer calls, and of a product. It stands in the layer
-until another version is chosen (`lpkit.training.kernels`), whose module is imported then.
+until another version is chosen (`lpkit.execution.kernels`), whose module is imported then.
 """
 
 from collections.abc import Callable

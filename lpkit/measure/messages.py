@@ -1,5 +1,5 @@
 """Counts what this process and the others of its group tell one another: each collective, by kind,
-bytes and ranks, as notebooks/lessons/messages.py says them before.
+bytes and ranks, as notebooks/lessons/ranks/messages.py says them before.
 
 It sees what passes PyTorch's dispatcher: FSDP2's messages as well as those of `lpkit.parallel`, in
 a process group that is real or "fake". torch.distributed.tensor.debug.CommDebugMode looks at the

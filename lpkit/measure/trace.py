@@ -36,6 +36,7 @@ from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.contracts import Choice
 from lpkit.errors import ConfigError
+from lpkit.execution.attention import of_parts
 from lpkit.measure.tracking import ROWS, Footprint, wrapped
 from lpkit.memory.files import Scratch, Slot, Slots
 from lpkit.optim import moments
@@ -47,7 +48,6 @@ from lpkit.tables import html_table
 from lpkit.techniques.adapters import attended
 from lpkit.techniques.attention_backends import choose_attention
 from lpkit.techniques.layouts import Layout, check
-from lpkit.training.attention import of_parts
 from lpkit.training.build import Decisions, decide
 from lpkit.values import between, checked
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lpkit.errors import ConfigError, nearest, shown
+from lpkit.execution.kernels import offered, sites, watched
 from lpkit.kernels.choose import choose as chosen
 from lpkit.kernels.choose import version
 from lpkit.precision.backends import BACKENDS, choose
@@ -32,7 +33,6 @@ from lpkit.precision.linear import Arithmetic, Scaling
 from lpkit.tables import html_table
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.recipes import Recipe, at_end, kept, resolve, untiled
-from lpkit.training.kernels import offered, sites, watched
 
 CONVERTED, KEPT, LEFT = "converted", "kept", "not convertible"
 TRANSPOSED = "transformers.pytorch_utils.Conv1D"        # its weight is (in_features, out_features)
@@ -335,7 +335,7 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
 
 def choose_kernels(model: nn.Module) -> dict[str, str]:
     """Verify and race the versions of each cast on the operands of the first converted module, as a
-    run does (`lpkit.training.kernels`), and let all modules use the fastest. Returns their names."""
+    run does (`lpkit.execution.kernels`), and let all modules use the fastest. Returns their names."""
     layers = [one for one in model.modules() if isinstance(one, Converted)]
     layer, seen = deepcopy(layers[0]), ({}, {})
     for tokens, calls in zip(RACED_TOKENS, seen):

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick, shown
+from lpkit.exchange import families
 from lpkit.measure.trace import fake_step, fake_world
 from lpkit.measure.tracking import Footprint, Tracker, short
 from lpkit.modules.convert import CONVERTED, Converted, Report, converted, head_names, recipe_of
@@ -51,7 +52,6 @@ from lpkit.techniques.operation import Op
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import chosen
-from lpkit.training import families
 from lpkit.values import Count, Place, Text, checked
 
 CLOSE = 0.05        # what the closed form may differ from the trace without a doubt

@@ -45,7 +45,7 @@ class Step:
         self.config, self.on, self.layout, self.m = config, on, layout, config.model
         self.optimizer = optimizer or config.optimizer.name
         self.techniques, self.stack = rows_of(config), evidence.STACKS[evidence.stack_of(config)]
-        # lpkit's own makes one graph of head and loss (`lpkit.training.compiled`), others seldom do;
+        # lpkit's own makes one graph of head and loss (`lpkit.execution.compiled`), others seldom do;
         # whether it can be compiled where nobody asked for it, the machine decides
         self.compiles_loss = (config.system.stack == "auto"
                               and config.system.compile not in (False, "auto")

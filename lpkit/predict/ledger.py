@@ -61,7 +61,7 @@ AMP = "https://docs.pytorch.org/docs/stable/amp.html"
 LINEAR = "lpkit.precision.linear"
 CHECKPOINTS = "Chen et al. 2016, https://arxiv.org/abs/1604.06174"
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
-COMPILED = "lpkit.training.compiled"
+COMPILED = "lpkit.execution.compiled"
 ENGINE = "PyTorch's autograd engine, as lpkit.predict.walk follows it"
 
 

@@ -9,7 +9,7 @@
 
 which is the least, and what a ring sends (Thakur et al. 2005,
 https://doi.org/10.1177/1094342005051521). Exact: tests/test_messages.py holds all of an update, as
-notebooks/lessons/messages.py adds them up, to what `lpkit.measure.messages` counts.
+notebooks/lessons/ranks/messages.py adds them up, to what `lpkit.measure.messages` counts.
 `lpkit.predict.time` has the seconds.
 """
 

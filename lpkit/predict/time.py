@@ -12,7 +12,7 @@ phase by phase. Products, attention and pointwise work are rooflines; messages a
 - gradients of the whole stage, and ZeRO-1's gather of weights, hide behind one backward or forward
   pass;
 - pipeline messages hide behind other micro-batches, but for those on the longest path of the order
-  (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/clock.py`);
+  (`hops` of `lpkit.techniques.pipelines`, from `notebooks/lessons/ranks/clock.py`);
 - tensor-parallel and context-parallel messages hide behind nothing.
 
 Of what could hide, a stated share does (`Efficiency.overlap`): messages and work slow each other.

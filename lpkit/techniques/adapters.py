@@ -79,7 +79,7 @@ def _beside_casts(config: Any, recipe: Any) -> str:
             "precision.recipe=bf16, and parallel.zero=0 or 1")
 
 
-TERMS, FILES = "lpkit.predict.adapters:", "lpkit.training.adapted:"
+TERMS, FILES = "lpkit.predict.adapters:", "lpkit.exchange.adapted:"
 
 
 @dataclass(frozen=True, kw_only=True)

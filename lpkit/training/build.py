@@ -24,6 +24,9 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Attend, Choice, Loss, ObjectiveContext, Stage, Transform
 from lpkit.errors import ConfigError
+from lpkit.execution import attention as attending
+from lpkit.execution import compiled as compiling
+from lpkit.execution.compiled import OFF, Compile
 from lpkit.machine_facts import gpus
 from lpkit.memory import rows as memory
 from lpkit.nn import attention
@@ -46,14 +49,11 @@ from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import MicroBatch
 from lpkit.techniques.recipes import RECIPES, Recipe, resolve, untiled
 from lpkit.techniques.row import Settings
-from lpkit.training import attention as attending
-from lpkit.training import compiled as compiling
 from lpkit.training import graphs, seams
-from lpkit.training.compiled import OFF, Compile
 from lpkit.training.start import Start, refuse_growth
 
 if TYPE_CHECKING:   # a GPU's runs have them, and those that ask for one
-    from lpkit.training.kernels import Kernels
+    from lpkit.execution.kernels import Kernels
 
 
 def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choice:
@@ -221,7 +221,7 @@ def _decide(config: Config, before: Mapping[str, Any] | None, ranks: Ranks) -> D
 def kernels(config: Config, decisions: Decisions, ranks: Ranks) -> "Kernels":
     """The transform that chooses the model's kernels and the loss's; its `choices` belong to those
     of the run."""
-    from lpkit.training.kernels import Kernels
+    from lpkit.execution.kernels import Kernels
 
     return Kernels(asked=config.system.kernels, besides=config.optimizer.name,
                    before=decisions.kernels, ranks=ranks,

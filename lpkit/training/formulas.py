@@ -18,6 +18,7 @@ from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import RunAccount
 from lpkit.errors import ConfigError, RunFailedError, out_of_memory
+from lpkit.execution.compiled import OFF
 from lpkit.parallel.sharding import local
 from lpkit.precision.compute import CACHED
 from lpkit.predict.fit import Fit, fit, largest
@@ -25,7 +26,6 @@ from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
 from lpkit.predict.units import quantity
 from lpkit.training.build import Decisions, choose_device
-from lpkit.training.compiled import OFF
 from lpkit.training.training import Training
 
 REST = "activations and the rest"

@@ -176,13 +176,20 @@ def _copy_of(lesson: Path, folder: Path) -> Path:
 
 
 def _given_up(folder: Path) -> list[dict[str, Any]]:
-    """Report, once, each copy whose notebook the course no longer has. The copy stays."""
-    course, gone = {path.name for path in _course()}, []
-    for was in sorted((folder / PRISTINE).glob("*.ipynb")):
-        if was.name not in course:
-            was.unlink()
-            gone += [_change(was, "left", ["the course no longer has this notebook; your copy "
-                                           "stays"])] * (folder / was.name).is_file()
+    """Report, once, each copy of a notebook that the course no longer has, and of a lesson that the
+    learner changed. These copies stay; an unchanged lesson goes."""
+    ours, pristine, gone = files.resource("notebooks"), folder / PRISTINE, []
+    for was in sorted((*pristine.glob("*.ipynb"), *(pristine / LESSONS).rglob("*.py"))):
+        place = was.relative_to(pristine)
+        if (ours / place).is_file():
+            continue
+        mine, text = folder / place, was.read_bytes()
+        was.unlink()
+        if was.suffix == ".py" and mine.is_file() and mine.read_bytes() == text:
+            mine.unlink()
+        elif mine.is_file():
+            gone.append({"notebook": str(place.with_suffix("")), "done": "left", "notes": [
+                "the course no longer has it; your copy stays"]})
     return gone
 
 

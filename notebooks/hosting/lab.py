@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
     from hosting import copies
-    from lessons.solutions import shown_when
+    from lessons.judging.solutions import shown_when
 
     shown_when()        # kernels inherit the word: refuse a wrong one here
     root, children = copies.work_folder(args.course), processes.Children()

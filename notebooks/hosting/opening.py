@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from hosting import progress, serve_until_told
 from hosting import room as rooms
-from lessons import solutions
+from lessons.judging import solutions
 from lpkit import processes
 from lpkit.commands import a_folder, needs
 from lpkit.errors import ConfigError, named, shown

@@ -292,7 +292,7 @@ def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
 
 def collected(path: Path) -> Iterator[dict[str, Any]]:
     """A learner's own file as reports. Its owner is called after its folder, or the file."""
-    from lessons.learner import read
+    from lessons.judging.learner import read
 
     if not path.is_file():
         raise ConfigError(f"there is no file {named(path)}")

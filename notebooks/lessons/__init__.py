@@ -25,6 +25,10 @@ def way_back(lesson: Path) -> str:
     return "rename it, and `lpkit lab --update` brings the course's"
 
 
+FOLDER = Path(__path__[0])
+ROOMS = "figures", "judging", "ranks"       # and rows, which `lpkit.techniques.lessons` imports
+
+
 class _Loader(SourceFileLoader):
     """Loads a module of this folder. Where yours is not the course's any more and fails, a sentence says in which line."""
 
@@ -33,18 +37,20 @@ class _Loader(SourceFileLoader):
             super().exec_module(module)
         except Exception as error:
             here = Path(self.path)
-            theirs = resource("notebooks") / "lessons" / here.name
+            place = here.relative_to(FOLDER)
+            theirs = resource("notebooks") / "lessons" / place
             if not theirs.is_file() or here.read_bytes() == theirs.read_bytes():
                 raise       # it is none of yours, or another lesson that this one imports
             lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == self.path]
             line = lines[-1] if lines else getattr(error, "lineno", None) or 1      # Python could not read it
             what = str(getattr(error, "msg", error)).partition("\n")[0]
-            raise ConfigError(f"your copy of lessons/{here.name} fails in line {line} ({type(error).__name__}: {what}); "
+            raise ConfigError(f"your copy of lessons/{place} fails in line {line} ({type(error).__name__}: {what}); "
                               f"{way_back(here)}") from error
 
 
-here = Path(__path__[0])
-if (here / "rows").is_dir() and lessons.PACKAGE not in sys.modules and not here.samefile(resource("notebooks") / "lessons"):
-    os.environ[lessons.COPIES] = os.path.abspath(here)      # the processes that this one starts take your copies of rows, too
+if ((FOLDER / "rows").is_dir() and lessons.PACKAGE not in sys.modules
+        and not FOLDER.samefile(resource("notebooks") / "lessons")):
+    os.environ[lessons.COPIES] = os.path.abspath(FOLDER)      # the processes that this one starts take your copies of rows, too
 rows = lessons.package()
-sys.path_importer_cache[__path__[0]] = FileFinder(__path__[0], (_Loader, SOURCE_SUFFIXES))
+for room in (__path__[0], *(os.path.join(__path__[0], name) for name in ROOMS)):
+    sys.path_importer_cache[room] = FileFinder(room, (_Loader, SOURCE_SUFFIXES))

@@ -8,12 +8,12 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lessons.certificate import certificate
 from lessons.draws import normal
-from lessons.index import exercises
-from lessons.judge import Exercise, adding_to
-from lessons.live import LiveRun, training_figure
-from lessons.your_progress import progress
+from lessons.figures.live import LiveRun, training_figure
+from lessons.judging.certificate import certificate
+from lessons.judging.index import exercises
+from lessons.judging.judge import Exercise, adding_to
+from lessons.judging.your_progress import progress
 from lpkit import datasets, hardware
 from lpkit.commands.doctor import Page, text
 from lpkit.config import Config

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from lessons import saved
 from lessons.activations import kept
-from lessons.comparison import comparison_figure
-from lessons.explorer import Explorer
-from lessons.judge import Exercise, adding_to
-from lessons.opened import opened_memory
-from lessons.step_bytes import limit_of, stacked_figure, timeline_figure
+from lessons.figures.comparison import comparison_figure
+from lessons.figures.explorer import Explorer
+from lessons.figures.opened import opened_memory
+from lessons.figures.step_bytes import limit_of, stacked_figure, timeline_figure
+from lessons.judging.judge import Exercise, adding_to
 from lessons.terms import kept_terms, terms_table
 from lpkit import hardware
 from lpkit.config import Config, ModelConfig

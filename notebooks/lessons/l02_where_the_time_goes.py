@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lessons import roofs
-from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
-from lessons.judge import Exercise, adding_to
-from lessons.opened import opened_time
+from lessons.figures.drawing import SECONDS, axis, figure, note, rule, scatter
+from lessons.figures.opened import opened_time
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress
+from lessons.judging.judge import Exercise, adding_to
 from lessons.roofs import attainable_flops, gradients_of, intensity_of, ridge
-from lessons.style import COLOURS
 from lessons.timing import PHASES, by_phase
-from lessons.waiting import progress
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.contracts import Choice

@@ -30,12 +30,12 @@ import torch
 import traitlets
 from torch import Tensor, nn
 
-from lessons.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
-from lessons.drawing import NAMES, axis, box, columns, figure, note, scatter
 from lessons.draws import FP8, LARGEST, UNCLAMPED, normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import FORMAT_COLOURS, ROLE_COLOURS, lines_of
+from lessons.figures.drawing import NAMES, axis, box, columns, figure, note, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
 from lessons.number_formats import decode, encode, round_to, spacing, values
-from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as casting
 from lpkit.measure.telemetry import decibel, observed

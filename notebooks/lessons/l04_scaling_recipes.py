@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from lessons import l03_number_formats as linear_operands
-from lessons.colours import lines_of
-from lessons.drawing import POWERS, axis, box, figure, scatter
 from lessons.draws import LARGEST, normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import lines_of
+from lessons.figures.drawing import POWERS, axis, box, figure, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
 from lessons.l03_number_formats import sqnr_db
-from lessons.style import COLOURS
 from lpkit.kernels.scales import MAKE_SCALES
 from lpkit.precision.scaled import product, quantise
 from lpkit.tables import INK

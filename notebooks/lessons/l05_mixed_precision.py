@@ -24,11 +24,11 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lessons.colours import ANSWER_COLOURS, lines_of
-from lessons.drawing import POWERS, axis, columns, figure, rule, scatter
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
-from lessons.style import COLOURS
+from lessons.figures.colours import ANSWER_COLOURS, lines_of
+from lessons.figures.drawing import POWERS, axis, columns, figure, rule, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
 from lpkit.errors import pick
 from lpkit.optim.rounding import to_bf16
 from lpkit.techniques.formats import FORMATS

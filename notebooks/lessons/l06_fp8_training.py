@@ -29,18 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lessons.colours import ROLE_COLOURS, lines_of
-from lessons.drawing import NAMES, axis, bars, box, figure, note, scatter
 from lessons.draws import FP8, UNCLAMPED, normal
-from lessons.explorer import Explorer
-from lessons.heat import Samples, beside_race, cell_and_table, explorer
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import ROLE_COLOURS, lines_of
+from lessons.figures.drawing import NAMES, axis, bars, box, figure, note, scatter
+from lessons.figures.explorer import Explorer
+from lessons.figures.heat import Samples, beside_race, cell_and_table, explorer
+from lessons.figures.live import LiveRun
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
+from lessons.judging.questions import Pick
 from lessons.l04_scaling_recipes import expected_db
-from lessons.live import LiveRun
-from lessons.questions import Pick
 from lessons.race import race_figure
 from lessons.rivals import rivals
-from lessons.style import COLOURS
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
 from lpkit.measure import telemetry

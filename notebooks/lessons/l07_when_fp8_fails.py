@@ -52,15 +52,15 @@ import traitlets
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lessons.colours import WARNING
-from lessons.drawing import GROUND, NAMES, axis, figure, heat, note, scatter
 from lessons.draws import normal
-from lessons.explorer import Explorer
-from lessons.figure import Stored
-from lessons.heat import Samples, cell_and_table, explorer
-from lessons.judge import Exercise, adding_to
-from lessons.questions import Question
-from lessons.style import COLOURS
+from lessons.figures.colours import WARNING
+from lessons.figures.drawing import GROUND, NAMES, axis, figure, heat, note, scatter
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import Stored
+from lessons.figures.heat import Samples, cell_and_table, explorer
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
+from lessons.judging.questions import Question
 from lpkit.config import Config
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.kernels import cast as kernel

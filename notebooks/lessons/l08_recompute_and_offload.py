@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from lessons.activations import kept
-from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import ANSWER_COLOURS
+from lessons.figures.drawing import BYTES, SECONDS, axis, bars, figure, note, rule, scatter
+from lessons.figures.step_bytes import Points, timeline_figure, total_bytes
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress
+from lessons.judging.judge import Exercise, adding_to
 from lessons.rivals import rivals
-from lessons.step_bytes import Points, timeline_figure, total_bytes
-from lessons.style import COLOURS
-from lessons.waiting import progress
 from lpkit import hardware, measure
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick

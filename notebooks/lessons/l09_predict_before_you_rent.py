@@ -11,16 +11,16 @@ from random import Random
 from textwrap import wrap
 from typing import Any
 
-from lessons.colours import ANSWER_COLOURS, WARNING
-from lessons.drawing import BYTES, NAMES, axis, bars, figure, note, rule, scatter
-from lessons.judge import Exercise, adding_to
-from lessons.opened import KIND_OF, KINDS, opened_memory, opened_time
+from lessons.figures.colours import ANSWER_COLOURS, WARNING
+from lessons.figures.drawing import BYTES, NAMES, axis, bars, figure, note, rule, scatter
+from lessons.figures.opened import KIND_OF, KINDS, opened_memory, opened_time
+from lessons.figures.step_bytes import ROW_COLOURS, limit_of
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress
+from lessons.judging.judge import Exercise, adding_to
 from lessons.published import Run, optimism
-from lessons.step_bytes import ROW_COLOURS, limit_of
-from lessons.style import COLOURS
 from lessons.terms import moved_terms, terms_table
 from lessons.timing import in_turns
-from lessons.waiting import progress
 from lpkit import hardware
 from lpkit.commands import machine as find_machine
 from lpkit.config import Config, ModelConfig

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons.cuda_on_cpu import for_cpu
-from lessons.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.draws import FP8, LARGEST, normal
-from lessons.judge import Exercise, adding_to
-from lessons.launches import Launch, blank
+from lessons.figures.drawing import NAMES, POWERS, axis, bars, figure, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
+from lessons.judging.launches import Launch, blank
+from lessons.judging.puzzles import Puzzle
 from lessons.number_formats import encode, round_to
-from lessons.puzzles import Puzzle
 from lessons.roofs import attainable_flops, ridge
-from lessons.style import COLOURS
 from lpkit import hardware
 from lpkit.kernels import cast, cuda_norm, norm
 from lpkit.kernels.defects import defects
@@ -37,7 +37,7 @@ from lpkit.timing import interleaved_seconds
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from lessons.kernel_parts import e4m3
+    from lessons.judging.kernel_parts import e4m3
 
 # what the notebook takes from here of others
 __all__ = ["CATALOGUE", "FORMATS", "cast", "cuda_norm", "defects", "difference", "encode",

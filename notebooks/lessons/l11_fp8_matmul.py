@@ -27,9 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lessons.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.draws import LARGEST, normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.drawing import NAMES, axis, bars, figure, note, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
+from lessons.judging.launches import Launch, blank
+from lessons.judging.puzzles import Puzzle
 from lessons.l10_custom_kernels import (
     HUGE,
     LONG,
@@ -47,9 +50,6 @@ from lessons.l10_custom_kernels import (
     rows,
     value_of,
 )
-from lessons.launches import Launch, blank
-from lessons.puzzles import Puzzle
-from lessons.style import COLOURS
 from lpkit.errors import ConfigError
 from lpkit.hardware import synchronised
 from lpkit.kernels.defects import defects
@@ -63,7 +63,7 @@ from lpkit.timing import interleaved_seconds
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from lessons.kernel_parts import e2m1, e4m3, e4m3_value
+    from lessons.judging.kernel_parts import e2m1, e4m3, e4m3_value
 
 # what the notebook takes from here of others
 __all__ = ["BACKENDS", "PRODUCTS", "RECIPES", "SIDES", "SIDE_WORDS", "defects",

@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lessons import activations
-from lessons.colours import ANSWER_COLOURS, SYMBOLS, WARNING, lines_of
 from lessons.decoding import Step as Decoded
 from lessons.decoding import decoding
-from lessons.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import ANSWER_COLOURS, SYMBOLS, WARNING, lines_of
+from lessons.figures.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import Exercise, adding_to
 from lessons.rows import linear_attention as linear_attention
 from lessons.saved import kept
-from lessons.style import COLOURS
 from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config, ModelConfig

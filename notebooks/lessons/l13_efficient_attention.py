@@ -27,13 +27,13 @@ from torch import Tensor
 
 import lessons.rows.linear_attention
 import lessons.rows.sparse_attention  # noqa: F401  adds rows
-from lessons.colours import SYMBOLS, lines_of
-from lessons.drawing import SECONDS, axis, figure, rule, scatter
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import SYMBOLS, lines_of
+from lessons.figures.drawing import SECONDS, axis, figure, rule, scatter
+from lessons.figures.waiting import progress
+from lessons.judging.judge import Exercise, adding_to
 from lessons.saved import saved_bytes
 from lessons.tasks import Copy, Recall, Task
-from lessons.waiting import progress
 from lpkit import hardware
 from lpkit.config import Config, ModelConfig
 from lpkit.contracts import DataPolicy

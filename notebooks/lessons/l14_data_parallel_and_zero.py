@@ -8,7 +8,7 @@ What a rank keeps and sends in each stage of ZeRO, on real processes; and when.
     steps(gathers(config, 2), processes=2, updates=4)       # the same recipe, sent in 4 bytes and 1
     timelines(configs, processes=2, updates=4)["ZeRO 3"][0].hidden_seconds      # of rank 0
 
-They are predicted by `lpkit.predict_trace` (bytes) and `lessons.messages`.
+They are predicted by `lpkit.predict_trace` (bytes) and `lessons.ranks.messages`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lessons.drawing import SECONDS, axis, bars, figure
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
-from lessons.messages import ROUNDS, each_sends, messages
-from lessons.messages import sent_bytes as bytes_sent
-from lessons.on_ranks import WORLD, OnRanks
-from lessons.rank_exercises import by_hand
-from lessons.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
+from lessons.figures.drawing import SECONDS, axis, bars, figure
+from lessons.figures.step_bytes import ROW_COLOURS, SENT_COLOURS, stacked_figure
+from lessons.judging.judge import Exercise, adding_to
+from lessons.ranks.messages import ROUNDS, each_sends, messages
+from lessons.ranks.messages import sent_bytes as bytes_sent
+from lessons.ranks.on_ranks import WORLD, OnRanks
+from lessons.ranks.rank_exercises import by_hand
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.step_bytes import SENT_COLOURS, stacked_figure
+from lessons.judging.judge import Exercise, adding_to
 from lessons.l14_data_parallel_and_zero import rows_of_rank
-from lessons.messages import each_sends, messages, sent_bytes
-from lessons.on_ranks import WORLD, OnRanks
 from lessons.published import runs, seconds
 from lessons.race import race_figure
-from lessons.rank_exercises import by_hand
-from lessons.step_bytes import SENT_COLOURS, stacked_figure
+from lessons.ranks.messages import each_sends, messages, sent_bytes
+from lessons.ranks.on_ranks import WORLD, OnRanks
+from lessons.ranks.rank_exercises import by_hand
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.parallel import cast_gather

@@ -23,12 +23,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lessons.drawing import NAMES, axis, figure, heat, note
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
-from lessons.messages import sent_bytes
-from lessons.on_ranks import WORLD, OnRanks
-from lessons.rank_exercises import by_hand, meet_as
+from lessons.figures.drawing import NAMES, axis, figure, heat, note
+from lessons.judging.judge import Exercise, adding_to
+from lessons.ranks.messages import sent_bytes
+from lessons.ranks.on_ranks import WORLD, OnRanks
+from lessons.ranks.rank_exercises import by_hand, meet_as
 from lpkit.measure.messages import MessageCount
 from lpkit.nn.attention import plain, plain_partial
 from lpkit.parallel import context

@@ -27,11 +27,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from lessons import rehearsal
-from lessons.clock import Timed, clock
-from lessons.drawing import NAMES, axis, bars, figure
-from lessons.judge import Exercise, adding_to
-from lessons.rehearsal import Nap, Sleeper
+from lessons.figures.drawing import NAMES, axis, bars, figure
+from lessons.judging.judge import Exercise, adding_to
+from lessons.ranks import rehearsal
+from lessons.ranks.clock import Timed, clock
+from lessons.ranks.rehearsal import Nap, Sleeper
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.parallel.meeting import meet

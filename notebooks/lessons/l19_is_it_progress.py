@@ -17,10 +17,10 @@ from random import Random
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from lessons.drawing import NAMES, axis, box, columns, figure, note, rule, scatter
-from lessons.judge import adding_to
+from lessons.figures.drawing import NAMES, axis, box, columns, figure, note, rule, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import adding_to
 from lessons.l06_fp8_training import LiveRuns as LiveRuns
-from lessons.style import COLOURS
 from lpkit import preset as preset
 from lpkit import records
 from lpkit import start_each as start_each

@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lessons.drawing import NAMES, axis, bars, figure
 from lessons.draws import normal
-from lessons.index import Moved
-from lessons.judge import adding_to
+from lessons.figures.drawing import NAMES, axis, bars, figure
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress as progress
+from lessons.judging.index import Moved
+from lessons.judging.judge import adding_to
 from lessons.rows.optimizers import soap as soap
-from lessons.style import COLOURS
 from lessons.timing import by_phase
-from lessons.waiting import progress as progress
 from lpkit import hardware, measure
 from lpkit import preset as preset
 from lpkit.config import Config

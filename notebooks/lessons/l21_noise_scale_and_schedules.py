@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from lessons.drawing import axis, figure, note, scatter
-from lessons.index import Moved
-from lessons.judge import adding_to
-from lessons.style import COLOURS
+from lessons.figures.drawing import axis, figure, note, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.index import Moved
+from lessons.judging.judge import adding_to
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.predict.evidence import MEASURED

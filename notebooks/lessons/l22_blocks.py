@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from lessons import signals
-from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import POWERS, axis, figure, scatter
 from lessons.draws import normal
-from lessons.judge import Exercise, adding_to
+from lessons.figures.colours import ANSWER_COLOURS
+from lessons.figures.drawing import POWERS, axis, figure, scatter
+from lessons.figures.style import DISTINCT as COLOURS
+from lessons.judging.judge import Exercise, adding_to
 from lessons.rows import blocks_torch
 from lessons.signals import Curves
-from lessons.style import DISTINCT as COLOURS
 from lessons.timing import in_turns as in_turns
 from lpkit.config import Config, ModelConfig
 from lpkit.nn.transformer import Block

@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lessons.drawing import axis, figure, heat, note, scatter
 from lessons.draws import normal
-from lessons.judge import adding_to
+from lessons.figures.drawing import axis, figure, heat, note, scatter
+from lessons.figures.style import DISTINCT
+from lessons.figures.waiting import progress as progress
+from lessons.judging.judge import adding_to
 from lessons.rows import depth, growth
 from lessons.rows.depth_torch import Partly as Partly
 from lessons.rows.depth_torch import Stacking as Stacking
-from lessons.style import DISTINCT
 from lessons.timing import PHASES, by_phase
-from lessons.waiting import progress as progress
 from lpkit import hardware
 from lpkit import train as train
 from lpkit.claims import referee

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lessons.drawing import axis, figure, scatter
 from lessons.draws import normal
-from lessons.judge import adding_to
-from lessons.style import COLOURS
+from lessons.figures.drawing import axis, figure, scatter
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress as progress
+from lessons.judging.judge import adding_to
 from lessons.timing import by_phase
-from lessons.waiting import progress as progress
 from lpkit import hardware as hardware
 from lpkit import measure as measure
 from lpkit import train as train

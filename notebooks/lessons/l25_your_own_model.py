@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lpkit
-from lessons.colours import ROLE_COLOURS, lines_of
-from lessons.drawing import NAMES, axis, figure, rule, scatter
 from lessons.draws import normal
-from lessons.judge import adding_to
-from lessons.style import COLOURS
+from lessons.figures.colours import ROLE_COLOURS, lines_of
+from lessons.figures.drawing import NAMES, axis, figure, rule, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import adding_to
 from lpkit import hardware
 from lpkit.config import DataConfig
 from lpkit.datasets import RandomWindows, prepare

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lessons import l20_optimizers as optimizers
-from lessons.drawing import axis, figure, note, rule, scatter
 from lessons.draws import normal
-from lessons.judge import adding_to
+from lessons.figures.drawing import axis, figure, note, rule, scatter
+from lessons.figures.style import COLOURS
+from lessons.figures.waiting import progress as progress
+from lessons.judging.judge import adding_to
 from lessons.l20_optimizers import flops, overhead
 from lessons.l20_optimizers import seconds_table as seconds_table
-from lessons.style import COLOURS
 from lessons.timing import by_phase
-from lessons.waiting import progress as progress
 from lpkit import hardware, preset
 from lpkit.config import Config
 from lpkit.contracts import Parameter

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from lessons.drawing import axis, figure, scatter
-from lessons.judge import adding_to
+from lessons.figures.drawing import axis, figure, scatter
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import adding_to
 from lessons.l21_noise_scale_and_schedules import config
 from lessons.l21_noise_scale_and_schedules import slope as slope
 from lessons.rows import blocks_torch
 from lessons.rows.blocks_torch import MUP_WIDTH
-from lessons.style import COLOURS
 from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.predict.evidence import MEASURED

@@ -24,11 +24,11 @@ from random import Random
 from statistics import fmean
 from typing import Any
 
-from lessons.drawing import axis, figure, scatter
-from lessons.figure import Figure
-from lessons.judge import adding_to
+from lessons.figures.drawing import axis, figure, scatter
+from lessons.figures.figure import Figure
+from lessons.figures.style import COLOURS
+from lessons.judging.judge import adding_to
 from lessons.l21_noise_scale_and_schedules import BASE
-from lessons.style import COLOURS
 from lpkit import records
 from lpkit.claims import referee, runs
 from lpkit.claims.sweep import Judge as Judge

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lessons import published
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
-from lessons.judge import MARKS
+from lessons.judging.judge import MARKS
 from lessons.l06_fp8_training import predicted_db
 from lessons.l14_data_parallel_and_zero import sent_bytes
 from lessons.terms import sizes

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from lessons.drawing import axis, figure, scatter
-from lessons.style import COLOURS
+from lessons.figures.drawing import axis, figure, scatter
+from lessons.figures.style import COLOURS
 from lpkit.claims import referee
 from lpkit.config import Config
 from lpkit.tables import FAINT

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from html import escape
 from typing import Any
 
-from lessons.colours import lines_of
-from lessons.drawing import axis, figure, scatter
+from lessons.figures.colours import lines_of
+from lessons.figures.drawing import axis, figure, scatter
 
 
 def race_figure(losses: Mapping[str, Mapping[int, float]], *, title: str = "",

@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Any
 
 from lessons.activations import kept
-from lessons.opened import opened_rows
+from lessons.figures.opened import opened_rows
 from lpkit.config import ModelConfig
 from lpkit.predict.activations import OUTSIDE
 from lpkit.predict.units import quantity

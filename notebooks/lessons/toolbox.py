@@ -5,12 +5,12 @@ A notebook imports them from here in one line, and the rest from the module of i
 
 from IPython.display import HTML
 
-from lessons.comparison import comparison_figure
-from lessons.explorer import Explorer
-from lessons.figure import Figure
+from lessons.figures.comparison import comparison_figure
+from lessons.figures.explorer import Explorer
+from lessons.figures.figure import Figure
 from lessons.goals import goal
-from lessons.learner import check, keep
-from lessons.questions import Guess, Pick
+from lessons.judging.learner import check, keep
+from lessons.judging.questions import Guess, Pick
 from lessons.reading import source
 from lessons.reports import claim
 from lpkit.course.claims import cannot_tell

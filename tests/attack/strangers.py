@@ -26,9 +26,9 @@ from safetensors.torch import load_file, save_file
 
 from lessons.rows import adapters as adapters
 from lpkit.config import Config
+from lpkit.exchange.export import export
+from lpkit.exchange.imported import written
 from lpkit.training import build
-from lpkit.training.export import export
-from lpkit.training.imported import written
 from tests.attack import Outcome, patience
 from tests.attack._nursery import Nursery, nursery
 
@@ -350,8 +350,8 @@ def warm() -> None:
     import lpkit.commands.data
     import lpkit.commands.export
     import lpkit.datasets.tokens
-    import lpkit.training.adapted
-    import lpkit.training.export
+    import lpkit.exchange.adapted
+    import lpkit.exchange.export
     import lpkit.training.sampling  # noqa: F401
     from tests.attack import _nursery
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lessons import puzzles
+from lessons.judging import puzzles
 from lpkit.course import notebooks
 from lpkit.errors import pick
 from lpkit.processes import tell

@@ -12,7 +12,7 @@ from torch import Tensor
 from lessons.l12_flash_attention import at
 from lpkit.commands import needs
 from lpkit.config import Config
-from lpkit.training.families import of_model
+from lpkit.exchange.families import of_model
 from lpkit.training.sampling import generate
 from lpkit.training.training import RandomTokens, Training
 from tests.bench.harness import ROUNDS, Result, race

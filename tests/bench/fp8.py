@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
+from lpkit.execution.kernels import watched
 from lpkit.kernels import jit
 from lpkit.kernels.choose import candidates, choose
 from lpkit.measure.advice import Advice, advise, case_name
@@ -35,7 +36,6 @@ from lpkit.predict.evidence import MEASURED, catalogued
 from lpkit.techniques.kernels import KERNELS
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.kernels import watched
 from lpkit.training.training import RandomTokens, Training
 from tests.bench import harness
 from tests.bench.harness import ROUNDS, Result, last_losses, paired, race, steps_in_turns
@@ -155,7 +155,7 @@ def _linear(shape: tuple[int, int, int], device: torch.device, rounds: int) -> l
 
 
 def cast_by_kernels(layer: nn.Module, x: Tensor, d_out: Tensor) -> None:
-    """The kit's own stand in `layer`, as `lpkit.training.kernels` puts them there. Raises ConfigError
+    """The kit's own stand in `layer`, as `lpkit.execution.kernels` puts them there. Raises ConfigError
     for one that differs from its definition on what the layer casts of these rows."""
     seen: dict[str, dict[tuple, tuple]] = {}
     with watched(layer, seen):

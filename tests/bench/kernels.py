@@ -14,14 +14,14 @@ from torch import Tensor
 
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
+from lpkit.execution.attention import IN_16_BITS, ON_A_CPU
+from lpkit.execution.attention import race as choose
 from lpkit.kernels import cast, compile_c, jit
 from lpkit.kernels.blocked_attention import blocked
 from lpkit.nn.attention import plain, sdpa, sees
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.formats import FORMATS
-from lpkit.training.attention import IN_16_BITS, ON_A_CPU
-from lpkit.training.attention import race as choose
 from tests.bench.harness import ROUNDS, Result, race
 
 ATTENTION_SHAPES, ATTENTION_TARGET = ((16, 6, 256, 64), (4, 12, 1024, 64)), 1.5   # B, H, T, E

@@ -27,7 +27,7 @@ READER = '''
 import glob, os
 def tries(place, pid):
     yield from (lambda path=path: open(path, "rb").read(1) for path in (
-        f"{place}/course/00_start_here.ipynb", f"{place}/course/lessons/judge.py", f"{place}/.local/share/lpkit/course/learner.json",
+        f"{place}/course/00_start_here.ipynb", f"{place}/course/lessons/judging/judge.py", f"{place}/.local/share/lpkit/course/learner.json",
         f"{place}/.room/jupyter_server_config.json", f"{place}/../../room.json", f"{place}/../../codes.csv", f"{place}/../../hub/hub.sqlite",
         f"{place}/../../hub/cookie_secret", f"{place}/../../hub/labs/{os.path.basename(place)}.log", f"{place}/../../hub/labs.json", f"{place}/../../progress.jsonl", f"{place}/../../pseudonyms.json", f"/proc/{pid}/environ",
         f"/proc/{pid}/mem"))

@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 
 from lessons.rows import adapters as adapters
 from lpkit.errors import ConfigError
+from lpkit.exchange.adapted import bring_adapter, rebuilt
+from lpkit.exchange.imported import Plan, bring, planned
 from lpkit.training import build, checkpoint
-from lpkit.training.adapted import bring_adapter, rebuilt
-from lpkit.training.imported import Plan, bring, planned
 from lpkit.training.runs import Run
 
 Case = tuple[str, Callable[[], str]]

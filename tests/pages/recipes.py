@@ -25,7 +25,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from lessons.style import COLOURS, FONT
+from lessons.figures.style import COLOURS, FONT
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import compute_dtype
 from lpkit.precision.scaled import quantise, spread

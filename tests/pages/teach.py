@@ -19,7 +19,7 @@ from pathlib import Path
 
 import nbformat
 
-from lessons.judge import Exercise
+from lessons.judging.judge import Exercise
 from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from tests.course import EXERCISES

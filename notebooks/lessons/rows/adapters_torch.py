@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from lessons.rows.adapters import BottleneckSettings, DropoutSettings, VirtualSettings
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend
+from lpkit.exchange import adapted
 from lpkit.kernels.rows import gelu
 from lpkit.nn.adapters import Adapter, Lora, add_lora, around
 from lpkit.techniques.adapters import AdapterSettings, LoraSettings
 from lpkit.techniques.blocks import MODEL_CHANGES
-from lpkit.training import adapted
 from lpkit.training.runs import Run
 
 STD = 0.02      # of a prompt and a prefix that begin, as of embeddings in GPT-2

@@ -4,7 +4,7 @@ The colours differ in lightness as well as in hue (after Paul Tol's high-contras
 is a line that has a contrast of 3 to 1 or more in the light and in the dark theme. The sequential
 scale is cividis.
 
-One colour for each answer, format and role goes through the course (`lessons.colours`), and the
+One colour for each answer, format and role goes through the course (`lessons.figures.colours`), and the
 ends of every map of colours are fixed, so that a small difference looks small. `figure.css` turns
 figures from white to dark in a dark theme, in the lab and on the site. Where there is less room
 than 520 pixels, as on a phone, a figure is scaled to the width, under a title that wraps. Figures

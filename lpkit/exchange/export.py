@@ -4,7 +4,7 @@
 
 However many ranks wrote the checkpoint, tensors are whole here. A tied head is the embedding, and
 is not in the file: transformers ties it again, and a tensor that is there twice is read twice.
-`lpkit.training.families` has what is called how there, and a BPE tokenizer goes along.
+`lpkit.exchange.families` has what is called how there, and a BPE tokenizer goes along.
 """
 
 import json
@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 
 from lpkit.datasets.tokenizers import CONFIG, FILE, TOKENS, tokenizer_from_dict
 from lpkit.errors import ConfigError
+from lpkit.exchange import adapted, families
 from lpkit.files import own_folder, whole_folder
-from lpkit.training import adapted, checkpoint, families
+from lpkit.training import checkpoint
 from lpkit.training.runs import Run
 from lpkit.values import Folder, Place, checked
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from lessons.colours import WARNING
-from lessons.figure import Figure, Stored
+from lessons.figures.colours import WARNING
+from lessons.figures.figure import Figure, Stored
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FONT, TEXT
 

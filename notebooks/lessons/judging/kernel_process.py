@@ -1,4 +1,4 @@
-"""How a learner's kernel runs, in the process of its attempt (`lessons.attempts`).
+"""How a learner's kernel runs, in the process of its attempt (`lessons.judging.attempts`).
 
 Triton's interpreter reads and writes through `Memory`, which knows whose element each address is,
 counts bytes, and sees the races that an interpreter hides, because it runs one program after the
@@ -22,11 +22,11 @@ from triton.compiler import ASTSource, CompilationError
 from triton.runtime import interpreter
 from triton.runtime.jit import mangle_type
 
-from lessons import attempts
-from lessons.attempts import Answer, Parcel, line_of
-from lessons.judge import Exercise
-from lessons.kernel_parts import e2m1, e4m3, e4m3_value
-from lessons.launches import Held, Launch, bits
+from lessons.judging import attempts
+from lessons.judging.attempts import Answer, Parcel, line_of
+from lessons.judging.judge import Exercise
+from lessons.judging.kernel_parts import e2m1, e4m3, e4m3_value
+from lessons.judging.launches import Held, Launch, bits
 from lpkit.kernels.interpreter import mend_calls
 
 LARGE = 1 << 27                 # elements on which a GPU is timed

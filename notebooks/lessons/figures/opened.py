@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from lessons.style import COLOURS
+from lessons.figures.style import COLOURS
 from lpkit.predict.ledger import MOMENTS, Memory
 from lpkit.predict.time import StepTime
 from lpkit.predict.units import duration, quantity

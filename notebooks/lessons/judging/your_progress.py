@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lessons.drawing import NAMES, axis, bars, figure, note, rule, scatter
-from lessons.figure import Figure
-from lessons.learner import Learner, read
-from lessons.style import COLOURS
+from lessons.figures.drawing import NAMES, axis, bars, figure, note, rule, scatter
+from lessons.figures.figure import Figure
+from lessons.figures.style import COLOURS
+from lessons.judging.learner import Learner, read
 from lpkit.errors import ConfigError
 from lpkit.tables import FAINT, GRID
 

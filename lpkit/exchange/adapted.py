@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from lpkit import records
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError, shown
+from lpkit.exchange import families, imported
+from lpkit.exchange.families import Family
+from lpkit.exchange.imported import parameters, written
 from lpkit.nn.adapters import Lora, side_by_side
 from lpkit.techniques.adapters import CODED
 from lpkit.techniques.blocks import MODEL_CHANGES
-from lpkit.training import build, families, imported, start
-from lpkit.training.families import Family
-from lpkit.training.imported import parameters, written
+from lpkit.training import build, start
 from lpkit.training.runs import Run
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."

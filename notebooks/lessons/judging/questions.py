@@ -5,7 +5,7 @@ counts is `.answer`: it was locked in, by a click, before its result was there.
 
 `guess.reveal(...)` hides what follows until then, from a live front end alone: the stored output is
 the content. `guess.scored(row)` puts the guess into the row of a comparison, and `keep` (in
-`lessons.learner`) ties it to the learner's file.
+`lessons.judging.learner`) ties it to the learner's file.
 """
 
 import math
@@ -17,7 +17,7 @@ from typing import Any
 import ipywidgets as widgets
 import traitlets
 
-from lessons.figure import WIDGET_MIME
+from lessons.figures.figure import WIDGET_MIME
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import TIED, Row, off_by
 from lpkit.predict.units import quantity

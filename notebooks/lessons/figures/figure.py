@@ -6,7 +6,7 @@ plotly's own packaged plotly.min.js, gzipped, and every `Figure` is a stub of 2 
 it. Nothing comes from another host.
 
 Where nothing is live (an executed notebook, a published page) the output also holds plotly's own
-mime type, which JupyterLab and plotly draw; a static picture (`lessons.still`), which GitHub,
+mime type, which JupyterLab and plotly draw; a static picture (`lessons.figures.still`), which GitHub,
 nbconvert and every other viewer shows; and a sentence in plain text. An output is stored when it is
 displayed: after updates, `refresh_output` stores the figure as it is now. In between no picture is
 drawn.
@@ -28,15 +28,15 @@ import numpy as np
 import traitlets
 from IPython.display import display
 
-from lessons.still import picture
-from lessons.style import TEMPLATE
+from lessons.figures.still import picture
+from lessons.figures.style import TEMPLATE
 from lpkit.course.notebooks import WIDGET_MIME
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 
 MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
 PLOTLY_MIME = "application/vnd.plotly.v1+json"
-BESIDE = resource("notebooks") / "lessons"      # a learner's folder has copies of modules alone
+BESIDE = resource("notebooks") / "lessons" / "figures"      # a learner's folder has copies of modules alone
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lessons.colours import ROLE_COLOURS, WARNING
-from lessons.drawing import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
+from lessons.figures.colours import ROLE_COLOURS, WARNING
+from lessons.figures.drawing import BYTES, NAMES, axis, bars, box, figure, note, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict import walk
 from lpkit.predict.ledger import MOMENTS, Memory

@@ -1,6 +1,6 @@
 """The exercises of a notebook for nbgrader and otter-grader, from the one definition.
 
-    python -m lessons.export_exercises 03 --out grading
+    python -m lessons.judging.export_exercises 03 --out grading
 
 in the folder that has `lessons/` writes `nbgrader/source/03/03.ipynb` and `otter/03.ipynb`. A test
 there calls the kit's judge on the learner's function and fails with its sentence; points are the
@@ -22,9 +22,9 @@ from typing import Any
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_raw_cell
 
-from lessons import index
-from lessons.judge import Exercise
-from lessons.puzzles import Puzzle
+from lessons.judging import index
+from lessons.judging.judge import Exercise
+from lessons.judging.puzzles import Puzzle
 from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from lpkit.files import own_folder, write_atomically
@@ -75,7 +75,7 @@ class Asked:
         node = next(one for one in ast.parse(self.stub).body
                     if isinstance(one, ast.FunctionDef) and one.name == self.function)
         names = ", ".join(one.arg for one in node.args.args)
-        return (f"from lessons.index import exercise\n"
+        return (f"from lessons.judging.index import exercise\n"
                 f"return exercise(\"{self.exercise.name}\").spec({names})")
 
 
@@ -98,7 +98,7 @@ def imports(book: Any) -> str:
     kept = [ast.unparse(one) for cell in book.cells if cell.cell_type == "code"
             and cell.metadata.get("jupyter", {}).get("source_hidden")
             for one in ast.parse(cell.source).body if isinstance(one, ast.Import | ast.ImportFrom)]
-    return "\n".join([*kept, "from lessons.export_exercises import graded"])
+    return "\n".join([*kept, "from lessons.judging.export_exercises import graded"])
 
 
 def _marked(source: str, id: str, **flags: Any) -> Any:
@@ -158,7 +158,7 @@ def export(name: str, out: Path) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lessons.export_exercises",
+    parser = argparse.ArgumentParser(prog="python -m lessons.judging.export_exercises",
                                      description=__doc__.partition("\n")[0])
     parser.add_argument("notebook", help="03, or 03_number_formats")
     parser.add_argument("--out", type=Path, default=Path("grading"), help="a folder")

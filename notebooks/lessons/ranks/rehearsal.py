@@ -2,7 +2,7 @@
 
 Products of eight ranks would share two cores, and naps need none. The order, the runtime, the graph
 of autograd, the queues of dw and the waits are those of training, so that a clock can be held to
-them (`lessons.clock`, whose form the answer has):
+them (`lessons.ranks.clock`, whose form the answer has):
 
     found = order("1f1b", ranks=8, chunks=1, m=16)
     seconds = {"forward": 0.03, "dx": 0.03, "dw": 0.03}     # of every stage, or of each
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lessons.clock import Seconds, Timed, of_stages
+from lessons.ranks.clock import Seconds, Timed, of_stages
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.pipeline import Pipeline
 from lpkit.parallel.processes import Place, Processes, WarmParent

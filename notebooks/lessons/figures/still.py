@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-from lessons import ticks
+from lessons.figures import ticks
 from lpkit.errors import ConfigError, shown
 
 MOST = 60_000           # bytes of a picture

@@ -2,9 +2,9 @@
 
 A puzzle is a definition in PyTorch, a kernel that is right, and how it is launched. The learner's
 kernel is text: what stands in the cell goes into a file, is made a kernel there (`triton.jit` where
-it was not said) and runs in a process of its own (`lessons.attempts`), in Triton's
-interpreter, and where there is a GPU compiled as well (`lessons.kernel_process`). Nothing else of
-the notebook goes with it: a kernel sees `tl` and the functions of `lessons.kernel_parts`.
+it was not said) and runs in a process of its own (`lessons.judging.attempts`), in Triton's
+interpreter, and where there is a GPU compiled as well (`lessons.judging.kernel_process`). Nothing else of
+the notebook goes with it: a kernel sees `tl` and the functions of `lessons.judging.kernel_parts`.
 """
 
 import ast
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lessons.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
-from lessons.judge import Exercise, Verdict, short, source_of, to_do
-from lessons.launches import UNTOUCHED, Launch, bits
+from lessons.judging.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
+from lessons.judging.judge import Exercise, Verdict, short, source_of, to_do
+from lessons.judging.launches import UNTOUCHED, Launch, bits
 from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 def triton() -> ModuleType:
     """What runs kernels. Raises ImportError where there is no Triton."""
-    return importlib.import_module("lessons.kernel_process")
+    return importlib.import_module("lessons.judging.kernel_process")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Exercises whose answer runs on several processes, which exchange real tensors.
 
-The attempt's text alone goes into the processes (`lessons.rank_exercises`). A rank that raises
+The attempt's text alone goes into the processes (`lessons.ranks.rank_exercises`). A rank that raises
 ends the others, and those that wait for one another for ever are ended after some seconds; both are
 sentences.
 """
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lessons import index, judge, rank_exercises
-from lessons.attempts import SECONDS, Answer, Attempt, limit_memory
-from lessons.judge import ENDED, Exercise, Verdict, answer, difference, short
-from lessons.puzzles import as_text
-from lessons.rank_exercises import called, meet_as, on_ranks
+from lessons.judging import index, judge
+from lessons.judging.attempts import SECONDS, Answer, Attempt, limit_memory
+from lessons.judging.judge import ENDED, Exercise, Verdict, answer, difference, short
+from lessons.judging.puzzles import as_text
+from lessons.ranks import rank_exercises
+from lessons.ranks.rank_exercises import called, meet_as, on_ranks
 from lpkit.errors import ConfigError
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import all_gather, reduce_scatter

@@ -17,10 +17,10 @@ from pathlib import Path
 from IPython.display import HTML
 
 import lpkit
-from lessons.index import exercises, lesson
-from lessons.judge import Exercise
-from lessons.learner import Answered, Learner, Tried, read
-from lessons.style import COLOURS
+from lessons.figures.style import COLOURS
+from lessons.judging.index import exercises, lesson
+from lessons.judging.judge import Exercise
+from lessons.judging.learner import Answered, Learner, Tried, read
 from lpkit.errors import ConfigError, named, shown
 from lpkit.files import write_atomically
 from lpkit.tables import FAINT, FONT, GRID, INK

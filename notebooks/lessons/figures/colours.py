@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable
 
-from lessons.style import DISTINCT
+from lessons.figures.style import DISTINCT
 
 WARNING = "#a3293d"
 ANSWER_COLOURS = {"guess": "#ad7a00", "formula": "#004488", "measured": "#2a9d8f"}

@@ -13,9 +13,9 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from lessons.drawing import SECONDS, axis, figure, note, rule, scatter
-from lessons.figure import Figure, Stored
-from lessons.style import COLOURS
+from lessons.figures.drawing import SECONDS, axis, figure, note, rule, scatter
+from lessons.figures.figure import Figure, Stored
+from lessons.figures.style import COLOURS
 from lpkit.contracts import StepRecord
 from lpkit.predict.units import duration, quantity
 from lpkit.tables import FAINT, FONT, QUIET, TEXT, html_table

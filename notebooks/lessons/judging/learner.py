@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from traitlets import TraitError
 
-from lessons.index import RENAMED
-from lessons.judge import Exercise, Verdict
-from lessons.questions import Question
+from lessons.judging.index import RENAMED
+from lessons.judging.judge import Exercise, Verdict
+from lessons.judging.questions import Question
+from lessons.judging.solutions import WHEN, shown_when
 from lessons.reports import report
-from lessons.solutions import WHEN, shown_when
 from lpkit.errors import ConfigError, DamagedError, named
 from lpkit.files import data_dir, locked, move_into, own_folder, read_text, write_atomically
 from lpkit.values import Checked, Count, Positive, Text

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lessons.attempts import SECONDS, Answer, Attempt, Parcel, asked, limit_memory, load
+from lessons.judging.attempts import SECONDS, Answer, Attempt, Parcel, asked, limit_memory, load
 from lpkit.errors import ConfigError
 from lpkit.predict.units import quantity
 

@@ -1,6 +1,6 @@
-"""The warm process of `lessons.attempts`, and the judge that it forks for each check.
+"""The warm process of `lessons.judging.attempts`, and the judge that it forks for each check.
 
-    python -m lessons.judge_process FOLDER SOCKET
+    python -m lessons.judging.judge_process FOLDER SOCKET
 """
 
 import contextlib
@@ -14,8 +14,8 @@ import warnings
 
 import torch
 
-from lessons import index
-from lessons.attempts import NO_ANSWERS, Frames
+from lessons.judging import index
+from lessons.judging.attempts import NO_ANSWERS, Frames
 from lpkit.errors import ConfigError
 from lpkit.processes import PR_SET_DUMPABLE, adopt_orphans, end_with_parent, prctl, sweep
 

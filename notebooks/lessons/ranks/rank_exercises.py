@@ -1,5 +1,5 @@
 """What a learner has written by hand runs on several processes, which exchange real tensors; the
-lessons that have exercises of this kind judge them on the same (`lessons.on_ranks`).
+lessons that have exercises of this kind judge them on the same (`lessons.ranks.on_ranks`).
 
 Its text alone goes into the processes (`lpkit.parallel.processes`), which know `torch`, `F`, `dist`
 and `math` and nothing else of the notebook. A rank that raises ends the others, and those that wait
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lessons.attempts import Parcel, load
-from lessons.judge import source_of
+from lessons.judging.attempts import Parcel, load
+from lessons.judging.judge import source_of
 from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place, Processes, WarmParent
 

@@ -292,7 +292,7 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
     nonce, reply = secrets.token_hex(32).encode(), b""
     parents, key = _warm(), repr(env)
     if key not in parents:
-        parents[key] = WarmParent("lessons.judge_process", **env or {})
+        parents[key] = WarmParent("lessons.judging.judge_process", **env or {})
         atexit.register(parents[key].__exit__)
     line, theirs = socket.socketpair()
     with line:

@@ -14,7 +14,7 @@ import lessons
 from lpkit.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lessons.judge import Exercise
+    from lessons.judging.judge import Exercise
 
 
 # Exercises and guesses that moved to another notebook with their question: a learner's file and

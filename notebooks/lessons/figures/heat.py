@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lessons.colours import DECIBELS, WARNING
-from lessons.drawing import GROUND, NAMES, axis, box, columns, figure, heat, note, rule
-from lessons.explorer import Explorer
-from lessons.style import COLOURS
+from lessons.figures.colours import DECIBELS, WARNING
+from lessons.figures.drawing import GROUND, NAMES, axis, box, columns, figure, heat, note, rule
+from lessons.figures.explorer import Explorer
+from lessons.figures.style import COLOURS
 from lpkit.errors import ConfigError, pick
 from lpkit.tables import FAINT, INK, html_table
 

@@ -23,8 +23,9 @@ from lpkit import files, records
 from lpkit.config import Config
 from lpkit.datasets import tokenizers
 from lpkit.errors import ConfigError, named, shown
-from lpkit.training import build, checkpoint, families, runs, shards
-from lpkit.training.families import Family
+from lpkit.exchange import families
+from lpkit.exchange.families import Family
+from lpkit.training import build, checkpoint, runs, shards
 from lpkit.training.runs import Run
 from lpkit.values import Place, checked
 

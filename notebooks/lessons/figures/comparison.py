@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from html import escape
 from textwrap import wrap
 
-from lessons.colours import ANSWER_COLOURS
-from lessons.drawing import PALE, axis, figure, note, rule, scatter
+from lessons.figures.colours import ANSWER_COLOURS
+from lessons.figures.drawing import PALE, axis, figure, note, rule, scatter
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import DIFFERENCES, Row, disturbance
 from lpkit.predict.units import quantity

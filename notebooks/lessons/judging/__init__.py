@@ -1,0 +1,1 @@
+"""Exercises and guesses: where a learner's code runs, who judges it, and what a learner has made."""

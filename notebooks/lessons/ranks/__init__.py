@@ -1,0 +1,1 @@
+"""Ranks of a lesson: their messages and clocks, and exercises that run on several processes."""
