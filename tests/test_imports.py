@@ -431,3 +431,9 @@ def test_every_row_says_in_one_clause_what_it_does():
         for row in rows_of(field):
             assert row["why"] and "\n" not in row["why"] and not row["why"].endswith("."), row
             json.dumps(row, allow_nan=False)
+
+
+def test_a_module_of_rows_that_the_kit_has_not_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="no such module of rows; did you mean "
+                                          "'lessons.rows.optimizers'"):
+        Config(imports=("lessons.rows.optimizer",))

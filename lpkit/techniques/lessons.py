@@ -12,7 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from lpkit.errors import ConfigError, named, shown
+from lpkit.errors import ConfigError, named, nearest, shown
 from lpkit.files import resource
 
 PACKAGE, COPIES = "lessons.rows", "LPKIT_LESSONS"       # a variable of the environment
@@ -53,8 +53,11 @@ def bring(name: str, tables: Mapping[str, dict[str, Any]]) -> dict[tuple[str, st
     """Imports a module, unless this process has, and returns the rows that it adds to `tables`, by
     field and name, with the module. Raises ConfigError as `outside.load` does."""
     asked = f"imports={shown(name)}"
-    if has(name):
+    if name.startswith(f"{PACKAGE}."):
         package()
+        if not has(name):
+            raise ConfigError(f"{asked}: the kit has no such module of rows; "
+                              f"{nearest(name, package().modules())}")
     if name in sys.modules:
         return {}
     if not all(part.isidentifier() for part in name.split(".")):
