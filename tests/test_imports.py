@@ -429,11 +429,13 @@ def test_a_family_that_there_is_not_is_one_sentence(name, near, capsys):
 def test_every_row_says_in_one_clause_what_it_does():
     for field in outside.TABLES:
         for row in rows_of(field):
+            if row["import"].startswith("tests."):
+                continue        # a toy of another test in this process
             assert row["why"] and "\n" not in row["why"] and not row["why"].endswith("."), row
             json.dumps(row, allow_nan=False)
 
 
 def test_a_module_of_rows_that_the_kit_has_not_is_named_with_the_nearest():
-    with pytest.raises(ConfigError, match="no such module of rows; did you mean "
-                                          "'lessons.rows.optimizers'"):
+    said = "no such module of rows; did you mean 'lessons.rows.optimizers'"
+    with pytest.raises(ConfigError, match=said):
         Config(imports=("lessons.rows.optimizer",))

@@ -273,7 +273,7 @@ def test_what_moved_to_another_notebook_keeps_its_attempts_and_guesses(mine):
 
 
 def test_several_kernels_write_at_once():
-    code = (f"import sys; sys.path.append({NOTEBOOKS!r}); from lessons import learner\n"
+    code = (f"import sys; sys.path.append({NOTEBOOKS!r}); from lessons.judging import learner\n"
             f"print([learner.update(lambda mine: mine.with_attempt(f'{{sys.argv[1]}}.{{i}}', right=True)) for i in range(20)])")
     kernels = [subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE, text=True) for n in range(3)]
     assert [kernel.communicate()[0] for kernel in kernels] == [f"{[''] * 20}\n"] * 3

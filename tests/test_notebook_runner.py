@@ -210,7 +210,7 @@ def test_what_a_person_guessed_is_neither_seen_nor_changed_by_a_run(tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([NOTEBOOKS, *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert learner.update(lambda mine: mine.with_attempt("00.uniform_loss", right=False)) == ""
     before = learner.file().read_bytes()
-    path = write(tmp_path / "a.ipynb", "from lessons import learner\nprint(len(learner.read().exercises))",
+    path = write(tmp_path / "a.ipynb", "from lessons.judging import learner\nprint(len(learner.read().exercises))",
                  "print(learner.update(lambda mine: mine.with_attempt('00.clip', right=True)), len(learner.read().exercises))")
     assert printed(Path(go(path, out=tmp_path / "out")["output"])) == "0\n 1\n" and learner.file().read_bytes() == before
 

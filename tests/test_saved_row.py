@@ -172,7 +172,7 @@ def test_a_row_of_two_gpus_has_their_link_and_the_prices_of_their_kind(monkeypat
     heard = 2**26 / 3.8e11
     assert one.all_gather_seconds(2**27) == pytest.approx(heard + 3.4e-6 + math.sqrt(heard * 3.4e-6)), "what was heard, and a hop"
     text = measure.text({"target": "gpt2-124m", "saved": None, "factor": 1.0, **found})
-    assert "760 GB/s, both ways, 2 ranks" in text and "2 products, 0.50 to 1 of 700 TFLOP/s" in text and "10% of the CPUs" in text
+    assert "760 GB/s in both directions together, 2 ranks" in text and "2 matmuls, 0.50 to 1 times 700 TFLOP/s" in text and "10% of the CPUs" in text
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_words_are_inside_the_picture_and_the_legend_is_beside_the_axes():
 
 
 def test_the_same_spec_gives_the_same_bytes_in_every_process():
-    code = ("import json, hashlib, sys; from lessons import still; from lessons.figures.figure import plain; "
+    code = ("import json, hashlib, sys; from lessons.figures import still; from lessons.figures.figure import plain; "
             "spec = plain(json.load(sys.stdin)); print(hashlib.sha256(json.dumps(still.picture(spec)).encode()).hexdigest())")
     digests = {subprocess.run([sys.executable, "-c", code], input=json.dumps(SPECS["bars"]), capture_output=True, text=True, check=True,
                               cwd=NOTEBOOKS, env=None).stdout for _ in range(2)}

@@ -119,7 +119,7 @@ def test_nothing_is_raced_where_every_product_is_small(monkeypatch):
     monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
     monkeypatch.setattr(wide_product, "choose", None)
     chosen = Training.build(RUN).decisions.choices["products"]
-    assert chosen.used == "bf16" and "no product of this model is so large" in chosen.why
+    assert chosen.used == "bf16" and "no matmul of this model is large enough" in chosen.why
     assert wide_product.choose_for((4096, 4096, 64), "auto", before="float32").used == "float32"
 
 

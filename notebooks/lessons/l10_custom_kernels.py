@@ -23,6 +23,7 @@ from lessons.figures.style import COLOURS
 from lessons.judging.judge import Exercise, adding_to
 from lessons.judging.launches import Launch, blank
 from lessons.judging.puzzles import Puzzle
+from lessons.judging.puzzles import tl as tl
 from lessons.number_formats import encode, round_to
 from lessons.roofs import attainable_flops, ridge
 from lpkit import hardware

@@ -30,9 +30,11 @@ from torch import Tensor
 from lessons.draws import LARGEST, normal
 from lessons.figures.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.figures.style import COLOURS
+from lessons.judging import puzzles as puzzles
 from lessons.judging.judge import Exercise, adding_to
 from lessons.judging.launches import Launch, blank
 from lessons.judging.puzzles import Puzzle
+from lessons.judging.puzzles import tl as tl
 from lessons.l10_custom_kernels import (
     HUGE,
     LONG,

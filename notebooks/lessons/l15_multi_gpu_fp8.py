@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lessons.draws import normal
+from lessons.figures import live as live
 from lessons.figures.step_bytes import SENT_COLOURS, stacked_figure
 from lessons.judging.judge import Exercise, adding_to
 from lessons.l14_data_parallel_and_zero import rows_of_rank

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import lpkit
 from lessons.draws import normal
+from lessons.figures import waiting as waiting
 from lessons.figures.colours import ROLE_COLOURS, lines_of
 from lessons.figures.drawing import NAMES, axis, figure, rule, scatter
 from lessons.figures.style import COLOURS
