@@ -159,7 +159,8 @@ def check_keys(folder: Path, said: Mapping[str, Any], means: Mapping[str, tuple]
     for key, value in (pair for theirs in rows for pair in theirs.items()):
         before = means.get(key, (None, False) if value is True else ())
         means[key] = (*before, *[value] * (value not in before))
-    for key, value in {**dict.fromkeys(means), **said}.items():
+    kinds = [key for theirs in rows for key in theirs]      # these keys first: they say what it is
+    for key, value in {**dict.fromkeys([*kinds, *means]), **said}.items():
         fine = means.get(key, (None, False, [], {}))        # of other keys: switched off
         if value not in fine and key not in FREE:
             more = f"; DoRA, a prompt and a prefix are rows of {OTHERS}: add --import {OTHERS}"
