@@ -171,7 +171,7 @@ def test_peaks_of_drawn_configs(seed, monkeypatch):
     monkeypatch.setenv(processors.VARIABLE, ("AVX512", "AMX")[seed % 2])      # with AVX2 blocked attention works in float32
     formula, trace = memory(config, _cpu()), lpkit.predict_trace(config)
     low = config.precision.recipe.name == "fp8-tensorwise"
-    assert ("an adapter's forward pass in low precision" in formula.doubt) == low
+    assert ("short-lived tensors of adapters in low precision" in formula.doubt) == low
     least, most = (-0.15, 0.05) if low else (-0.02, 0.02)
     assert least < formula.peak_bytes / trace.peak_bytes - 1 < most, str(config.to_dict()["model"])
 
