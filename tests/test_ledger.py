@@ -112,7 +112,7 @@ def test_a_compiled_loss_holds_no_float32_logits(layers, width, heads, batch, re
 def test_a_doubt_is_printed(capsys):
     assert cli.main(["predict", "cpu-3m", "--set", "memory.activation_offload=int2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "predict_trace(config) counts every tensor instead." in out and "from 29% too low to 7% too high" in out and "within 10%" not in out
+    assert "predict_trace(config) counts every tensor instead." in out and "the peak was 29% too low to 7% too high" in out and "within 10%" not in out
     assert cli.main(["predict", "cpu-3m"]) == 0
     out = capsys.readouterr().out
     assert "predict_trace" not in out and "reserved" in out
