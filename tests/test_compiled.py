@@ -376,7 +376,7 @@ def test_a_cache_without_flock_is_named(no_caches, monkeypatch):
 def test_only_one_place_begins_to_compile():
     """torch.compile, triton.jit, triton.compile and PyTorch's builder of extensions, wherever they are called."""
     calls = set()
-    for path in (*Path(lpkit.__file__).parent.rglob("*.py"), *Path(lessons.__file__).parent.glob("*.py")):
+    for path in (*Path(lpkit.__file__).parent.rglob("*.py"), *Path(lessons.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.compile", "triton.jit", "triton.compile", "cpp_extension.load"):
                 calls.add((path.name, ast.unparse(node)))

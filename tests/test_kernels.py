@@ -332,10 +332,10 @@ def test_a_planted_order_of_seconds_can_only_choose_what_is_right(place, tmp_pat
         planted(record, dict(zip(order, (1.0, 2.0, 3.0))), NO_COMPILE)
         chosen = choose("rms-norm", kernel, "auto", at_hand(), raced=raced, cache=tmp_path / "raced")
         if order[0] == "mine" and place != "nowhere":
-            assert re.search("passed over: its winner, mine, differs from its definition", chosen.choice.why) and chosen.choice.used != "mine"
+            assert re.search("an earlier record was not used: its winner, mine, differs from its definition", chosen.choice.why) and chosen.choice.used != "mine"
             assert chosen.refused["mine"].startswith("differs"), "and the record is another now"
         else:
-            assert chosen.choice.used == order[0] and "passed over" not in chosen.choice.why
+            assert chosen.choice.used == order[0] and "was not used" not in chosen.choice.why
 
 
 def test_a_record_that_is_passed_over_is_said_by_the_doctor(tmp_path, monkeypatch):
