@@ -1,4 +1,5 @@
-"""Proof. The lessons lie beside the notebooks, where a kernel finds them; here they are found, too."""
+"""Proof. The lessons lie beside the notebooks, where a kernel finds them; here they are found,
+too."""
 
 import sys
 from pathlib import Path

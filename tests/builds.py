@@ -1,5 +1,6 @@
-"""What is proved of a kernel of the kit beside its numbers: the machine code that a compiler makes of
-it, and the bytes that it must move. `tests.pages.kernels` compiles the builds, benches time the rest.
+"""What is proved of a kernel of the kit beside its numbers: the machine code that a compiler makes
+of it, and the bytes that it must move. `tests.pages.kernels` compiles the builds, benches time the
+rest.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ BY_TRITON_3_6 = triton is not None and triton.__version__.startswith("3.6.")
 @dataclass(frozen=True, kw_only=True)
 class Build:
     """A Triton kernel compiled ahead of time. `signature`: the types of its arguments in Triton's
-    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name; `way`: what else is
-    asked of it, in words."""
+    words, "*bf16", "i32", by name; `constants`: its constexpr arguments by name; `way`: what else
+    is asked of it, in words."""
 
     kernel: Any
     signature: Mapping[str, str]
@@ -95,8 +96,10 @@ def _norm_builds(centred: bool, bias: bool, add: bool) -> tuple[Build, ...]:
         ("w", "b", "mean", "r"), "*fp32") | {"N": "i32", "eps": "fp32"}
     backward = dict.fromkeys(("s", "dy", "ds", "dx"), "*bf16") | dict.fromkeys(
         ("w", "mean", "r", "dw", "db"), "*fp32") | {"M": "i32", "N": "i32"}
-    return (Build(kernel=norm._forward, signature=forward, constants=said, warps=8, unaligned=("eps",)),
-            Build(kernel=norm._backward, signature=backward, constants=said, warps=8, unaligned=("M",)))
+    return (Build(kernel=norm._forward, signature=forward, constants=said, warps=8,
+                  unaligned=("eps",)),
+            Build(kernel=norm._backward, signature=backward, constants=said, warps=8,
+                  unaligned=("M",)))
 
 
 def _norm(*, bias: bool, add: bool) -> Proof:
@@ -106,7 +109,8 @@ def _norm(*, bias: bool, add: bool) -> Proof:
 
 # Attention
 
-WAYS = {"": (), "window": ("window",), "documents": ("documents", "bound"),     # what else a program is given
+# what else a program is given
+WAYS = {"": (), "window": ("window",), "documents": ("documents", "bound"),
         "blocks": ("tiles", "counts", "table"), "cap, sinks": ("cap", "sinks")}
 
 
@@ -119,17 +123,19 @@ def _attention_typical() -> tuple:
 def _attention_build(kernel: Any, which: str, E: int, way: str) -> Build:
     counts = ("T", "H", "repeats", "window", "global_tokens", "block", "across", "listed")
     floats, more = ("scale", "cap", "slope"), set().union(*WAYS.values())
-    types = dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16") \
+    types = (dict.fromkeys(("q", "k", "v", "out", "d_out", "dq", "dk", "dv"), "*bf16") \
         | dict.fromkeys(("lse", "deltas", "sinks"), "*fp32") \
-        | dict.fromkeys(("bound", "tiles", "counts"), "*i32") | {"documents": "*i64", "table": "*u8"} \
+        | dict.fromkeys(("bound", "tiles", "counts"), "*i32") | {"documents": "*i64",
+            "table": "*u8"} \
         | dict.fromkeys([f"{name}_{axis}" for name in "qkv" for axis in "bht"] + [*counts], "i32") \
-        | dict.fromkeys(floats, "fp32")
+        | dict.fromkeys(floats, "fp32"))
     shape = flash_attention._shape(which, E, narrower=bool({"documents", "table"} & {*WAYS[way]}))
     constants = {**dict.fromkeys(more - {*WAYS[way]}), "E": E, **shape}
     return Build(kernel=kernel, way=way, warps=shape["num_warps"], stages=shape["num_stages"],
                  signature={name: types[name] for name in kernel.arg_names
                             if name in types and name not in constants},
-                 constants={name: constants[name] for name in kernel.arg_names if name in constants},
+                 constants={name: constants[name] for name in kernel.arg_names
+                            if name in constants},
                  unaligned=(*counts, *floats))
 
 
@@ -161,12 +167,15 @@ def _cast_build(function: Any, shape: Mapping[str, int], cast: Cast, *, rows: bo
     types = {"x": "*bf16", "found": "*i64", "tops": "*i32", "M": "i32", "G": "i32", "N": "i32",
              **dict.fromkeys(["rows"] * rows + ["columns"] * columns, values),
              **dict.fromkeys(["row_scale"] * rows + ["column_scale"] * columns, scales),
-             **dict.fromkeys(["history"] * history, "*fp32"), **dict.fromkeys(["words"] * noise, "*i64")}
+             **dict.fromkeys(["history"] * history, "*fp32"),
+             **dict.fromkeys(["words"] * noise, "*i64")}
     pointers = function.arg_names[:function.arg_names.index("words") + 1]
     none = {name: None for name in pointers if name not in types}
     blocks = f"{cast.block[0]} x {cast.block[1]}" if cast.block[1] else ""
-    on = [key for key in ("mix", "rows", "columns", "swizzled", "history", "noise") if getattr(to, key)]
-    return replace(build(function, types, shape, **none, TO=to), way=", ".join(filter(None, [blocks, *on])))
+    on = [key for key in ("mix", "rows", "columns", "swizzled", "history", "noise")
+          if getattr(to, key)]
+    return replace(build(function, types, shape, **none, TO=to),
+                   way=", ".join(filter(None, [blocks, *on])))
 
 
 def _cast_bytes(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
@@ -196,21 +205,26 @@ def _casts() -> dict[str, tuple[Build, ...]]:
         "cast-rows": (
             *(make(f._rows, f.row_shape(N), row, rows=True) for N in (4096, 16384, f.HOLDS + 1)),
             make(f._rows, f.row_shape(4096), row, rows=True, noise=True),
-            make(f._column_amax, f.TALL, row, columns=True), make(f._columns, f.TILE, row, columns=True),
+            make(f._column_amax, f.TALL, row, columns=True),
+            make(f._columns, f.TILE, row, columns=True),
             make(f._columns, f.TILE, row, columns=True, noise=True)),
         "cast-blocks": (
             make(f._blocks, f.WIDE, line, rows=True), make(f._blocks, f.BOTH, line, **both),
             make(f._blocks, f.WIDE, line, rows=True, noise=True),
-            make(f._blocks, f.NARROW, line, columns=True, noise=True), make(f._square, f.BOTH, square, **both)),
+            make(f._blocks, f.NARROW, line, columns=True, noise=True),
+            make(f._square, f.BOTH, square, **both)),
         "cast-mx": (
-            make(f._blocks, f.WIDE, mx, rows=True, swizzled=True), make(f._blocks, f.SMALL, mx, **both, swizzled=True),
+            make(f._blocks, f.WIDE, mx, rows=True, swizzled=True),
+            make(f._blocks, f.SMALL, mx, **both, swizzled=True),
             make(f._blocks, f.WIDE, mx, rows=True, swizzled=True, noise=True),
             make(f._blocks, f.NARROW, mx, columns=True, swizzled=True, noise=True)),
         "cast-nvfp4": (
-            *(make(f._tiles, f.WIDE, four, rows=True, swizzled=True, noise=noise) for noise in (False, True)),
+            *(make(f._tiles, f.WIDE, four, rows=True, swizzled=True, noise=noise)
+              for noise in (False, True)),
             make(f._tiles, f.SMALL, four_square, **both, swizzled=True),
             make(f._mixed_amax, f.SIXTEENS, mixed, columns=True, swizzled=True),
-            *(make(f._sixteen_columns, f.SIXTEENS_CAST, mixed, columns=True, swizzled=True, noise=noise)
+            *(make(f._sixteen_columns, f.SIXTEENS_CAST, mixed, columns=True, swizzled=True,
+                   noise=noise)
               for noise in (False, True))),
     }
 
@@ -240,7 +254,8 @@ def _update(name: str) -> Proof:
             kernel=one_pass._pass, warps=one_pass.WARPS,
             signature=types | dict.fromkeys(("w", "g", "new_w"), of),
             constants={"RULE": rule.function, "SECOND": rule.slots == 2, "DRAWN": of == "*bf16",
-                       "CUT": one_pass.MASK, "BLOCK": one_pass.BLOCK}) for of in ("*fp32", "*bf16")))
+                       "CUT": one_pass.MASK, "BLOCK": one_pass.BLOCK})
+            for of in ("*fp32", "*bf16")))
 
 
 _CASTS = dict.fromkeys(KERNELS, ()) if tl is None else _casts()
@@ -249,41 +264,53 @@ PROOFS: dict[str, Proof] = {
     "add-rms-norm": _norm(bias=False, add=True), "add-layer-norm": _norm(bias=True, add=True),
     "swiglu": Proof(
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: 3 * x.nbytes // 2,
-        builds=tuple(Build(kernel=one, signature=dict.fromkeys(("x", "y", "dy", "dx"), "*bf16") | {"N": "i32"},
+        builds=tuple(Build(kernel=one, signature=dict.fromkeys(("x", "y", "dy", "dx"),
+            "*bf16") | {"N": "i32"},
                            constants={"BLOCK": swiglu.BLOCK}, warps=swiglu.WARPS)
                      for one in (swiglu._forward, swiglu._backward))),
     "rotary": Proof(
         typical=lambda: {"": (matrix().view(4, 32, 4096, 128), *[matrix(4096, 128)] * 2)},
         moved_bytes=lambda x, cos, sin: 2 * x.nbytes + cos.nbytes // 2 + sin.nbytes // 2,
-        builds=(Build(kernel=rotary._rotate, constants={"SIGN": 1, "E": 128, "HALF": 64, "ROWS": rotary.ROWS},
-                      signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16") | {"rows": "i32", "T": "i32"}),)),
+        builds=(Build(kernel=rotary._rotate, constants={"SIGN": 1, "E": 128, "HALF": 64,
+            "ROWS": rotary.ROWS},
+                      signature=dict.fromkeys(("x", "cos", "sin", "y"), "*bf16") | {"rows": "i32",
+                          "T": "i32"}),)),
     "cross-entropy": Proof(
         typical=lambda: {"": (matrix(), torch.empty(16384, dtype=torch.int64, device="meta"))},
-        moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4 * len(logits),
-        builds=(Build(kernel=cross_entropy._in_place, constants={"IGNORED": IGNORED, "WEIGHTED": True, "PIECE": cross_entropy.PIECE},
+        moved_bytes=lambda logits, targets, *_: 2 * logits.nbytes + targets.nbytes + 4
+        * len(logits),
+        builds=(Build(kernel=cross_entropy._in_place,
+                      constants={"IGNORED": IGNORED, "WEIGHTED": True,
+                                 "PIECE": cross_entropy.PIECE},
                       warps=cross_entropy.WARPS,
-                      signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32", "nats": "*fp32", "V": "i32"}),)),
+                      signature={"logits": "*bf16", "targets": "*i64", "weights": "*fp32",
+                                 "nats": "*fp32", "V": "i32"}),)),
     "flash-attention": Proof(
         typical=lambda: {"8 groups of 4 heads": _attention_typical()},
         moved_bytes=lambda q, k, v, *_: 2 * q.nbytes + k.nbytes + v.nbytes + 4 * q[..., 0].numel(),
         builds=_attention_builds(""), more_builds=_attention_builds(*list(WAYS)[1:])),
     "amax": Proof(
         typical=lambda: {"": (matrix(),)}, moved_bytes=lambda x: x.nbytes,
-        builds=(Build(kernel=amax._amax, warps=amax.WARPS, constants={"HISTORY": False, "BLOCK": amax.BLOCK},
+        builds=(Build(kernel=amax._amax, warps=amax.WARPS,
+                      constants={"HISTORY": False, "BLOCK": amax.BLOCK},
                       signature={"x": "*bf16", "history": "*fp32", "found": "*i64", "n": "i32",
                                  "blocks": "i32"}, unaligned=("blocks",)),)),
     "cast-tensor": Proof(
         typical=lambda: {f"{which} scaling": (matrix(), E4M3, True, True, True, history, None)
                          for which, history in (("current", None), ("delayed", matrix(1, 1)))},
         moved_bytes=_cast_bytes, builds=_CASTS["cast-tensor"]),
-    "cast-rows": _cast_proof("cast-rows", {"rows": (ROWS_UP, True, False), "rows of x.T": (ROWS_UP, False, True)}),
+    "cast-rows": _cast_proof("cast-rows",
+                             {"rows": (ROWS_UP, True, False),
+                              "rows of x.T": (ROWS_UP, False, True)}),
     "cast-blocks": _cast_proof("cast-blocks", {
-        f"{rows} x 128, both ways": (replace(E4M3, block=(rows, 128)), True, True) for rows in (1, 128)}),
+        f"{rows} x 128, both ways": (replace(E4M3, block=(rows, 128)), True, True)
+        for rows in (1, 128)}),
     "cast-mx": _cast_proof("cast-mx", {
         "1 x 32, both ways": (replace(E4M3, block=MX_BLOCK, scale="power-of-two"), True, True)}),
     "cast-nvfp4": _cast_proof("cast-nvfp4", {
         "1 x 16": (replace(FP4, block=fused_cast.NVFP4), True, False),
-        "1 x 16 of x.T, transformed": (replace(FP4, block=fused_cast.NVFP4, transform="hadamard"), False, True),
+        "1 x 16 of x.T, transformed": (replace(FP4, block=fused_cast.NVFP4, transform="hadamard"),
+                                       False, True),
         "16 x 16, both ways": (replace(FP4, block=fused_cast.NVFP4_SQUARE), True, True)}),
     "adamw": _update("adamw"), "lion": _update("lion"),
 }

@@ -1,5 +1,5 @@
-"""Bytes that compiled casts move for each element they cast, by the compiler's own count of its kernels' reads and writes; of the kit's
-kernels by what they say they move (`Kernel.moved_bytes`).
+"""Bytes that compiled casts move for each element they cast, by the compiler's own count of its
+kernels' reads and writes; of the kit's kernels by what they say they move (`Kernel.moved_bytes`).
 
     python -m tests.compiled_bytes fp8-tensorwise fp8-delayed
 """
@@ -21,15 +21,19 @@ from tests.builds import PROOFS
 
 
 def moved_per_element(layer: nn.Module, tokens: int = 2048) -> float:
-    """Of a Linear's forward and backward, without a bias, in bf16 like its weight: what all kernels move, less what the three products read
-    of 8-bit operands and write in 16 bits, over the elements of x, w and the gradient. Products that are not one kernel count as casts.
-    The compiler takes a kernel of the kit for one that reads its arguments and writes its results once: what is more comes on top."""
+    """Of a Linear's forward and backward, without a bias, in bf16 like its weight: what all kernels
+    move, less what the three products read of 8-bit operands and write in 16 bits, over the
+    elements of x, w and the gradient. Products that are not one kernel count as casts.
+    The compiler takes a kernel of the kit for one that reads its arguments and writes its results
+    once: what is more comes on top."""
     (N, K), M = layer.weight.shape, tokens
-    x, g = torch.randn(M, K, dtype=torch.bfloat16).requires_grad_(), torch.randn(M, N, dtype=torch.bfloat16)
+    x, g = torch.randn(M, K, dtype=torch.bfloat16).requires_grad_(), torch.randn(M, N,
+        dtype=torch.bfloat16)
     with counting():
         torch.autograd.grad(torch.compile(layer, fullgraph=True)(x), (x, layer.weight), g)
     elements = M * K + N * K + M * N
-    products = sum(a * inner + b * inner + 2 * a * b for a, b, inner in ((M, N, K), (M, K, N), (N, K, M)))
+    products = sum(a * inner + b * inner + 2 * a * b
+                   for a, b, inner in ((M, N, K), (M, K, N), (N, K, M)))
     return (metrics.num_bytes_accessed - products) / elements
 
 
@@ -44,15 +48,19 @@ def counting():
         yield
 
 
-def forward_per_element(before: nn.Module, width: int, tokens: int = 2048, size: int = 512) -> float:
-    """Of what stands before a Linear under fp8-delayed and hands it `size` numbers of a token, with that Linear's casts, over these numbers:
-    what all kernels of a training forward move, less what the product and the casts of w do. In the graph of a GPU, where the amax is
-    PyTorch's operations; a CPU's scheduler orders its loops."""
-    linear = BACKENDS["scaled_mm"].wrap(nn.Linear(size, size, bias=False, dtype=torch.bfloat16), RECIPES["fp8-delayed"], name="layer", seed=0)
+def forward_per_element(before: nn.Module, width: int, tokens: int = 2048,
+                        size: int = 512) -> float:
+    """Of what stands before a Linear under fp8-delayed and hands it `size` numbers of a token, with
+    that Linear's casts, over these numbers:
+    what all kernels of a training forward move, less what the product and the casts of w do. In the
+    graph of a GPU, where the amax is PyTorch's operations; a CPU's scheduler orders its loops."""
+    linear = BACKENDS["scaled_mm"].wrap(nn.Linear(size, size, bias=False, dtype=torch.bfloat16),
+        RECIPES["fp8-delayed"], name="layer", seed=0)
     x = torch.randn(tokens, width, dtype=torch.bfloat16).requires_grad_()
     with counting(), mock.patch.object(cast, "_amax", cast.reference_amax):
         torch.compile(nn.Sequential(before, linear), fullgraph=True)(x)
-    product, weight = tokens * size + size * size + 2 * tokens * size, 5 * size * size      # amax 2, cast 2 + 1
+    # amax 2, cast 2 + 1
+    product, weight = tokens * size + size * size + 2 * tokens * size, 5 * size * size
     return (metrics.num_bytes_accessed - product - weight) / (tokens * size)
 
 
@@ -67,7 +75,8 @@ def of_recipe(name: str, *, version: str = "") -> float:
 
     def counted(*arguments):
         results = call(*arguments)
-        more.append(PROOFS["cast-tensor"].moved_bytes(*arguments) - sum(t.nbytes for t in (arguments[0], *results)))
+        more.append(PROOFS["cast-tensor"].moved_bytes(*arguments)
+                    - sum(t.nbytes for t in (arguments[0], *results)))
         return results
 
     layer.arithmetic.cast_tensor = counted

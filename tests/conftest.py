@@ -1,4 +1,5 @@
-"""What test files share: a small corpus, what this machine can do, one served JupyterLab, one Chromium.
+"""What test files share: a small corpus, what this machine can do, one served JupyterLab, one
+Chromium.
 
 `make test` divides the files between two processes (pytest-xdist); each computes with one thread.
 """
@@ -20,32 +21,42 @@ import torch
 
 from tests import NOTEBOOKS, processors
 
-# Before lpkit is imported, here and in children: `auto` chooses as on one kind of processor, whichever the machine has.
+# Before lpkit is imported, here and in children: `auto` chooses as on one kind of processor,
+# whichever the machine has.
 os.environ.setdefault(processors.VARIABLE, processors.DEFAULT)
 processors.install()
 sys.path.insert(0, processors.AT_START)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (processors.AT_START, os.environ.get("PYTHONPATH"))))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None,
+    (processors.AT_START, os.environ.get("PYTHONPATH"))))
 if not torch.cuda.is_available():       # before anybody imports a kernel
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Files that share what is slow to make: one process has them all.
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
-# What proves the project and says nothing of a user's machine: attacks, planted faults, mutants, browsers, compilers, other hardware.
-PROOF = {f"test_{name}" for name in (
-    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather compiled docs drawn evidence exercises fake_gpus faults "
-    "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels ledger leaks meeting messages mutants parity planner promise "
-    "published setup stops targets telemetry").split()}
-# Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that they start. A handler is not
-# inherited: these tests still outlive a terminal, and their children and what they train hear the signal.
+# What proves the project and says nothing of a user's machine: attacks, planted faults, mutants,
+# browsers, compilers, other hardware.
+PROOF = ({f"test_{name}" for name in (
+    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather "
+    "compiled docs drawn evidence exercises fake_gpus faults "
+    "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels "
+    "ledger leaks meeting messages mutants parity planner promise "
+    "published setup stops targets telemetry").split()})
+# Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that
+# they start. A handler is not
+# inherited: these tests still outlive a terminal, and their children and what they train hear the
+# signal.
 for ignored, instead in (("SIGHUP", lambda *heard: None), ("SIGINT", signal.default_int_handler)):
     if hasattr(signal, ignored) and signal.getsignal(getattr(signal, ignored)) is signal.SIG_IGN:
         signal.signal(getattr(signal, ignored), instead)
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i % 7}\n" for i in range(3000))
 
 
-# What a bare machine with a GPU may lack: the tests of a file that needs one are skipped there, and the others run.
-OPTIONAL = {"anywidget", "gfloat", "hypothesis", "ipykernel", "ipywidgets", "matplotlib", "ml_dtypes", "nbclient", "nbformat", "papermill",
-            "PIL", "playwright", "plotly", "torchao", "transformers", "accelerate", "jupyterlab", "jupyter_server", "jupyter_client", "IPython",
+# What a bare machine with a GPU may lack: the tests of a file that needs one are skipped there, and
+# the others run.
+OPTIONAL = {"anywidget", "gfloat", "hypothesis", "ipykernel", "ipywidgets", "matplotlib",
+            "ml_dtypes", "nbclient", "nbformat", "papermill",
+            "PIL", "playwright", "plotly", "torchao", "transformers", "accelerate", "jupyterlab",
+            "jupyter_server", "jupyter_client", "IPython",
             "traitlets", "tokenizers", "datasets", "triton"}
 
 
@@ -70,19 +81,22 @@ def pytest_runtest_protocol(item):
     from tests.attack import patience
 
     own = item.get_closest_marker("timeout")
-    seconds = own.args[0] if own else float(item.config.getoption("timeout") or item.config.getini("timeout") or 0)
+    seconds = (own.args[0] if own else float(item.config.getoption("timeout")
+        or item.config.getini("timeout") or 0))
     item.add_marker(pytest.mark.timeout(seconds * (1 + patience())), append=False)
     return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_waits():
-    """So it is for children: seconds in which they have to end are those of a machine that does nothing else."""
+    """So it is for children: seconds in which they have to end are those of a machine that does
+    nothing else."""
     from tests.attack import patience
 
     def patient(wait, at):
         def call(*given, **named):
-            given = [one * patience() if place == at and one and one >= 5 else one for place, one in enumerate(given)]
+            given = [one * patience() if place == at and one and one >= 5 else one
+                     for place, one in enumerate(given)]
             if (named.get("timeout") or 0) >= 5:
                 named["timeout"] *= patience()
             return wait(*given, **named)
@@ -90,14 +104,16 @@ def patient_waits():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name, at in ((subprocess.Popen, "wait", 1), (subprocess.Popen, "communicate", 2), (psutil, "wait_procs", 1), (psutil.Process, "wait", 1)):
+        for owner, name, at in ((subprocess.Popen, "wait", 1), (subprocess.Popen, "communicate", 2),
+                                (psutil, "wait_procs", 1), (psutil.Process, "wait", 1)):
             patch.setattr(owner, name, patient(getattr(owner, name), at))
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """On a CPU torch 2.11 multiplies FP8 with one scale a tensor, and no other: what wants a scale a row is skipped there."""
+    """On a CPU torch 2.11 multiplies FP8 with one scale a tensor, and no other: what wants a scale
+    a row is skipped there."""
     try:
         return (yield)
     except Exception as error:
@@ -107,11 +123,14 @@ def pytest_runtest_call(item):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What `-m prove` and `-m "not prove"` leave out whole is not imported, either: several seconds of each process."""
+    """What `-m prove` and `-m "not prove"` leave out whole is not imported, either: several seconds
+    of each process."""
     if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
         return None
     marks, proof = config.option.markexpr, collection_path.stem in PROOF
-    return (marks == "not prove" and proof) or (marks == "prove" and not proof and "mark.prove" not in collection_path.read_text()) or None
+    return ((marks == "not prove" and proof)
+            or (marks == "prove" and not proof and "mark.prove" not in collection_path.read_text())
+            or None)
 
 
 def pytest_collection_modifyitems(items):
@@ -134,7 +153,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Whoever runs the tests is told of a page that is older than the code: nobody renews it at every change, it takes an hour."""
+    """Whoever runs the tests is told of a page that is older than the code: nobody renews it at
+    every change, it takes an hour."""
     from tests.attack import _page
 
     if said := _page.age((_page.ROOT / "docs" / "reliability.md").read_text()):
@@ -143,7 +163,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(params=processors.KINDS)
 def each_processor(request, monkeypatch):
-    """For a test whose result may depend on what `auto` chooses: it runs once with the choices of each kind of processor."""
+    """For a test whose result may depend on what `auto` chooses: it runs once with the choices of
+    each kind of processor."""
     monkeypatch.setenv(processors.VARIABLE, request.param)
     return request.param
 
@@ -186,12 +207,14 @@ def parent():
 
 @pytest.fixture(scope="session")
 def on_ranks(parent):
-    """f(function, config, world=2, **told): what each rank returned that ran this function of training_ranks.py."""
+    """f(function, config, world=2, **told): what each rank returned that ran this function of
+    training_ranks.py."""
     from lpkit.parallel.processes import Processes
 
     def run(function, config, world=2, **told):
         told["config"] = config.to_dict()
-        with Processes(f"tests.training_ranks:{function}", told, world=world, parent=parent) as running:
+        with Processes(f"tests.training_ranks:{function}", told, world=world,
+                       parent=parent) as running:
             return running.wait()
 
     return run
@@ -212,7 +235,8 @@ def judged_on_ranks(parent_of_lessons, monkeypatch):
     """Ranks of one parent judge all answers, which have one each elsewhere."""
     from lessons.ranks import on_ranks
 
-    monkeypatch.setattr(on_ranks, "on_ranks", functools.partial(on_ranks.on_ranks, parent=parent_of_lessons))
+    monkeypatch.setattr(on_ranks, "on_ranks",
+                        functools.partial(on_ranks.on_ranks, parent=parent_of_lessons))
 
 
 @pytest.fixture(scope="session")
@@ -227,12 +251,15 @@ def cells():
 
 @pytest.fixture(scope="session")
 def doctors_report(cells):
-    """What `lpkit doctor` finds here, with the time that a busy machine may need. On a machine without a GPU its matrix is `cells`."""
+    """What `lpkit doctor` finds here, with the time that a busy machine may need. On a machine
+    without a GPU its matrix is `cells`."""
     from lpkit.measure import doctor, probes
 
     if torch.cuda.is_available():
         return probes.examine(seconds=90)
-    report = probes.examine(only=["speed", *(check.name for check in (*doctor.CHECKS, *doctor.techniques()))], seconds=90)
+    report = probes.examine(only=["speed",
+                                  *(check.name for check in (*doctor.CHECKS,
+                                      *doctor.techniques()))], seconds=90)
     return report | {"probes": [*report["probes"], *map(dataclasses.asdict, cells)]}
 
 
@@ -250,7 +277,8 @@ def context():
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory, context):
-    """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real browser."""
+    """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real
+    browser."""
     from tests.served import Notebook, served
 
     folder = tmp_path_factory.mktemp("lab")

@@ -43,10 +43,12 @@ RULES = {
 }
 
 
-def drawn(rule: Rule, dtype: torch.dtype, kv_heads: int, B: int = 2, H: int = 8, E: int = 16) -> tuple:
+def drawn(rule: Rule, dtype: torch.dtype, kv_heads: int, B: int = 2, H: int = 8,
+          E: int = 16) -> tuple:
     """q, k, v, documents, sinks; and the gradient of the answer."""
     draw = torch.Generator().manual_seed(1)
-    q, k, v, d_out = (torch.randn(B, n, T, E, generator=draw).to(dtype) for n in (H, kv_heads, kv_heads, H))
+    q, k, v, d_out = (torch.randn(B, n, T, E, generator=draw).to(dtype)
+                      for n in (H, kv_heads, kv_heads, H))
     documents = (torch.rand(B, T, generator=draw) < 1 / 12).cumsum(1) if rule.documents else None
     sinks = torch.randn(H, generator=draw) if rule.sinks else None
     return [q, k, v, documents, sinks], d_out
@@ -61,19 +63,29 @@ def both(attend, inputs: list, d_out: torch.Tensor, rule: Rule) -> list[torch.Te
 
 @contextmanager
 def changed(mutant: str):
-    """A wrong order of chunks; a part that is added without its log-sum's weight, forward or backward; and others."""
+    """A wrong order of chunks; a part that is added without its log-sum's weight, forward or
+    backward; and others."""
     weights, replaced, around = context._weights, context.replace, context.Ring.around
     of, name, wrong = {
         "": (context, "part", context.part),
-        "chunks one after the other": (context, "joined", lambda parts, dim=1: torch.cat(list(parts), dim)),
-        "a late chunk first": (context, "part", lambda t, rank, ranks, dim=1: torch.cat([t.chunk(2 * ranks, dim)[i] for i in (-1 - rank, rank)], dim)),
+        "chunks one after the other": (context, "joined",
+                                       lambda parts, dim=1: torch.cat(list(parts), dim)),
+        "a late chunk first": (context, "part",
+                               lambda t, rank, ranks, dim=1: torch.cat(
+                                   [t.chunk(2 * ranks, dim)[i] for i in (-1 - rank, rank)], dim)),
         "the ring the other way": (context.Ring, "around", lambda ring, k, v: (
-            ((2 * ring.rank - source) % ring.ranks, at_hand) for source, at_hand in around(ring, k, v))),
+            ((2 * ring.rank - source) % ring.ranks, at_hand)
+            for source, at_hand in around(ring, k, v))),
         "no weights": (context, "_weights", lambda l, L: torch.ones_like(L)[..., None]),
         "no weights backward": (context, "_weights", lambda l, L: (
-            torch.ones_like(L)[..., None] if sys._getframe(1).f_code.co_name == "backward" else weights(l, L))),
-        "all queries begin at 0": (context, "replace", lambda rule, query_start, **others: replaced(rule, query_start=0, **others)),
-        "all keys begin at 0": (context, "replace", lambda rule, key_start, **others: replaced(rule, key_start=0, **others)),
+            torch.ones_like(L)[..., None] if sys._getframe(1).f_code.co_name == "backward"
+            else weights(l, L))),
+        "all queries begin at 0": (context, "replace",
+                                   lambda rule, query_start, **others: replaced(rule, query_start=0,
+                                       **others)),
+        "all keys begin at 0": (context, "replace",
+                                lambda rule, key_start, **others: replaced(rule, key_start=0,
+                                    **others)),
         "what sees nothing weighs": (context, "_weights", lambda l, L: (l - L).exp()[..., None]),
     }[mutant]
     with patch.object(of, name, wrong):
@@ -81,18 +93,21 @@ def changed(mutant: str):
 
 
 def attend(place: Place, told: dict) -> list[list]:
-    """For each case [way, backend, rule, kv_heads, dtype]: how far this rank's part of the answer and of each gradient is from one
-    process in float64, of the largest; pairs of chunks that were computed forward; bytes of each message, forward and backward."""
+    """For each case [way, backend, rule, kv_heads, dtype]: how far this rank's part of the answer
+    and of each gradient is from one process in float64, of the largest; pairs of chunks that were
+    computed forward; bytes of each message, forward and backward."""
     torch.set_num_threads(1)
     found = []
     meet("gloo", **place.among)
     for way, backend, name, kv_heads, dtype in told["cases"]:
-        found.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype), told.get("mutant", "")))
+        found.append(_case(way, backend, RULES[name], kv_heads, getattr(torch, dtype),
+                           told.get("mutant", "")))
     dist.destroy_process_group()
     return found
 
 
-def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype, mutant: str) -> list:
+def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
+          mutant: str) -> list:
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs, d_out = drawn(rule, dtype, kv_heads)
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
@@ -102,7 +117,8 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype,
     part = context.part
     mine = lambda t, dim: part(t, rank, world, dim).contiguous()
     q, k, v, documents, sinks = inputs
-    own = [*(mine(t, 2) for t in (q, k, v)), None if documents is None else mine(documents, 1), sinks]
+    own = [*(mine(t, 2) for t in (q, k, v)), None if documents is None else mine(documents, 1),
+           sinks]
     pairs, sent = 0, []
     right = here.attend
 
@@ -145,12 +161,14 @@ def built(place: Place, told: dict) -> Iterator[Training]:
     torch.set_num_threads(1)
     for i, given in enumerate(told["configs"]):
         config = Config.from_dict(given)
-        with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
+        with joined(config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
             yield Training.build(config, ranks=ranks)
 
 
 def trained(place: Place, told: dict) -> list:
-    """Returns, for each config, losses and gradients' norms of some updates, and what evaluation says."""
+    """Returns, for each config, losses and gradients' norms of some updates, and what evaluation
+    says."""
     return [updates(training, told["updates"]) for training in built(place, told)]
 
 
@@ -167,17 +185,21 @@ def sends(place: Place, told: dict) -> list:
 
 def updates(training: Training, count: int) -> list:
     done = [training.update(step) for step in range(count)]
-    return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done], training.evaluate()]
+    return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done],
+            training.evaluate()]
 
 
 def goes_on(place: Place, told: dict) -> list[str]:
-    """In each layout: what `read` is gone on from, an update later it is saved; digests of the state before and after."""
+    """In each layout: what `read` is gone on from, an update later it is saved; digests of the
+    state before and after."""
     torch.set_num_threads(1)
     found = []
     for i, layout in enumerate(told["layouts"]):
         config = Config.from_dict(told["config"]).replace(layout)
-        with joined(config, local_rank=place.local_rank, **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            found.append(went_on(Training.build(config, ranks=ranks), Path(told["read"]), Path(told["out"]) / str(i)))
+        with joined(config, local_rank=place.local_rank,
+                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
+            found.append(went_on(Training.build(config, ranks=ranks), Path(told["read"]),
+                                 Path(told["out"]) / str(i)))
     return found
 
 
@@ -189,5 +211,7 @@ def went_on(training: Training, read: Path, out: Path) -> list[str]:
     training.update(1)
     state = training.state_dict()
     tensors = {name: t for name, t in state.items() if isinstance(t, (torch.Tensor, Cut))}
-    checkpoint.save(out, 1, tensors, {"optimizer": {name: t for name, t in state.items() if name not in tensors}}, keep=1)
+    checkpoint.save(out, 1, tensors,
+                    {"optimizer": {name: t for name, t in state.items() if name not in tensors}},
+                    keep=1)
     return [*digests, _state_digest(training)]

@@ -1,5 +1,5 @@
-"""One process multiplies the parts of each matrix one after the other, as tensor ranks do at once: the
-definition of what those compute, with no message and nothing of lpkit.parallel.tensor."""
+"""One process multiplies the parts of each matrix one after the other, as tensor ranks do at once:
+the definition of what those compute, with no message and nothing of lpkit.parallel.tensor."""
 
 import torch
 from torch import Tensor, nn
@@ -8,13 +8,14 @@ from lpkit.config import ModelConfig
 from lpkit.nn.transformer import Transformer
 
 # by Linear: whether rows or columns are cut, and how many matrices lie one after the other in it
-CUT = {"attention.qkv": ("rows", 1), "attention.out": ("columns", 1), "mlp.up": ("rows", 1), "mlp.gate_up": ("rows", 2),
+CUT = {"attention.qkv": ("rows", 1), "attention.out": ("columns", 1), "mlp.up": ("rows", 1),
+       "mlp.gate_up": ("rows", 2),
        "mlp.down": ("columns", 1)}
 
 
 class Parts(nn.Module):
-    """A Linear in `count` parts. Those of rows make the features of each rank; those of columns a summand each, and the
-    first has the bias."""
+    """A Linear in `count` parts. Those of rows make the features of each rank; those of columns a
+    summand each, and the first has the bias."""
 
     def __init__(self, linear: nn.Linear, side: str, matrices: int, count: int):
         super().__init__()
@@ -22,7 +23,8 @@ class Parts(nn.Module):
         self.parts = nn.ModuleList()
         for i in range(count):
             if side == "rows":
-                w, b = (None if t is None else self._rows(t, i) for t in (linear.weight, linear.bias))
+                w, b = (None if t is None else self._rows(t, i)
+                        for t in (linear.weight, linear.bias))
             else:
                 w, b = linear.weight.chunk(count, 1)[i], linear.bias if i == 0 else None
             part = nn.Linear(w.shape[1], w.shape[0], bias=b is not None)
@@ -39,7 +41,8 @@ class Parts(nn.Module):
             first, *others = (part(one) for part, one in zip(self.parts, x.chunk(self.count, -1)))
             return sum(others, first)
         if not hasattr(self.parts[0], "recipe") and torch.is_autocast_enabled("cpu"):
-            x = x.to(torch.get_autocast_dtype("cpu"))       # once: gradients of all parts meet in it
+            # once: gradients of all parts meet in it
+            x = x.to(torch.get_autocast_dtype("cpu"))
         return self._in_order([part(x).chunk(self.matrices, -1) for part in self.parts], -1)
 
     def _in_order(self, by_part: list, dim: int) -> Tensor:
@@ -49,10 +52,12 @@ class Parts(nn.Module):
         weights = [part.weight.detach() for part in self.parts]
         if self.side == "columns":
             found = {"weight": torch.cat(weights, 1)}
-            return found if self.parts[0].bias is None else found | {"bias": self.parts[0].bias.detach()}
+            return (found if self.parts[0].bias is None
+                    else found | {"bias": self.parts[0].bias.detach()})
         found = {"weight": self._in_order([w.chunk(self.matrices) for w in weights], 0)}
         if self.parts[0].bias is not None:
-            found["bias"] = self._in_order([part.bias.detach().chunk(self.matrices) for part in self.parts], 0)
+            found["bias"] = self._in_order([part.bias.detach().chunk(self.matrices)
+                for part in self.parts], 0)
         return found
 
 
@@ -70,8 +75,8 @@ class HeadParts(nn.Module):
 
 
 class Tokens(nn.Module):
-    """A Linear that multiplies the tokens of each of `count` context ranks apart, an early and a late chunk of each
-    sequence, so that a scale is of those alone."""
+    """A Linear that multiplies the tokens of each of `count` context ranks apart, an early and a
+    late chunk of each sequence, so that a scale is of those alone."""
 
     def __init__(self, linear: nn.Linear, count: int):
         super().__init__()
@@ -79,7 +84,8 @@ class Tokens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chunks = x.chunk(2 * self.count, 1)
-        ranks = [self.linear(torch.cat([chunks[i], chunks[-1 - i]], 1)).chunk(2, 1) for i in range(self.count)]
+        ranks = [self.linear(torch.cat([chunks[i], chunks[-1 - i]], 1)).chunk(2, 1)
+                 for i in range(self.count)]
         return torch.cat([early for early, _ in ranks] + [late for _, late in reversed(ranks)], 1)
 
 
@@ -107,6 +113,7 @@ def whole_weights(model: nn.Module, config: ModelConfig) -> Tensor:
     for name, part in model.named_modules():
         if isinstance(part, Parts):
             found |= {f"{name}.{key}": t for key, t in part.whole().items()}
-    return torch.cat([found[name].detach().flatten() for name in sorted(dict(Transformer(config).named_parameters()))])
+    return torch.cat([found[name].detach().flatten()
+                      for name in sorted(dict(Transformer(config).named_parameters()))])
 
 

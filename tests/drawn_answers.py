@@ -1,7 +1,10 @@
-"""Wrong and right answers to the exercises of notebooks 16 on, as a learner writes them: test_drawn_answers.py judges them.
+"""Wrong and right answers to the exercises of notebooks 16 on, as a learner writes them:
+test_drawn_answers.py judges them.
 
-Exercises are named by their definition's function, whatever their notebook's number. For each, two kinds of mistake were drawn by a fixed seed (`drawn_kinds`) before
-any was written; `MISTAKES` has an answer of each drawn kind, and some more. `RIGHT_FORMS` has right answers that the definitions do not resemble.
+Exercises are named by their definition's function, whatever their notebook's number. For each, two
+kinds of mistake were drawn by a fixed seed (`drawn_kinds`) before any was written; `MISTAKES` has
+an answer of each drawn kind, and some more. `RIGHT_FORMS` has right answers that the definitions do
+not resemble.
 """
 
 import math
@@ -20,12 +23,18 @@ SEED = 47
 OF_NUMBERS = ("off by one", "scale", "swapped", "edge size", "rounding")
 OF_TENSORS = ("axis", "in place", "dtype", "device", "edge size", "scale", "swapped", "off by one")
 KINDS = {       # of mistakes that an exercise's arguments allow
-    "pairs": (*OF_NUMBERS, "one rank"), "gate_up_rows": (*OF_TENSORS, "one rank"), "nats": (*OF_TENSORS, "forbidden size", "one rank"),
-    "bubble": OF_NUMBERS, "one_f_one_b": (*OF_NUMBERS, "one rank"), "step_seconds": (*OF_NUMBERS, "in place"), "false_share": OF_NUMBERS, "seeds": OF_NUMBERS,
-    "sign_flip": (*OF_NUMBERS, "in place"), "adamw": OF_TENSORS, "lion": OF_TENSORS, "muon_step": OF_TENSORS, "factored": OF_TENSORS,
-    "overhead_of": (*OF_NUMBERS, "axis"), "noise_scale_of": OF_NUMBERS, "price": OF_NUMBERS, "adam_at": OF_NUMBERS, "mup_rate": OF_NUMBERS,
-    "running_mean": (*OF_TENSORS, "forbidden size"), "branch_scale": OF_NUMBERS, "zero_queries": OF_TENSORS, "attended": OF_TENSORS, "probabilities": OF_NUMBERS,
-    "area": OF_NUMBERS, "some_tokens": OF_TENSORS, "split": OF_TENSORS, "merged": OF_TENSORS, "trained": (*OF_NUMBERS, "axis"),
+    "pairs": (*OF_NUMBERS, "one rank"), "gate_up_rows": (*OF_TENSORS, "one rank"),
+    "nats": (*OF_TENSORS, "forbidden size", "one rank"),
+    "bubble": OF_NUMBERS, "one_f_one_b": (*OF_NUMBERS, "one rank"),
+    "step_seconds": (*OF_NUMBERS, "in place"), "false_share": OF_NUMBERS, "seeds": OF_NUMBERS,
+    "sign_flip": (*OF_NUMBERS, "in place"), "adamw": OF_TENSORS, "lion": OF_TENSORS,
+    "muon_step": OF_TENSORS, "factored": OF_TENSORS,
+    "overhead_of": (*OF_NUMBERS, "axis"), "noise_scale_of": OF_NUMBERS, "price": OF_NUMBERS,
+    "adam_at": OF_NUMBERS, "mup_rate": OF_NUMBERS,
+    "running_mean": (*OF_TENSORS, "forbidden size"), "branch_scale": OF_NUMBERS,
+    "zero_queries": OF_TENSORS, "attended": OF_TENSORS, "probabilities": OF_NUMBERS,
+    "area": OF_NUMBERS, "some_tokens": OF_TENSORS, "split": OF_TENSORS, "merged": OF_TENSORS,
+    "trained": (*OF_NUMBERS, "axis"),
     "rslora": OF_NUMBERS, "pissa": OF_TENSORS, "c_attn": OF_TENSORS,
     "power": (*OF_NUMBERS, "in place"), "trials_needed": OF_NUMBERS, "coin": OF_NUMBERS,
 }
@@ -70,14 +79,16 @@ def nats_by_maximum_of_each(logits, target, rank, ranks, all_reduce_max, all_gat
 
 def order_of_too_few(rank, ranks, micro_batches):
     first = ranks - rank
-    return [f"F{i}" for i in range(first)] + [one for i in range(micro_batches) for one in [f"B{i}"] + [f"F{first + i}"] * (
-        first + i < micro_batches)]
+    return ([f"F{i}" for i in range(first)] + [one for i in range(micro_batches)
+        for one in [f"B{i}"] + [f"F{first + i}"] * (
+        first + i < micro_batches)])
 
 
 def order_half_filled(rank, ranks, micro_batches):
     first = min((ranks - rank + 1) // 2, micro_batches)
-    return [f"F{i}" for i in range(first)] + [one for i in range(micro_batches) for one in [f"B{i}"] + [f"F{first + i}"] * (
-        first + i < micro_batches)]
+    return ([f"F{i}" for i in range(first)] + [one for i in range(micro_batches)
+        for one in [f"B{i}"] + [f"F{first + i}"] * (
+        first + i < micro_batches)])
 
 
 def ends_of(orders, forward, backward):
@@ -88,7 +99,8 @@ def ends_of(orders, forward, backward):
         for rank, actions in enumerate(orders):
             at = 0.0
             for action in actions:
-                at = max(at, ends.get((rank + (1 if action[0] == "B" else -1), action), 0.0)) + (forward if action[0] == "F" else backward)
+                at = (max(at, ends.get((rank + (1 if action[0] == "B" else -1), action), 0.0))
+                      + (forward if action[0] == "F" else backward))
                 ends[rank, action] = at
     return ends
 
@@ -98,7 +110,8 @@ def first_begins_at_one(orders, forward, backward):
 
 
 def step_of_one_rank(orders, forward, backward):
-    return forward + backward if len(orders) == 1 else max(ends_of(orders, forward, backward).values())
+    return (forward + backward if len(orders) == 1
+            else max(ends_of(orders, forward, backward).values()))
 
 
 def step_by_formula(orders, forward, backward):
@@ -115,29 +128,34 @@ def step_that_pops(orders, forward, backward):
 
 
 def doubled_tail(gains):
-    sums = [sum(s * g for s, g in zip(signs, gains)) for signs in product((-1, 1), repeat=len(gains))]
+    sums = [sum(s * g for s, g in zip(signs, gains))
+            for signs in product((-1, 1), repeat=len(gains))]
     return 2 * fmean(one >= abs(sum(gains)) for one in sums)
 
 
 def by_sampled_signs(gains):
     chance = Random(0)
-    return fmean(abs(sum(chance.choice((-1, 1)) * g for g in gains)) >= abs(sum(gains)) for _ in range(1000))
+    return fmean(abs(sum(chance.choice((-1, 1)) * g for g in gains)) >= abs(sum(gains))
+                 for _ in range(1000))
 
 
 def adamw_of_rows(w, g, m, v, update, lr, decay):
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * (g**2).mean(-1, keepdim=True)
-    return w * (1 - lr * decay) - lr * m / (1 - 0.9**update) / ((v / (1 - 0.95**update)).sqrt() + 1e-8), m, v
+    return w * (1 - lr * decay) - lr * m / (1 - 0.9**update) / ((v / (1 - 0.95**update)).sqrt()
+        + 1e-8), m, v
 
 
 def adamw_of_swapped_betas(w, g, m, v, update, lr, decay):
     m, v = 0.95 * m + 0.05 * g, 0.9 * v + 0.1 * g**2
-    return w * (1 - lr * decay) - lr * m / (1 - 0.95**update) / ((v / (1 - 0.9**update)).sqrt() + 1e-8), m, v
+    return w * (1 - lr * decay) - lr * m / (1 - 0.95**update) / ((v / (1 - 0.9**update)).sqrt()
+        + 1e-8), m, v
 
 
 def adamw_in_place(w, g, m, v, update, lr, decay):
     m.lerp_(g, 0.1)
     v.mul_(0.95).addcmul_(g, g, value=0.05)
-    w.mul_(1 - lr * decay).addcdiv_(m, (v / (1 - 0.95**update)).sqrt().add_(1e-8), value=-lr / (1 - 0.9**update))
+    w.mul_(1 - lr * decay).addcdiv_(m, (v / (1 - 0.95**update)).sqrt().add_(1e-8),
+                                    value=-lr / (1 - 0.9**update))
     return w, m, v
 
 
@@ -155,12 +173,14 @@ def five_steps(x, a=3.4445, b=-4.7750, c=2.0315):
 
 def factored_on_another_device(rows, columns, g, share):
     share = torch.full((), share, device="meta")
-    rows, columns = torch.lerp(rows, (g**2).mean(1), share), torch.lerp(columns, (g**2).mean(0), share)
+    rows, columns = torch.lerp(rows, (g**2).mean(1), share), torch.lerp(columns, (g**2).mean(0),
+        share)
     return rows, columns, rows[:, None] * columns / rows.mean()
 
 
 def factored_but_for_vectors(rows, columns, g, share):
-    rows, columns = rows + share * ((g**2).mean(1) - rows), columns + share * ((g**2).mean(0) - columns)
+    rows, columns = rows + share * ((g**2).mean(1) - rows), columns + share * ((g**2).mean(0)
+        - columns)
     return rows, columns, g**2 if min(g.shape) == 1 else rows[:, None] * columns / rows.mean()
 
 
@@ -169,7 +189,8 @@ def muon_with(orthogonalised, turned=False):
     def attempt(w, g, m, lr, decay):
         m = 0.95 * m + 0.05 * g
         sides = w.shape[::-1] if turned else w.shape
-        return w * (1 - lr * decay) - lr * max(1, sides[0] / sides[1]) ** 0.5 * orthogonalised(0.05 * g + 0.95 * m), m
+        return w * (1 - lr * decay) - lr * max(1,
+            sides[0] / sides[1]) ** 0.5 * orthogonalised(0.05 * g + 0.95 * m), m
     return attempt
 
 
@@ -204,7 +225,8 @@ def muon_flops(shape):
 
 
 def noise_scale_of_a_large_batch(small, large, b, B):
-    return (small - large) * b / large if B >= 16 * b else (small - large) / (1 / b - 1 / B) / ((B * large - b * small) / (B - b))
+    return ((small - large) * b / large if B >= 16 * b
+            else (small - large) / (1 / b - 1 / B) / ((B * large - b * small) / (B - b)))
 
 
 def averages(T, **kinds):
@@ -230,7 +252,8 @@ def mean_by_bool_mask(v):
 
 
 def mean_by_numpy_matrix(v):
-    return torch.from_numpy(np.tril(np.ones((v.shape[-2], v.shape[-2]))) @ v.double().numpy()) / counts_of(v)
+    return (torch.from_numpy(np.tril(np.ones((v.shape[-2], v.shape[-2]))) @ v.double().numpy())
+            / counts_of(v))
 
 
 def mean_by_lists(v):
@@ -240,7 +263,8 @@ def mean_by_lists(v):
 
 def mean_by_broadcast(v):
     T = v.shape[-2]
-    return torch.where(torch.arange(T)[:, None] >= torch.arange(T), v.mT[..., None, :], 0.0).sum(-1).mT / counts_of(v)
+    return (torch.where(torch.arange(T)[:, None] >= torch.arange(T), v.mT[..., None, :],
+                        0.0).sum(-1).mT / counts_of(v))
 
 
 def zeroed_in_place(w, heads):
@@ -279,7 +303,8 @@ def split_beside(up, bias, down, i):
 def split_by_root(up, bias, down, i):
     root = down.clone()
     root[:, i] /= math.sqrt(2)
-    return torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])), torch.cat((root, root[:, i:i + 1]), 1)
+    return torch.cat((up, up[i:i + 1])), torch.cat((bias, bias[i:i + 1])), torch.cat((root,
+        root[:, i:i + 1]), 1)
 
 
 def merged_in_place(w, A, B, alpha):
@@ -311,87 +336,134 @@ def pissa_by_columns(w, rank):
 
 
 MISTAKES = {
-    "pairs": {"swapped": lambda rank, ranks, step: [(b, a) for a in (rank, 2 * ranks - 1 - rank) for source in [(rank - step) % ranks]
-                                                   for b in (source, 2 * ranks - 1 - source) if b <= a],
-              "off by one": lambda rank, ranks, step: [(a, b) for a in (rank, 2 * ranks - rank) for source in [(rank - step) % ranks]
-                                                      for b in (source, 2 * ranks - source) if b <= a]},
-    "gate_up_rows": {"swapped": lambda w, rank, ranks: w.unflatten(0, (ranks, 2, -1))[rank].flatten(0, 1),
-                "off by one": lambda w, rank, ranks: torch.cat([half[rank * (len(half) // ranks):(rank + 1) * (len(half) // ranks) - 1]
+    "pairs": {"swapped": lambda rank, ranks, step: [(b, a) for a in (rank, 2 * ranks - 1 - rank)
+        for source in [(rank - step) % ranks]
+                                                   for b in (source, 2 * ranks - 1 - source)
+        if b <= a],
+              "off by one": lambda rank, ranks, step: [(a, b) for a in (rank, 2 * ranks - rank)
+                  for source in [(rank - step) % ranks]
+                                                      for b in (source, 2 * ranks - source)
+                  if b <= a]},
+    "gate_up_rows": {"swapped": lambda w, rank, ranks: w.unflatten(0,
+        (ranks, 2, -1))[rank].flatten(0, 1),
+                "off by one": lambda w, rank, ranks: torch.cat(
+                    [half[rank * (len(half) // ranks):(rank + 1) * (len(half) // ranks) - 1]
                                                                 for half in w.chunk(2)])},
-    "nats": {"one rank": nats_of_first_rank, "scale": nats_by_mean, "forbidden size": nats_of_all_logits,
-             "forbidden size, one by one": nats_of_logits_one_by_one, "forbidden size, reduced": nats_by_maximum_of_each},
+    "nats": {"one rank": nats_of_first_rank, "scale": nats_by_mean,
+             "forbidden size": nats_of_all_logits,
+             "forbidden size, one by one": nats_of_logits_one_by_one,
+             "forbidden size, reduced": nats_by_maximum_of_each},
     "bubble": {"swapped": lambda ranks, m, chunks: (m - 1) / (ranks * chunks + m - 1),
-               "edge size": lambda ranks, m, chunks: (ranks - 1) / ranks if m < ranks else (ranks - 1) / (m * chunks + ranks - 1)},
+               "edge size": lambda ranks, m, chunks: (ranks - 1) / ranks if m < ranks
+               else (ranks - 1) / (m * chunks + ranks - 1)},
     "one_f_one_b": {"edge size": order_of_too_few, "rounding": order_half_filled},
-    "step_seconds": {"off by one": first_begins_at_one, "edge size": step_of_one_rank, "in place": step_that_pops, "scale": step_by_formula},
-    "false_share": {"off by one": lambda bar, sigma, n: NormalDist(0, sigma * math.sqrt(2 / max(1, n - 1))).cdf(-bar),
-                    "rounding": lambda bar, sigma, n: round(NormalDist(0, sigma * math.sqrt(2 / n)).cdf(-bar), 2)},
+    "step_seconds": {"off by one": first_begins_at_one, "edge size": step_of_one_rank,
+                     "in place": step_that_pops, "scale": step_by_formula},
+    "false_share": {"off by one": lambda bar, sigma, n: NormalDist(0,
+        sigma * math.sqrt(2 / max(1, n - 1))).cdf(-bar),
+                    "rounding": lambda bar, sigma, n: round(NormalDist(0,
+                        sigma * math.sqrt(2 / n)).cdf(-bar), 2)},
     "seeds": {"off by one": lambda effect, sigma: int(15.6977586 * (sigma / effect) ** 2),
               "swapped": lambda effect, sigma: math.ceil(15.6977586 * (effect / sigma) ** 2)},
     "sign_flip": {"edge size": doubled_tail, "rounding": by_sampled_signs},
     "adamw": {"axis": adamw_of_rows, "swapped": adamw_of_swapped_betas, "in place": adamw_in_place},
-    "lion": {"scale": lambda w, g, m, lr, decay: (w * (1 - decay) - lr * (0.9 * m + 0.1 * g).sign(), 0.99 * m + 0.01 * g),
+    "lion": {"scale": lambda w, g, m, lr, decay: (w * (1 - decay) - lr * (0.9 * m + 0.1 * g).sign(),
+        0.99 * m + 0.01 * g),
              "edge size": lion_of_two_signs},
     "factored": {"device": factored_on_another_device, "edge size": factored_but_for_vectors},
-    "overhead_of": {"rounding": lambda weights, tokens: sum(muon_flops(sorted(w.shape)) for w in weights) // (
+    "overhead_of": {"rounding": lambda weights, tokens: sum(muon_flops(sorted(w.shape))
+        for w in weights) // (
                      6 * tokens * sum(w.numel() for w in weights)),
-                 "swapped": lambda weights, tokens: sum(muon_flops(sorted(w.shape)[::-1]) for w in weights) / (
+                 "swapped": lambda weights, tokens: sum(muon_flops(sorted(w.shape)[::-1])
+                     for w in weights) / (
                      6 * tokens * sum(w.numel() for w in weights))},
     "noise_scale_of": {"edge size": noise_scale_of_a_large_batch,
-                    "scale": lambda small, large, b, B: (small - large) / (1 / b - 1 / B) / (B * large - b * small)},
-    "price": {"off by one": lambda batch, scale: (scale / batch, batch / scale), "swapped": lambda batch, scale: (1 + scale / batch,) * 2},
-    "adam_at": {"swapped": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr, 1 - k * (1 - beta2), 1 - k * (1 - beta1)),
-                "rounding": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr, *(round(1 - k * (1 - beta), 2) for beta in (beta1, beta2)))},
-    "mup_rate": {"rounding": lambda kind, width, base, lr: lr / max(1, width // base) if kind in ("hidden", "head") else lr,
-                 "scale": lambda kind, width, base, lr: lr * math.sqrt(base / width) if kind in ("hidden", "head") else lr},
-    "running_mean": {"device": lambda v: v.cumsum(-2) / counts_of(v, device="meta"), "axis": mean_over_second_axis,
+                    "scale": lambda small, large, b, B: (small - large) / (1 / b - 1 / B)
+                    / (B * large - b * small)},
+    "price": {"off by one": lambda batch, scale: (scale / batch, batch / scale),
+              "swapped": lambda batch, scale: (1 + scale / batch,) * 2},
+    "adam_at": {"swapped": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr, 1 - k * (1 - beta2),
+        1 - k * (1 - beta1)),
+                "rounding": lambda lr, beta1, beta2, k: (math.sqrt(k) * lr,
+                    *(round(1 - k * (1 - beta), 2) for beta in (beta1, beta2)))},
+    "mup_rate": {"rounding": lambda kind, width, base, lr: lr / max(1, width // base)
+                 if kind in ("hidden", "head") else lr,
+                 "scale": lambda kind, width, base, lr: lr * math.sqrt(base / width)
+                 if kind in ("hidden", "head") else lr},
+    "running_mean": {"device": lambda v: v.cumsum(-2) / counts_of(v, device="meta"),
+                     "axis": mean_over_second_axis,
              "forbidden size": mean_by_matrix, "forbidden size, of bool": mean_by_bool_mask,
-             "forbidden size, broadcast": mean_by_broadcast, "forbidden size, of NumPy": mean_by_numpy_matrix,
+             "forbidden size, broadcast": mean_by_broadcast,
+                     "forbidden size, of NumPy": mean_by_numpy_matrix,
              "forbidden size, of lists": mean_by_lists},
-    "branch_scale": {"scale": lambda layers, branches, variance: 1 / (math.sqrt(layers * branches) * variance),
-              "swapped": lambda layers, branches, variance: math.sqrt(variance / (layers * branches))},
-    "zero_queries": {"in place": zeroed_in_place, "dtype": lambda w, heads: w.bfloat16().unflatten(0, (heads, 2, -1)).index_fill(
+    "branch_scale": {"scale": lambda layers, branches, variance: 1
+                     / (math.sqrt(layers * branches) * variance),
+              "swapped": lambda layers, branches, variance:
+                     math.sqrt(variance / (layers * branches))},
+    "zero_queries": {"in place": zeroed_in_place,
+                     "dtype": lambda w, heads: w.bfloat16().unflatten(0, (heads, 2, -1)).index_fill(
         1, torch.tensor([0]), 0).flatten(0, 2)},
-    "attended": {"swapped": lambda G, a: gram_of(G, a, past(len(G)).mT), "edge size": lambda G, a: gram_of(G, a, past(len(G), -1))},
-    "probabilities": {"rounding": lambda layers, rate: [round(1 - rate * (i + 1) / layers, 2) for i in range(layers)],
-                      "swapped": lambda layers, rate: [1 - rate * i / layers for i in range(layers, 0, -1)]},
+    "attended": {"swapped": lambda G, a: gram_of(G, a, past(len(G)).mT),
+                 "edge size": lambda G, a: gram_of(G, a, past(len(G), -1))},
+    "probabilities": {"rounding": lambda layers, rate: [round(1 - rate * (i + 1) / layers, 2)
+        for i in range(layers)],
+                      "swapped": lambda layers, rate: [1 - rate * i / layers
+                          for i in range(layers, 0, -1)]},
     "area": {"off by one": lambda layers, steps, theta, gamma: 1 - fmean(
-                 (1 - theta) * (1 - math.exp(-gamma * t)) * i / layers for t in range(steps) for i in range(layers)),
+                 (1 - theta) * (1 - math.exp(-gamma * t)) * i / layers for t in range(steps)
+                 for i in range(layers)),
              "scale": lambda layers, steps, theta, gamma: 1 - fmean(
-                 (1 - theta) * (1 - math.exp(-gamma * t)) * i for t in range(steps) for i in range(1, layers + 1))},
+                 (1 - theta) * (1 - math.exp(-gamma * t)) * i for t in range(steps)
+                 for i in range(1, layers + 1))},
     "some_tokens": {"scale": some_tokens_by_sum, "in place": some_tokens_in_place},
     "split": {"off by one": split_beside, "scale": split_by_root},
-    "merged": {"in place": merged_in_place, "swapped": lambda w, A, B, alpha: w + alpha / len(A) * (A.mT @ B.mT).mT.flip(0)},
-    "trained": {"edge size": lambda weights, rank: sum(min(rank, *w.shape) * sum(w.shape) for w in weights),
-                "rounding": lambda weights, rank: sum(int(rank * w.numel() * (1 / w.shape[0] + 1 / w.shape[1])) for w in weights)},
+    "merged": {"in place": merged_in_place,
+               "swapped": lambda w, A, B, alpha: w + alpha / len(A) * (A.mT @ B.mT).mT.flip(0)},
+    "trained": {"edge size": lambda weights, rank: sum(min(rank, *w.shape) * sum(w.shape)
+        for w in weights),
+                "rounding": lambda weights, rank:
+                sum(int(rank * w.numel() * (1 / w.shape[0] + 1 / w.shape[1])) for w in weights)},
     "rslora": {"swapped": lambda alpha, rank: (alpha * rank**0.5, alpha / rank**0.5),
-               "rounding": lambda alpha, rank: (alpha / math.isqrt(rank), alpha * math.isqrt(rank))},
-    "pissa": {"device": pissa_on_another_device, "swapped": pissa_by_columns, "edge size": pissa_of_wide_alone},
-    "c_attn": {"edge size": lambda qkv, heads: qkv if heads == 1 else qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT,
-               "dtype": lambda qkv, heads: qkv.half().unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT},
+               "rounding": lambda alpha, rank: (alpha / math.isqrt(rank),
+                   alpha * math.isqrt(rank))},
+    "pissa": {"device": pissa_on_another_device, "swapped": pissa_by_columns,
+              "edge size": pissa_of_wide_alone},
+    "c_attn": {"edge size": lambda qkv, heads: qkv if heads == 1
+               else qkv.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2).mT,
+               "dtype": lambda qkv, heads: qkv.half().unflatten(0, (heads, 3, -1)).transpose(0,
+                   1).flatten(0, 2).mT},
     "muon_step": {"axis": muon_with(lambda m: five_steps(m / m.norm()), turned=True),
                   "swapped": muon_with(lambda m: five_steps(m / m.norm(), b=2.0315, c=-4.7750)),
                   "device": muon_on_another_device, "in place": muon_in_place},
     "power": {"in place": power_in_place, "swapped": turned_power,
-              "rounding": lambda widths, changes: round(float(np.polyfit(np.log(widths), np.log(changes), 1)[0]), 2)},
-    "trials_needed": {"edge size": lambda q, p: 1 if q >= 0.5 else math.ceil(math.log(1 - p) / math.log(1 - q)),
+              "rounding": lambda widths, changes: round(
+                  float(np.polyfit(np.log(widths), np.log(changes), 1)[0]), 2)},
+    "trials_needed": {"edge size": lambda q, p: 1 if q >= 0.5
+                      else math.ceil(math.log(1 - p) / math.log(1 - q)),
                       "off by one": lambda q, p: math.ceil(math.log(1 - p) / math.log(1 - q)) + 1,
                       "swapped": lambda q, p: math.ceil(math.log(1 - q) / math.log(1 - p))},
     "coin": {"edge size": lambda ahead, behind: 0.5**ahead if not behind else min(1.0, 2 * sum(
-                 math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1)) / 2 ** (ahead + behind)),
-             "swapped": lambda ahead, behind: min(1.0, 2 * sum(math.comb(ahead + behind, k) for k in range(max(ahead, behind) + 1)) / 2 ** (
-                 ahead + behind)), "rounding": coin_of_normal, "scale": lambda ahead, behind: min(1.0, sum(
-        math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1)) / 2 ** (ahead + behind - 2))},
+                 math.comb(ahead + behind, k) for k in range(max(ahead, behind),
+                     ahead + behind + 1)) / 2 ** (ahead + behind)),
+             "swapped": lambda ahead, behind: min(1.0,
+                 2 * sum(math.comb(ahead + behind, k) for k in range(max(ahead, behind) + 1))
+                 / 2 ** (
+                 ahead + behind)), "rounding": coin_of_normal,
+             "scale": lambda ahead, behind: min(1.0, sum(
+        math.comb(ahead + behind, k) for k in range(max(ahead, behind), ahead + behind + 1))
+                 / 2 ** (ahead + behind - 2))},
 }
 
 
-# Right, in other forms: loops, einsum, other library calls, NumPy, float64, copies that are changed in place.
+# Right, in other forms: loops, einsum, other library calls, NumPy, float64, copies that are changed
+# in place.
 
 def by_numpy(function):
     """What a function of arrays returns, as tensors."""
     def attempt(*given):
         made = function(*(one.numpy() if isinstance(one, torch.Tensor) else one for one in given))
-        return tuple(map(torch.from_numpy, made)) if isinstance(made, tuple) else torch.from_numpy(made)
+        return (tuple(map(torch.from_numpy, made)) if isinstance(made, tuple)
+                else torch.from_numpy(made))
     return attempt
 
 
@@ -431,7 +503,8 @@ def by_all_signs(gains):
 def by_torch_adamw(w, g, m, v, update, lr, decay):
     p = nn.Parameter(w.double())
     optimizer = torch.optim.AdamW([p], lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=decay)
-    optimizer.state[p] = {"step": torch.tensor(float(update - 1)), "exp_avg": m.double(), "exp_avg_sq": v.double()}
+    optimizer.state[p] = {"step": torch.tensor(float(update - 1)), "exp_avg": m.double(),
+                          "exp_avg_sq": v.double()}
     p.grad = g.double()
     optimizer.step()
     return p.detach(), optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]
@@ -459,12 +532,14 @@ def by_singular_values(m):
 
 def by_outer(rows, columns, g, share):
     square = g.square()
-    rows, columns = rows.lerp(torch.einsum("ij->i", square) / g.shape[1], share), columns.lerp(square.sum(0) / len(g), share)
+    rows, columns = rows.lerp(torch.einsum("ij->i", square) / g.shape[1],
+                              share), columns.lerp(square.sum(0) / len(g), share)
     return rows, columns, torch.outer(rows / rows.mean(), columns)
 
 
 def by_two_equations(small, large, b, B):
-    signal, noise = torch.linalg.solve(torch.tensor([[1, 1 / b], [1, 1 / B]], dtype=torch.float64), torch.tensor([small, large], dtype=torch.float64))
+    signal, noise = torch.linalg.solve(torch.tensor([[1, 1 / b], [1, 1 / B]], dtype=torch.float64),
+        torch.tensor([small, large], dtype=torch.float64))
     return (noise / signal).item()
 
 
@@ -502,7 +577,8 @@ def by_corners(G, a):
 
 def by_two_cumsums(G, a):
     counts = torch.arange(1.0, len(G) + 1)
-    return G + a * (G / G.diag().sqrt() / G.diag().sqrt()[:, None]).cumsum(0).cumsum(1) / counts.outer(counts)
+    return (G + a * (G / G.diag().sqrt() / G.diag().sqrt()[:, None]).cumsum(0).cumsum(1)
+            / counts.outer(counts))
 
 
 def one_layer_after_another(layers, rate):
@@ -530,7 +606,8 @@ def by_padding(up, bias, down, i):
     new = F.one_hot(torch.tensor(len(bias)), len(bias) + 1).to(up.dtype)
     old = F.one_hot(torch.tensor(i), len(bias) + 1).to(up.dtype)
     half = down[:, i] / 2
-    return F.pad(up, (0, 0, 0, 1)) + new.outer(up[i]), F.pad(bias, (0, 1)) + new * bias[i], F.pad(down, (0, 1)) + half.outer(new - old)
+    return F.pad(up, (0, 0, 0, 1)) + new.outer(up[i]), F.pad(bias,
+        (0, 1)) + new * bias[i], F.pad(down, (0, 1)) + half.outer(new - old)
 
 
 def rank_by_rank(w, A, B, alpha):
@@ -550,49 +627,75 @@ def direction_by_direction(w, rank):
 
 def by_slices(qkv, heads):
     each = len(qkv) // heads // 3
-    return torch.cat([qkv[(3 * head + part) * each:(3 * head + part + 1) * each] for part in range(3) for head in range(heads)]).T
+    return torch.cat([qkv[(3 * head + part) * each:(3 * head + part + 1) * each]
+                      for part in range(3) for head in range(heads)]).T
 
 
 RIGHT_FORMS = {
     "pairs": [lambda rank, ranks, step: [(a, b) for a, b in product(*(
         sorted({r, 2 * ranks - 1 - r}) for r in (rank, (rank - step) % ranks))) if a >= b]],
-    "gate_up_rows": [lambda w, rank, ranks: w[torch.arange(len(w)).view(2, ranks, -1)[:, rank].reshape(-1)],
-                by_numpy(lambda w, rank, ranks: np.concatenate([np.split(half, ranks)[rank] for half in np.split(w, 2)]))],
+    "gate_up_rows": [lambda w, rank, ranks: w[torch.arange(len(w)).view(2, ranks, -1)[:,
+        rank].reshape(-1)],
+                by_numpy(lambda w, rank, ranks: np.concatenate(
+                    [np.split(half, ranks)[rank] for half in np.split(w, 2)]))],
     "nats": [nats_of_two_numbers, nats_in_float64],
     "bubble": [lambda ranks, m, chunks: float(Fraction(ranks - 1, ranks - 1 + m * chunks))],
     "one_f_one_b": [order_by_queue],
-    "step_seconds": [lambda orders, forward, backward: max(ends_of(orders, forward, backward).values())],
-    "false_share": [lambda bar, sigma, n: torch.special.ndtr(torch.tensor(-bar / sigma / math.sqrt(2 / n), dtype=torch.float64)).item()],
+    "step_seconds": [lambda orders, forward, backward: max(ends_of(orders, forward,
+        backward).values())],
+    "false_share": [lambda bar, sigma, n: torch.special.ndtr(
+        torch.tensor(-bar / sigma / math.sqrt(2 / n), dtype=torch.float64)).item()],
     "seeds": [power_reached],
     "sign_flip": [by_all_signs],
     "adamw": [by_torch_adamw, adamw_on_copies],
-    "lion": [lambda w, g, m, lr, decay: (w - lr * (decay * w + torch.lerp(g, m, 0.9).sgn()), torch.lerp(g, m, 0.99))],
+    "lion": [lambda w, g, m, lr, decay: (w - lr * (decay * w + torch.lerp(g, m, 0.9).sgn()),
+        torch.lerp(g, m, 0.99))],
     "factored": [by_outer],
-    "overhead_of": [lambda weights, tokens: 5 * sum(w.numel() * (4 * min(w.shape)) + 2 * min(w.shape) ** 3 for w in weights) / 6 / tokens / sum(
+    "overhead_of": [lambda weights, tokens: 5
+                    * sum(w.numel() * (4 * min(w.shape)) + 2 * min(w.shape) ** 3 for w in weights)
+                    / 6 / tokens / sum(
         map(torch.numel, weights))],
     "noise_scale_of": [by_two_equations],
     "price": [lambda batch, scale: [1 + scale / batch, (1 + scale / batch) * batch / scale]],
-    "adam_at": [lambda lr, beta1, beta2, k: tuple(np.array([lr * np.sqrt(k), beta1 - (k - 1) * (1 - beta1), beta2 - (k - 1) * (1 - beta2)]))],
-    "mup_rate": [lambda kind, width, base, lr: lr * {"embedding": 1, "vector": 1}.get(kind, base / width)],
-    "running_mean": [mean_step_by_step, mean_in_blocks, lambda v: v.cumsum(-2) / torch.ones_like(v).cumsum(-2),
+    "adam_at": [lambda lr, beta1, beta2, k: tuple(
+        np.array([lr * np.sqrt(k), beta1 - (k - 1) * (1 - beta1), beta2 - (k - 1) * (1 - beta2)]))],
+    "mup_rate": [lambda kind, width, base, lr: lr * {"embedding": 1, "vector": 1}.get(kind,
+        base / width)],
+    "running_mean": [mean_step_by_step, mean_in_blocks,
+                     lambda v: v.cumsum(-2) / torch.ones_like(v).cumsum(-2),
              by_numpy(lambda v: np.cumsum(v, -2) / np.arange(1, v.shape[-2] + 1)[:, None])],
-    "branch_scale": [lambda layers, branches, variance: torch.tensor(layers * branches * variance, dtype=torch.float64).rsqrt().item()],
-    "zero_queries": [head_by_head, lambda w, heads: w * torch.tensor([0.0, 1.0]).repeat(heads).repeat_interleave(len(w) // heads // 2)[:, None],
-                 lambda w, heads: torch.where((torch.arange(len(w)) // (len(w) // heads // 2) % 2 == 0)[:, None], torch.zeros(()), w)],
+    "branch_scale": [lambda layers, branches, variance: torch.tensor(layers * branches * variance,
+        dtype=torch.float64).rsqrt().item()],
+    "zero_queries": [head_by_head, lambda w, heads: w
+                     * torch.tensor([0.0, 1.0]).repeat(heads).repeat_interleave(len(w) // heads
+                         // 2)[:, None],
+                 lambda w, heads: torch.where((torch.arange(len(w)) // (len(w) // heads // 2) % 2
+                     == 0)[:, None], torch.zeros(()), w)],
     "attended": [by_corners, by_two_cumsums],
-    "probabilities": [one_layer_after_another, lambda layers, rate: 1 - np.arange(1, layers + 1) / layers * rate],
+    "probabilities": [one_layer_after_another,
+                      lambda layers, rate: 1 - np.arange(1, layers + 1) / layers * rate],
     "area": [area_by_outer_product],
-    "some_tokens": [by_mask, lambda x, w, kept: x + torch.zeros_like(x).index_put((kept,), x[kept].cumsum(0).div(counts_of(x[kept])).matmul(w))],
+    "some_tokens": [by_mask, lambda x, w, kept: x + torch.zeros_like(x).index_put((kept,),
+        x[kept].cumsum(0).div(counts_of(x[kept])).matmul(w))],
     "split": [by_padding],
-    "merged": [rank_by_rank, lambda w, A, B, alpha: w + torch.einsum("or,ri->oi", B, A).mul(alpha).div(B.shape[-1])],
-    "trained": [lambda weights, rank: sum(p.numel() for w in weights for layer in (nn.Linear(w.shape[1], rank, bias=False), nn.Linear(
+    "merged": [rank_by_rank, lambda w, A, B, alpha: w + torch.einsum("or,ri->oi", B,
+        A).mul(alpha).div(B.shape[-1])],
+    "trained": [lambda weights, rank: sum(p.numel() for w in weights
+        for layer in (nn.Linear(w.shape[1], rank, bias=False), nn.Linear(
         rank, w.shape[0], bias=False)) for p in layer.parameters())],
-    "rslora": [lambda alpha, rank: (alpha * math.exp(-0.5 * math.log(rank)), math.sqrt(rank * alpha**2))],
+    "rslora": [lambda alpha, rank: (alpha * math.exp(-0.5 * math.log(rank)),
+                                    math.sqrt(rank * alpha**2))],
     "pissa": [direction_by_direction],
-    "c_attn": [by_slices, lambda qkv, heads: qkv.mT.reshape(qkv.shape[1], heads, 3, -1).permute(0, 2, 1, 3).reshape(qkv.shape[::-1])],
-    "muon_step": [lambda w, g, m, lr, decay: muon_in_place(w, g, m.clone(), lr, decay), muon_with(by_right_gram), muon_with(by_singular_values)],
-    "power": [lambda widths, changes: np.linalg.lstsq(np.stack((np.log2(widths), np.ones(len(widths))), 1), np.log2(changes), rcond=None)[0][0]],
-    "trials_needed": [lambda q, p: next(n for n in count(1) if (1 - q) ** n <= (1 - p) * (1 + 1e-12))],
-    "coin": [lambda ahead, behind: math.fsum(math.comb(ahead + behind, k) for k in range(ahead + behind + 1)
-                                             if abs(2 * k - ahead - behind) >= abs(ahead - behind)) * 0.5 ** (ahead + behind)],
+    "c_attn": [by_slices, lambda qkv, heads: qkv.mT.reshape(qkv.shape[1], heads, 3, -1).permute(0,
+        2, 1, 3).reshape(qkv.shape[::-1])],
+    "muon_step": [lambda w, g, m, lr, decay: muon_in_place(w, g, m.clone(), lr, decay),
+                  muon_with(by_right_gram), muon_with(by_singular_values)],
+    "power": [lambda widths, changes: np.linalg.lstsq(
+        np.stack((np.log2(widths), np.ones(len(widths))), 1), np.log2(changes), rcond=None)[0][0]],
+    "trials_needed": [lambda q, p: next(n for n in count(1)
+        if (1 - q) ** n <= (1 - p) * (1 + 1e-12))],
+    "coin": [lambda ahead, behind: math.fsum(math.comb(ahead + behind, k)
+        for k in range(ahead + behind + 1)
+                                             if abs(2 * k - ahead - behind) >= abs(ahead - behind))
+        * 0.5 ** (ahead + behind)],
 }

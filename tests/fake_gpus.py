@@ -1,13 +1,16 @@
-"""GPUs that are not there: torch.cuda's devices, streams, events and pinned memory, over a CPU's tensors.
+"""GPUs that are not there: torch.cuda's devices, streams, events and pinned memory, over a CPU's
+tensors.
 
     with gpus(2) as fake:
-        x = torch.randn(8, device="cuda")       # x.device is cuda:0, x.is_cuda; its numbers are the CPU's
-        fake.races                              # what no stream waited for
+        x = torch.randn(8, device="cuda")       # x.device is cuda:0, x.is_cuda; its numbers are the
+        CPU's fake.races                              # what no stream waited for
 
-Numbers are computed at once. What might have happened on a GPU is kept beside them: each stream and the host has a vector clock, which events,
-waits and synchronisation carry on. What reads or writes memory that another line wrote or reads, and has not waited for, is a race, and raises;
-so does memory that is given back while a stream that nobody recorded may still use it, at the end. No event has been reached before somebody
-waited for it: the slowest GPU there is. Operations take tensors of one device, as CUDA's do.
+Numbers are computed at once. What might have happened on a GPU is kept beside them: each stream and
+the host has a vector clock, which events, waits and synchronisation carry on. What reads or writes
+memory that another line wrote or reads, and has not waited for, is a race, and raises; so does
+memory that is given back while a stream that nobody recorded may still use it, at the end. No event
+has been reached before somebody waited for it: the slowest GPU there is. Operations take tensors of
+one device, as CUDA's do.
 """
 
 from __future__ import annotations
@@ -32,11 +35,15 @@ from torch.utils._pytree import tree_leaves
 
 from lpkit import hardware
 
-WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2")   # CUDA's, for the device
-MIXES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")      # take indices of a CPU
+# CUDA's, for the device
+WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select",
+         "aten::_unique2")
+# take indices of a CPU
+MIXES = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 WIDE = ("aten::mm", "aten::bmm")        # of 16 bits, whose result is float32: CUDA's alone
 EMPTY = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
-H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132, "uuid": "fake"}
+H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 * 2**30,
+        "multi_processor_count": 132, "uuid": "fake"}
 
 
 class RaceError(AssertionError):
@@ -84,7 +91,8 @@ class Stream(Line):
 class Event:
     fake: Fake
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False):
+    def __init__(self, enable_timing: bool = False, blocking: bool = False,
+                 interprocess: bool = False):
         self.timing, self.clock, self.at = enable_timing, Counter(), None
 
     def record(self, stream: Stream | None = None) -> None:
@@ -102,15 +110,19 @@ class Event:
         self.fake.host.join(self.clock)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds, one for each operation that the end knows of and the beginning does not. As CUDA's, it wants both to be over."""
-        if not (self.timing and end.timing and self.query() and end.query() and None not in (self.at, end.at)):
-            raise RuntimeError("Both events must be recorded, with enable_timing, and completed before calculating elapsed time.")
+        """Milliseconds, one for each operation that the end knows of and the beginning does not. As
+        CUDA's, it wants both to be over."""
+        if not (self.timing and end.timing and self.query() and end.query()
+                and None not in (self.at, end.at)):
+            raise RuntimeError("Both events must be recorded, with enable_timing, and completed "
+                               "before calculating elapsed time.")
         return float(end.at - self.at)
 
 
 @dataclass(eq=False)
 class Memory:
-    """Of a storage. `device` None: the host's. `born`: the stream that was current when it was made, whose turn it is to use it again."""
+    """Of a storage. `device` None: the host's. `born`: the stream that was current when it was
+    made, whose turn it is to use it again."""
 
     ref: weakref.ref
     device: int | None = None
@@ -129,7 +141,8 @@ class Fake:
     def __init__(self, count: int, properties: dict[str, Any]):
         self.count, self.properties = count, properties
         self.host, self.streams, self.memory, self.races = Line("the host"), [], {}, []
-        self.numbers, self.lock, self.local, self.told = iter(range(10**9)), threading.RLock(), threading.local(), []
+        self.numbers, self.lock, self.local, self.told = iter(
+            range(10**9)), threading.RLock(), threading.local(), []
         self.Stream = type("Stream", (Stream,), {"fake": self})
         self.Event = type("Event", (Event,), {"fake": self})
         self.default = [self.Stream(index) for index in range(count)]
@@ -193,8 +206,10 @@ class Fake:
             if one is None or one.device is None:
                 return
             for line, at in one.uses:
-                if line not in (one.born, self.host) and line not in one.recorded and max(one.born.clock[line], self.host.clock[line]) < at:
-                    self.races.append(f"memory of {one.born.name} is given back while {line.name} may still use it")
+                if (line not in (one.born, self.host) and line not in one.recorded
+                    and max(one.born.clock[line], self.host.clock[line]) < at):
+                    self.races.append(f"memory of {one.born.name} is given back while {line.name} "
+                                      f"may still use it")
 
     def device_of(self, t: Tensor) -> torch.device:
         one = self.of(t)
@@ -209,11 +224,13 @@ class Fake:
             now, found = line.clock[line], ""
             for one in (*reads, *writes):
                 if one.wrote and line.clock[one.wrote[0]] < one.wrote[1]:
-                    found = found or f"{what} on {line.name} uses what {one.wrote[0].name} wrote, and has not waited for it"
+                    found = (found or f"{what} on {line.name} uses what {one.wrote[0].name} wrote, "
+                                      f"and has not waited for it")
             for one in writes:
                 for other, at in one.reads.items():
                     if line.clock[other] < at:
-                        found = found or f"{what} on {line.name} writes what {other.name} still reads"
+                        found = (found or f"{what} on {line.name} writes what {other.name} still "
+                                          f"reads")
             for one in reads:
                 one.reads[line] = now
             for one in writes:
@@ -258,7 +275,8 @@ class Fake:
             self.touch(self.host, [], [to], "a copy")
 
     def allocated(self, device: Any = None) -> int:
-        index, found = self.index(device), [(one.ref(), one.device) for one in list(self.memory.values())]
+        index, found = self.index(device), [(one.ref(), one.device)
+            for one in list(self.memory.values())]
         return sum(storage.nbytes() for storage, on in found if storage is not None and on == index)
 
     @contextmanager
@@ -279,24 +297,29 @@ class Fake:
 
 
 class ByOperation(TorchDispatchMode):
-    """What PyTorch computes, also in backward: which memory it reads and writes, on which stream."""
+    """What PyTorch computes, also in backward: which memory it reads and writes, on which
+    stream."""
 
     def __init__(self, fake: Fake):
         super().__init__()
         self.fake = fake
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         fake, kwargs, name = self.fake, kwargs or {}, func._schema.name
         with torch._C.DisableTorchFunction():
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             if any(t.is_meta for t in given):
                 return func(*args, **kwargs)
             of = {id(t): fake.of(t) for t in given}
-            devices = {one.device for one in of.values() if one is not None and one.device is not None}
+            devices = {one.device for one in of.values() if one is not None
+                       and one.device is not None}
             away = [t for t in given if t.dim() and (of[id(t)] is None or of[id(t)].device is None)]
             quiet = getattr(fake.local, "quiet", False)
-            if not quiet and (len(devices) > 1 or (devices and away and name not in (*MIXES, "aten::copy_"))):
-                raise RuntimeError(f"Expected all tensors to be on the same device, but {name} was given {len(devices)} GPUs and "
+            if (not quiet and (len(devices) > 1
+                               or (devices and away and name not in (*MIXES, "aten::copy_")))):
+                raise RuntimeError(f"Expected all tensors to be on the same device, but {name} was "
+                                   f"given {len(devices)} GPUs and "
                                    f"{len(away)} tensors of a CPU")
             if func._overloadname == "dtype" and name in WIDE:
                 a, b, dtype = args
@@ -307,14 +330,17 @@ class ByOperation(TorchDispatchMode):
         if quiet:
             return result
         if name == "aten::copy_" and devices and fake.device_of(args[0]) != fake.device_of(args[1]):
-            fake.transfer(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            fake.transfer(args[0], args[1], args[2] if len(args) > 2
+                          else kwargs.get("non_blocking", False))
             return result
         reads, writes = [], []
         for argument, value in zip(func._schema.arguments, args):
             for t in tree_leaves(value):
                 if isinstance(t, Tensor) and of.get(id(t)) is not None:
-                    (writes if argument.alias_info is not None and argument.alias_info.is_write else reads).append(of[id(t)])
-        reads += [of[id(t)] for t in tree_leaves(kwargs) if isinstance(t, Tensor) and of.get(id(t)) is not None]
+                    (writes if argument.alias_info is not None and argument.alias_info.is_write
+                     else reads).append(of[id(t)])
+        reads += [of[id(t)] for t in tree_leaves(kwargs) if isinstance(t, Tensor)
+                  and of.get(id(t)) is not None]
         if not devices:
             if (reads or writes) and not func.is_view:
                 fake.touch(fake.host, reads, writes, name)
@@ -341,14 +367,20 @@ class ByName(TorchFunctionMode):
         self.fake = fake
         of, one = torch.Tensor, fake.device_of
         self.special = {
-            of.device.__get__: one, of.is_cuda.__get__: lambda t: one(t).type == "cuda", of.is_cpu.__get__: lambda t: one(t).type == "cpu",
+            of.device.__get__: one, of.is_cuda.__get__: lambda t: one(t).type == "cuda",
+            of.is_cpu.__get__: lambda t: one(t).type == "cpu",
             of.get_device: lambda t: -1 if one(t).index is None else one(t).index,
-            of.to: self.to, of.cuda: lambda t, device=None, non_blocking=False: self.to(t, device or "cuda", non_blocking=non_blocking),
-            of.cpu: lambda t: self.to(t, "cpu"), of.is_pinned: lambda t, *_: bool((m := fake.of(t)) and m.pinned),
-            of.pin_memory: lambda t, *_: fake.place(t.clone(), None, True), of.numpy: self.numpy, of.tolist: self.tolist,
-            of.data_ptr: lambda t: (t if one(t).type == "cuda" else self._read(t)).data_ptr()}      # safetensors reads there
+            of.to: self.to, of.cuda: lambda t, device=None, non_blocking=False: self.to(t,
+                device or "cuda", non_blocking=non_blocking),
+            of.cpu: lambda t: self.to(t, "cpu"),
+            of.is_pinned: lambda t, *_: bool((m := fake.of(t)) and m.pinned),
+            of.pin_memory: lambda t, *_: fake.place(t.clone(), None, True), of.numpy: self.numpy,
+            of.tolist: self.tolist,
+            # safetensors reads there
+            of.data_ptr: lambda t: (t if one(t).type == "cuda" else self._read(t)).data_ptr()}
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (),
+                           kwargs: dict | None = None) -> Any:
         kwargs = dict(kwargs or {})
         try:
             special = self.special.get(func)
@@ -367,7 +399,8 @@ class ByName(TorchFunctionMode):
             kwargs["device"] = "cpu"
         with self.quiet():
             result = func(*args, **kwargs)
-        return self.fake.place(result, index, pinned, func.__name__) if isinstance(result, Tensor) else result
+        return (self.fake.place(result, index, pinned, func.__name__) if isinstance(result, Tensor)
+                else result)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -384,22 +417,26 @@ class ByName(TorchFunctionMode):
         if device is not None and device.type not in ("cpu", "cuda"):
             return t.to(*args, copy=copy, **kwargs)
         here = self.fake.device_of(t).index
-        target = here if device is None else None if device.type == "cpu" else self.fake.index(device)
+        target = (here if device is None else None if device.type == "cpu"
+                  else self.fake.index(device))
         if here == target:
             return t.to(dtype=dtype or t.dtype, copy=copy, **more)
         with self.quiet():
             result = t.to(dtype=dtype or t.dtype, copy=True, **more)
-        self.fake.place(result, target, target is None and non_blocking)     # PyTorch pins what nobody waits for
+        # PyTorch pins what nobody waits for
+        self.fake.place(result, target, target is None and non_blocking)
         self.fake.transfer(result, t, non_blocking)
         return result
 
     def numpy(self, t: Tensor, **kwargs: Any) -> Any:
         if self.fake.device_of(t).type == "cuda":
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to "
+                            "copy the tensor to host memory first.")
         return self._read(t).numpy(**kwargs)
 
     def tolist(self, t: Tensor) -> list:
-        return self._read(t.cpu() if self.fake.device_of(t).type == "cpu" else self.to(t, "cpu")).tolist()
+        return self._read(t.cpu() if self.fake.device_of(t).type == "cpu"
+                          else self.to(t, "cpu")).tolist()
 
     def _read(self, t: Tensor) -> Tensor:
         if (one := self.fake.of(t)) is not None:
@@ -419,10 +456,11 @@ class Autocast(torch.autocast):
 
 @contextmanager
 def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
-    """Inside, PyTorch sees `count` GPUs of these properties. Threads that begin inside see them, too. Raises RaceError at the end for memory that
-    was given back too early."""
+    """Inside, PyTorch sees `count` GPUs of these properties. Threads that begin inside see them,
+    too. Raises RaceError at the end for memory that was given back too early."""
     fake = Fake(count, H100 | properties)
-    run, copied, about = threading.Thread.run, torch.Tensor.__deepcopy__, SimpleNamespace(**fake.properties)
+    run, copied, about = threading.Thread.run, torch.Tensor.__deepcopy__, SimpleNamespace(
+        **fake.properties)
     hooks = saved_tensors_hooks.__init__
 
     def in_thread(thread: threading.Thread) -> None:
@@ -436,15 +474,22 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
         return result
 
     told = {
-        "is_available": lambda: True, "device_count": lambda: count, "current_device": fake.current_device, "set_device": fake.set_device,
-        "get_device_name": lambda device=None: about.name, "get_device_capability": lambda device=None: (about.major, about.minor),
+        "is_available": lambda: True, "device_count": lambda: count,
+        "current_device": fake.current_device, "set_device": fake.set_device,
+        "get_device_name": lambda device=None: about.name,
+        "get_device_capability": lambda device=None: (about.major, about.minor),
         "get_device_properties": lambda device=None: about, "mem_get_info": lambda device=None: (
             about.total_memory - fake.allocated(device), about.total_memory),
-        "memory_allocated": fake.allocated, "memory_reserved": fake.allocated, "max_memory_allocated": fake.allocated,
-        "max_memory_reserved": fake.allocated, "reset_peak_memory_stats": lambda device=None: None, "synchronize": fake.synchronize,
-        "Stream": fake.Stream, "Event": fake.Event, "stream": fake.stream, "current_stream": fake.current,
-        "default_stream": lambda device=None: fake.default[fake.index(device)], "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: None, "_lazy_init": lambda: None, "get_arch_list": list, "is_initialized": lambda: True,
+        "memory_allocated": fake.allocated, "memory_reserved": fake.allocated,
+        "max_memory_allocated": fake.allocated,
+        "max_memory_reserved": fake.allocated, "reset_peak_memory_stats": lambda device=None: None,
+        "synchronize": fake.synchronize,
+        "Stream": fake.Stream, "Event": fake.Event, "stream": fake.stream,
+        "current_stream": fake.current,
+        "default_stream": lambda device=None: fake.default[fake.index(device)],
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: None, "_lazy_init": lambda: None,
+        "get_arch_list": list, "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: False}       # a build for CUDA asks its driver
     with pytest.MonkeyPatch.context() as patch:
         for name, one in told.items():
@@ -453,16 +498,23 @@ def gpus(count: int = 1, **properties: Any) -> Iterator[Fake]:
         patch.setattr(torch, "autocast", Autocast)
         patch.setattr(threading.Thread, "run", in_thread)
         patch.setattr(torch.Tensor, "__deepcopy__", deepcopy)
-        patch.setattr(saved_tensors_hooks, "__init__", lambda hook, pack, unpack: hooks(hook, fake.seen(pack), fake.seen(unpack)))
-        patch.setattr(torch.Tensor, "record_stream", lambda t, stream: fake.of(t).recorded.add(stream))
-        for module in (torch._tensor, torch.autograd, torch.functional, torch.nn.functional):   # else they go on without the mode
-            for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"):
+        patch.setattr(saved_tensors_hooks, "__init__",
+                      lambda hook, pack, unpack: hooks(hook, fake.seen(pack), fake.seen(unpack)))
+        patch.setattr(torch.Tensor, "record_stream",
+                      lambda t, stream: fake.of(t).recorded.add(stream))
+        # else they go on without the mode
+        for module in (torch._tensor, torch.autograd, torch.functional, torch.nn.functional):
+            for name in ("has_torch_function", "has_torch_function_unary",
+                         "has_torch_function_variadic"):
                 if hasattr(module, name):
                     patch.setattr(module, name, lambda *_: False)
         # its speeds say nothing: two small products, and a small sweep
         square, sweep = hardware.product, hardware._drawn
-        patch.setattr(hardware, "squares", lambda dtype, device, fast=True: {64: square((64, 64), (64, 64), dtype, device, fast=fast)})
-        patch.setattr(hardware, "triad", lambda device: (partial(torch.clone, sweep((64,), device)), 512))
+        patch.setattr(hardware, "squares",
+                      lambda dtype, device, fast=True: {64: square((64, 64), (64, 64), dtype,
+                          device, fast=fast)})
+        patch.setattr(hardware, "triad", lambda device: (partial(torch.clone, sweep((64,), device)),
+            512))
         measured = hardware._machine, hardware.peak_flops
         try:
             for one in measured:

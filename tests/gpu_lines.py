@@ -1,7 +1,9 @@
-"""Lines of lpkit that only a GPU executes, and that no test of FILES does on a fake one: `python -m tests.gpu_lines`.
+"""Lines of lpkit that only a GPU executes, and that no test of FILES does on a fake one: `python -m
+tests.gpu_lines`.
 
-Such a line stands where a test of the code has said that this is a GPU (`if device.type == "cuda"`, `if x.is_cuda`), or where a function or a class
-cannot begin without one (`torch.cuda.Stream(device)`). Half a line (`a if gpu else b`) is not counted.
+Such a line stands where a test of the code has said that this is a GPU (`if device.type == "cuda"`,
+`if x.is_cuda`), or where a function or a class cannot begin without one
+(`torch.cuda.Stream(device)`). Half a line (`a if gpu else b`) is not counted.
 """
 
 import ast
@@ -16,7 +18,8 @@ import coverage
 
 ROOT = Path(__file__).parents[1]
 FILES = ("test_fake_gpus.py", "test_gpu_choice.py", "test_gpu_lessons.py", "test_measure.py")
-ASKS = ("torch.cuda.is_available", "torch.cuda.device_count", "is_nccl_available")     # answered without one, too
+# answered without one, too
+ASKS = ("torch.cuda.is_available", "torch.cuda.device_count", "is_nccl_available")
 NEEDS = ("torch.cuda.", "pynvml")
 
 
@@ -24,11 +27,13 @@ def _needs(node: ast.AST) -> bool:
     """Whether it cannot be executed without a GPU: not within a condition."""
     if isinstance(node, ast.IfExp | ast.BoolOp | ast.Lambda):
         return False
-    if isinstance(node, ast.Attribute | ast.Import) and (text := ast.unparse(node)) and any(word in text for word in NEEDS):
+    if (isinstance(node, ast.Attribute | ast.Import) and (text := ast.unparse(node))
+        and any(word in text for word in NEEDS)):
         return not any(ask in text for ask in ASKS)
     if isinstance(node, ast.keyword) and ast.unparse(node) == "pin_memory=True":
         return True
-    return any(_needs(child) for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt))
+    return any(_needs(child) for child in ast.iter_child_nodes(node)
+               if not isinstance(child, ast.stmt))
 
 
 def _says(test: ast.expr) -> bool | None:
@@ -41,11 +46,14 @@ def _says(test: ast.expr) -> bool | None:
         inner = _says(test.operand)
         return None if inner is None else not inner
     text = ast.unparse(test)
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and any(word in text for word in ("'cuda'", "'nccl'", "'cpu'", "'gpu'")):
+    if (isinstance(test, ast.Compare) and len(test.ops) == 1
+        and any(word in text for word in ("'cuda'", "'nccl'", "'cpu'", "'gpu'"))):
         equal = isinstance(test.ops[0], ast.Eq)
         return equal if "'cpu'" not in text else not equal
-    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(test) if isinstance(node, ast.Name | ast.Attribute)}
-    return True if names & {"is_cuda", "on_gpu", "gpu"} or text == "torch.cuda.is_available()" else None
+    names = {node.id if isinstance(node, ast.Name) else node.attr for node in ast.walk(test)
+             if isinstance(node, ast.Name | ast.Attribute)}
+    return (True if names & {"is_cuda", "on_gpu", "gpu"} or text == "torch.cuda.is_available()"
+            else None)
 
 
 def _ends(block: list[ast.stmt]) -> bool:
@@ -56,7 +64,8 @@ def _walk(block: list[ast.stmt], gpu: bool) -> Iterable[int]:
     for node in block:
         inside = gpu
         if isinstance(node, ast.ClassDef):
-            begins = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
+            begins = [one for one in node.body if isinstance(one, ast.FunctionDef)
+                      and one.name == "__init__"]
             inside = gpu or any(map(_needs, [line for one in begins for line in one.body]))
         elif isinstance(node, ast.FunctionDef):
             inside = gpu or any(map(_needs, node.body))
@@ -86,9 +95,11 @@ def unexecuted(files: Iterable[str] = FILES) -> dict[str, list[int]]:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         done = subprocess.run(
-            [sys.executable, "-m", "coverage", "run", f"--data-file={data}", "--source=lpkit", "-m", "pytest", "-q", "-x", "-m",
+            [sys.executable, "-m", "coverage", "run", f"--data-file={data}", "--source=lpkit", "-m",
+             "pytest", "-q", "-x", "-m",
              "not gpu", "-p", "no:cacheprovider", *(str(ROOT / "tests" / file) for file in files)],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
         seen = coverage.Coverage(data_file=str(data))

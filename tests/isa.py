@@ -1,13 +1,17 @@
-"""Do the kit's answers hang on one processor's rounding? `python -m tests.isa [--only TEXT] [--on TEXT]`, hours; with `--quick`
-what decides an exercise's verdict, on one other path than this machine's own, and tests whose results may depend on `auto` with
-the choices of each other kind of processor (processors.py), minutes, as pytest says it.
+"""Do the kit's answers hang on one processor's rounding? `python -m tests.isa [--only TEXT] [--on
+TEXT]`, hours; with `--quick` what decides an exercise's verdict, on one other path than this
+machine's own, and tests whose results may depend on `auto` with the choices of each other kind of
+processor (processors.py), minutes, as pytest says it.
 
 Runs the numeric tests, and every notebook's claim with seeds 0 to 4, as other processors and other
-numbers of threads would round them, and as `auto` chooses on other kinds, and prints which fail where (exit code 1). What fails here was
-luck: mend its statement (more seeds, a noise floor, "cannot tell"), not its tolerance.
-A setting that changes no bit of `probe` here (an AMD processor takes MKL's AVX2, AVX512 and SSE4_2 for one path) is named and left out.
-oneDNN reads ONEDNN_MAX_CPU_ISA, https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html
-MKL reads MKL_CBWR, https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/2024-0/specifying-code-branches.html
+numbers of threads would round them, and as `auto` chooses on other kinds, and prints which fail
+where (exit code 1). What fails here was luck: mend its statement (more seeds, a noise floor,
+"cannot tell"), not its tolerance.
+A setting that changes no bit of `probe` here (an AMD processor takes MKL's AVX2, AVX512 and SSE4_2
+for one path) is named and left out.
+oneDNN reads ONEDNN_MAX_CPU_ISA,
+https://uxlfoundation.github.io/oneDNN/dev_guide_cpu_dispatcher_control.html MKL reads MKL_CBWR,
+https://www.intel.com/content/www/us/en/docs/onemkl/developer-guide-linux/2024-0/specifying-code-branches.html
 """
 
 import argparse
@@ -26,7 +30,8 @@ from tests import processors
 
 SETTINGS = {
     "as it is": {},
-    **{f"MKL {path}": {"MKL_CBWR": path} for path in ("COMPATIBLE", "SSE4_2", "AVX2", "AVX2,STRICT", "AVX512", "AVX512,STRICT")},
+    **{f"MKL {path}": {"MKL_CBWR": path} for path in ("COMPATIBLE", "SSE4_2", "AVX2", "AVX2,STRICT",
+        "AVX512", "AVX512,STRICT")},
     "AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2"},
     "AVX512_CORE": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
     "AVX512_CORE_BF16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
@@ -34,27 +39,38 @@ SETTINGS = {
     "ATen default": {"ATEN_CPU_CAPABILITY": "default"},
     "2 threads": {"OMP_NUM_THREADS": "2"},
     "4 threads": {"OMP_NUM_THREADS": "4"},
-    **{f"auto of {kind}": {processors.VARIABLE: kind, "PYTHONPATH": processors.AT_START} for kind in processors.KINDS},
+    **{f"auto of {kind}": {processors.VARIABLE: kind, "PYTHONPATH": processors.AT_START}
+       for kind in processors.KINDS},
 }
 # Another whole path, by what ATen takes here: the next older one.
-OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
-          "": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}}
-JUDGES = re.compile(r"^from lessons(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from tests\.mutants", re.M)
+OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+                     "ATEN_CPU_CAPABILITY": "avx2"},
+          "": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
+               "ATEN_CPU_CAPABILITY": "default"}}
+JUDGES = re.compile(r"^from lessons(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from "
+                    r"tests\.mutants", re.M)
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
-# these ask a judge, but about processes, pages, files and other machines; each of their exercises is in test_exercises
-NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner", "notebooks"}
-# nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is NumPy, which no path here changes: wrong kernels
-# (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to it
-NO_PATH = "rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or into_a_kernel or interpreter or whatever_a_kernel_does"
+# these ask a judge, but about processes, pages, files and other machines; each of their exercises
+# is in test_exercises
+NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner", "notebook_runner",
+               "notebooks"}
+# nor what plays a processor that rounds otherwise, on every one alike; and Triton's interpreter is
+# NumPy, which no path here changes: wrong kernels
+# (right ones and those with a mistake stay, as the definitions are torch's), and what kernels do to
+# it
+NO_PATH = ("rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or "
+           "into_a_kernel or interpreter or whatever_a_kernel_does")
 HERE = Path(__file__).parent
-# Files whose results depend on what `auto` chooses in 16 bits, and words in the names of those tests. Others have `each_processor`.
+# Files whose results depend on what `auto` chooses in 16 bits, and words in the names of those
+# tests. Others have `each_processor`.
 OF_AUTO = ("depth", "fit", "memory", "qlora", "split_memory", "trace", "tracking", "wide_product")
 QUICK = "bf16 or 16_bits or fp8 or bfloat16 or auto or fit or held or wide or trace"
 
 
 def named(says: re.Pattern) -> list[str]:
     """The files of tests whose text says so, without test_ and .py."""
-    return [path.stem.removeprefix("test_") for path in sorted(HERE.glob("test_*.py")) if says.search(path.read_text())]
+    return [path.stem.removeprefix("test_") for path in sorted(HERE.glob("test_*.py"))
+            if says.search(path.read_text())]
 
 
 VERDICTS = [name for name in named(JUDGES) if name not in NO_VERDICTS]
@@ -72,7 +88,8 @@ def probe() -> str:
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             a, b = (torch.randn(n, n, generator=chance).to(dtype) for _ in range(2))
             heads = a.view(1, 1, n, n)
-            for x in (a @ b, torch.nn.functional.linear(a, b, b[0]), a.exp().sum(), a.softmax(-1), a.tanh(), a.norm(),
+            for x in (a @ b, torch.nn.functional.linear(a, b, b[0]), a.exp().sum(), a.softmax(-1),
+                      a.tanh(), a.norm(),
                       torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)):
                 said.update(x.double().numpy().tobytes())
     return said.hexdigest()
@@ -87,19 +104,25 @@ def quick() -> int:
     """pytest's own output and exit code: the last line is its count."""
     import torch
 
-    path = next(change for words, change in OTHERS.items() if words in torch.backends.cpu.get_cpu_capability())
+    path = next(change for words, change in OTHERS.items()
+                if words in torch.backends.cpu.get_cpu_capability())
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     other = environment | path
     same = " (which changes nothing here)" * (bits(environment) == bits(other))
-    print(f"{', '.join(VERDICTS)}, once more under {' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True)
-    words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-k", f"not ({NO_PATH})",
+    (print(f"{', '.join(VERDICTS)}, once more under "
+           f"{' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True))
+    words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope",
+             "--no-loadscope-reorder", "-k", f"not ({NO_PATH})",
              *(f"tests/test_{name}.py" for name in VERDICTS)]
     codes = [subprocess.run(words, env=other).returncode]
-    for kind in sorted(processors.KINDS.keys() - {environment.get(processors.VARIABLE, processors.DEFAULT)}):
+    for kind in sorted(processors.KINDS.keys()
+                       - {environment.get(processors.VARIABLE, processors.DEFAULT)}):
         print(f"{', '.join(OF_AUTO)}, once more as `auto` chooses with {kind}", flush=True)
-        words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "not prove", "-k", QUICK,
+        words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope",
+                 "--no-loadscope-reorder", "-m", "not prove", "-k", QUICK,
                  *(f"tests/test_{name}.py" for name in OF_AUTO)]
-        codes.append(subprocess.run(words, env=environment | {processors.VARIABLE: kind}).returncode)
+        codes.append(subprocess.run(words, env=environment
+                                    | {processors.VARIABLE: kind}).returncode)
     return max(codes)
 
 
@@ -150,7 +173,8 @@ def main() -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="tests and notebooks named so")
     parser.add_argument("--on", default="", metavar="TEXT", help=f"settings: {', '.join(SETTINGS)}")
-    parser.add_argument("--quick", action="store_true", help="what decides verdicts, on one other path")
+    parser.add_argument("--quick", action="store_true",
+                        help="what decides verdicts, on one other path")
     args = parser.parse_args()
     if args.quick:
         return quick()
@@ -163,7 +187,8 @@ def main() -> int:
             continue
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **changes}
         print(f"\n{setting}", flush=True)
-        if not changes.keys() & {"OMP_NUM_THREADS", processors.VARIABLE} and (like := seen.setdefault(bits(environment), setting)) != setting:
+        if (not changes.keys() & {"OMP_NUM_THREADS", processors.VARIABLE}
+            and (like := seen.setdefault(bits(environment), setting)) != setting):
             print(f"  rounds as {like!r} does here: left out", flush=True)
             continue
         if files:

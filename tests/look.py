@@ -1,10 +1,11 @@
 """Look at a notebook as a reader sees it:
-`python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1400 390] [--theme light dark]`.
+`python -m tests.look NOTEBOOK.ipynb OUT.png [--seconds 300] [--width 1400 390] [--theme light
+dark]`.
 
-Opens it in a served lab, runs all cells, waits for the end, shows what waits for a guess, writes a screenshot of its
-full length in every theme and width (of several, OUT-dark-390.png and so on), and prints what should not have happened
-(exit code 1). A copy is run, in a folder of its own where ../data is the project's: the notebook and its folder stay
-as they are.
+Opens it in a served lab, runs all cells, waits for the end, shows what waits for a guess, writes a
+screenshot of its full length in every theme and width (of several, OUT-dark-390.png and so on), and
+prints what should not have happened (exit code 1). A copy is run, in a folder of its own where
+../data is the project's: the notebook and its folder stay as they are.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from tests.served import Notebook, served
 HIGH = 8000     # of the window: Chromium paints 16,384 pixels at most
 
 
-def look(notebook: Path, picture: Path, *, seconds: float = 300, widths=(1200,), themes=("Light",)) -> list[str]:
+def look(notebook: Path, picture: Path, *, seconds: float = 300, widths=(1200,),
+         themes=("Light",)) -> list[str]:
     with tempfile.TemporaryDirectory() as temporary:
         course = Path(temporary) / "course" / "notebooks"
         course.mkdir(parents=True)
@@ -34,12 +36,15 @@ def look(notebook: Path, picture: Path, *, seconds: float = 300, widths=(1200,),
                 shutil.copytree(notebook.parent / beside, course / beside)
         if (data := notebook.parent.parent / "data").is_dir():
             (course.parent / "data").symlink_to(data)
-        with served(course, Path(temporary) / "state") as server, chromium(width=widths[0]) as context:
+        with served(course, Path(temporary) / "state") as server, chromium(
+                width=widths[0]) as context:
             opened = Notebook(context, server, notebook.name)
             started = time.monotonic()
             opened.run(seconds=seconds)
             opened.settle()
-            opened.page.evaluate("() => document.querySelectorAll('button:has(.fa-eye)').forEach(hides => hides.click())")
+            (opened.page.evaluate(
+                "() => document.querySelectorAll('button:has(.fa-eye)').forEach(hides => "
+                "hides.click())"))
             opened.settle()
             print(f"{notebook.name}: ran in {time.monotonic() - started:.1f} s", file=sys.stderr)
             looks = list(itertools.product(themes, widths))
@@ -68,16 +73,19 @@ def screenshot(page, width: int, path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("notebook", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--width", type=int, nargs="+", default=[1200])
-    parser.add_argument("--theme", type=str.capitalize, nargs="+", choices=["Light", "Dark"], default=["Light"])
+    parser.add_argument("--theme", type=str.capitalize, nargs="+", choices=["Light", "Dark"],
+                        default=["Light"])
     args = parser.parse_args()
     if chromium_path() is None:
         parser.error("there is no chromium, chromium-browser or google-chrome on PATH")
-    problems = look(args.notebook.resolve(), args.picture, seconds=args.seconds, widths=args.width, themes=args.theme)
+    problems = look(args.notebook.resolve(), args.picture, seconds=args.seconds, widths=args.width,
+                    themes=args.theme)
     print("\n".join(problems) or "no problems")
     return bool(problems)
 

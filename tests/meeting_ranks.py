@@ -30,7 +30,8 @@ class Unpickler(pickle.Unpickler):
         _refuse()
 
 
-OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list", "recv_object_list")
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+           "send_object_list", "recv_object_list")
 
 
 def chain(place, told):
@@ -41,7 +42,8 @@ def chain(place, told):
         for name in OBJECTS:
             setattr(module, name, _refuse)
     c10d._object_to_tensor = c10d._tensor_to_object = c10d._unpickler = _refuse
-    with patch.object(pickle, "loads", _refuse), patch.object(pickle, "load", _refuse), patch.object(pickle, "Unpickler", Unpickler):
+    with patch.object(pickle, "loads", _refuse), patch.object(pickle, "load",
+            _refuse), patch.object(pickle, "Unpickler", Unpickler):
         train(place, told)
 
 
@@ -53,13 +55,16 @@ def reads_a_pickle(place, told):
 
 
 def wait(place, told):
-    """Meet, where the environment names an interface that others reach; say so; wait until told to stop."""
+    """Meet, where the environment names an interface that others reach; say so; wait until told to
+    stop."""
     if told["interface"]:
         os.environ[meeting.INTERFACE] = told["interface"]
     with meeting.meeting("gloo", **place.among) as prove:
         prove("pair", dist.new_group([0, 1]))
     assert os.environ.get(meeting.INTERFACE, "") == told["interface"]
-    place.tell({"pid": os.getpid(), "at": sorted({(one.laddr.ip, one.laddr.port) for one in psutil.Process().net_connections("tcp")
+    place.tell({"pid": os.getpid(),
+                "at": sorted({(one.laddr.ip, one.laddr.port)
+                              for one in psutil.Process().net_connections("tcp")
                                                   if one.status == psutil.CONN_LISTEN}),
                 "all": sorted({one.laddr.ip for one in psutil.Process().net_connections("tcp")})})
     while place.asked() != "stop":
@@ -83,7 +88,8 @@ def lie(place, told):
         return real(secret, text, kind)[:8].ljust(32, b"\0")
 
     place.at(0, MEETING)
-    with patch.object(hmac, "digest", digest if place.rank else real), meeting.meeting("gloo", **place.among) as prove:
+    with patch.object(hmac, "digest", digest if place.rank else real), meeting.meeting("gloo",
+            **place.among) as prove:
         prove("pair", dist.new_group([0, 1]))
 
 
@@ -100,10 +106,13 @@ def silent(place, told):
 
 
 def too_much(place, told):
-    """Rank 0 says more than is heard: nobody makes room for it. Then what is said arrives, of every rank and whole."""
+    """Rank 0 says more than is heard: nobody makes room for it. Then what is said arrives, of every
+    rank and whole."""
     meeting.meet("gloo", **place.among)
-    assert ranks.everybodys({"rank": place.rank, "text": "ä" * 1000}) == [{"rank": i, "text": "ä" * 1000} for i in range(2)]
-    for error in (FileNotFoundError(2, "No such file or directory", "a", None, "b"), ConfigError("a setting"), KeyError("other")):
+    assert (ranks.everybodys({"rank": place.rank, "text": "ä" * 1000})
+            == [{"rank": i, "text": "ä" * 1000} for i in range(2)])
+    for error in (FileNotFoundError(2, "No such file or directory", "a", None, "b"),
+                  ConfigError("a setting"), KeyError("other")):
         try:
             ranks.by_first(_raise, error)
         except Exception as raised:

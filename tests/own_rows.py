@@ -1,4 +1,5 @@
-"""Rows from outside, as somebody has them in a module beside a notebook: a Config names it under `imports`."""
+"""Rows from outside, as somebody has them in a module beside a notebook: a Config names it under
+`imports`."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,8 @@ from lpkit.techniques.row import Row, Settings
 
 
 class Bare(nn.Module):
-    """Attention and MLP without norm and skip: gain * mlp(attention(x)), queries start at 0, the gain at 0.5."""
+    """Attention and MLP without norm and skip: gain * mlp(attention(x)), queries start at 0, the
+    gain at 0.5."""
 
     def __init__(self, config, attend):
         super().__init__()
@@ -29,10 +31,13 @@ class Bare(nn.Module):
 
 
 def bare(s):
-    yield from (op for op in blocks.pre_norm(s) if op.name not in ("norm1", "add1", "norm2", "add2"))
+    yield from (op for op in blocks.pre_norm(s) if op.name not in ("norm1", "add1", "norm2",
+        "add2"))
     stream, narrow = s.stream_bytes, s.tokens * s.model.D * s.compute_bytes
-    yield blocks.Op(name="gain", part="norms", params=1, saved_bytes=narrow, saved_itemsize=s.compute_bytes,
-                    moved_bytes=stream + narrow, backward=(blocks.Hold(nbytes=2 * stream, frees=1.0),))
+    yield blocks.Op(name="gain", part="norms", params=1, saved_bytes=narrow,
+                    saved_itemsize=s.compute_bytes,
+                    moved_bytes=stream + narrow,
+                    backward=(blocks.Hold(nbytes=2 * stream, frees=1.0),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +46,19 @@ class Share(Settings):
 
 
 class Prune:
-    """From the second update on, the smallest half of each block's matrices is zero: also after an update of it."""
+    """From the second update on, the smallest half of each block's matrices is zero: also after an
+    update of it."""
 
     def __init__(self, settings: Share):
         self.share, self.masks = settings.share, {}
 
     def end(self, training, step: int) -> None:
-        matrices = {name: p for name, p in training.model.named_parameters() if p.ndim == 2 and "blocks." in name}
+        matrices = {name: p for name, p in training.model.named_parameters() if p.ndim == 2
+                    and "blocks." in name}
         with torch.no_grad():
             if step == 1:
-                self.masks = {name: p.abs() > p.abs().flatten().kthvalue(int(self.share * p.numel()))[0]
+                self.masks = {name: p.abs() > p.abs().flatten().kthvalue(
+                    int(self.share * p.numel()))[0]
                               for name, p in matrices.items()}
             for name, mask in self.masks.items():
                 matrices[name].mul_(mask)
@@ -63,7 +71,8 @@ class Prune:
 
 
 class LayerDrop:
-    """One block, another in each step, is left out of the update; evaluated, saved and sampled are all (arXiv:1909.11556)."""
+    """One block, another in each step, is left out of the update; evaluated, saved and sampled are
+    all (arXiv:1909.11556)."""
 
     def __init__(self, settings: Settings):
         pass
@@ -93,7 +102,8 @@ def dropped_operations(ops, s, settings):
     """The first and the last block see all tokens."""
     shares = (1.0, 1.0, *[settings.share] * (s.model.L - 2))
     whole = s.stream_bytes
-    around = blocks.Op(name="drop", part="", moved_bytes=4 * whole * (1 - 2 / s.model.L), in_stream=True,
+    around = blocks.Op(name="drop", part="", moved_bytes=4 * whole * (1 - 2 / s.model.L),
+                       in_stream=True,
                        backward=(blocks.Hold(nbytes=2 * whole),))
     return replace(ops, block=(around, *(op.seeing(*shares) for op in ops.block)))
 
@@ -117,7 +127,8 @@ class Dropping(nn.Module):
 
 
 def drop_tokens(model, settings):
-    """Random-LTD (Yao et al. 2022, https://arxiv.org/abs/2211.11586): at all middle layers a random part of the tokens is left out."""
+    """Random-LTD (Yao et al. 2022, https://arxiv.org/abs/2211.11586): at all middle layers a random
+    part of the tokens is left out."""
     for i in range(1, len(model.blocks) - 1):
         model.blocks[i] = Dropping(model.blocks[i], settings.share)
 
@@ -128,7 +139,8 @@ class Sparse(Settings):
 
 
 def sparse_operations(ops, s, settings):
-    """Zeros are stored and multiplied as other numbers are; a mask takes a byte for each, and its product with the weight is kept."""
+    """Zeros are stored and multiplied as other numbers are; a mask takes a byte for each, and its
+    product with the weight is kept."""
     block = []
     for op in ops.block:
         if op.matmul:
@@ -157,8 +169,10 @@ def mask_weights(model, settings):
             model.blocks.set_submodule(name, Masked(base, settings.density))
 
 
-blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations, implementation=f"{__name__}:drop_tokens", settings=Drop())
-blocks.MODEL_CHANGES["sparse"] = Kind(operations=sparse_operations, implementation=f"{__name__}:mask_weights", settings=Sparse())
+blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations,
+    implementation=f"{__name__}:drop_tokens", settings=Drop())
+blocks.MODEL_CHANGES["sparse"] = Kind(operations=sparse_operations,
+    implementation=f"{__name__}:mask_weights", settings=Sparse())
 blocks.BLOCKS["bare"] = Kind(operations=bare, implementation=f"{__name__}:Bare")
 changes.GOVERNORS["prune-half"] = Row(implementation=f"{__name__}:Prune", settings=Share())
 changes.GOVERNORS["drop-a-layer"] = Row(implementation=f"{__name__}:LayerDrop")

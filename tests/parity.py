@@ -4,30 +4,32 @@ A sum in another order is another number, and an update later everything is. So 
 other orders do where nothing else differs, in one process. Ranks add up two sums otherwise. All of
 them add up micro-batches: one process takes those of each update in other orders. And where a rank
 has a part of the gradients, ranks add up its norm, by which all gradients are clipped: one process
-adds up each gradient's in 2, 3, .. parts. A layout is held to orders of the sums that it has, and to
-no others.
+adds up each gradient's in 2, 3, .. parts. A layout is held to orders of the sums that it has, and
+to no others.
 
-Both sums are needed. PyTorch's norm of a million numbers in float32 is off by 1e-6, a dozen last bits,
-and a clipped gradient is off by as much in all its numbers at once; micro-batches move a last bit. In
+Both sums are needed. PyTorch's norm of a million numbers in float32 is off by 1e-6, a dozen last
+bits, and a clipped gradient is off by as much in all its numbers at once; micro-batches move a last
+bit. In
 8 bits other roundings follow updates earlier: in `fp8-rowwise`, at update 5 instead of 6 to 14, and
 one process that adds up nothing but the norm otherwise gets five times as far as one that takes
 micro-batches otherwise.
 
-**Sigma.** Let run i be m + e_i, where m is the arithmetic's mean and e_i what its order of sums does.
+**Sigma.** Let run i be m + e_i, where m is the arithmetic's mean and e_i what its order of sums
+does.
 The distance of order i from order 0 is |e_i - e_0|, and that of a layout y that differs in orders
 alone is |e_y - e_0|. With e_0 given all are draws from one law. So sigma, the root of the mean of
 |e_i - e_0|^2, estimates the root of the mean of |e_y - e_0|^2: no factor of root 2 is missing, and
 another choice of order 0 is as good. From n orders its relative error is 1/sqrt(2 n f), where f is
-how many independent numbers a distance is made of. The weights have many, so that few orders do and 3
-sigma is generous: what is right is at 1. Losses and norms have hardly more than one, for they follow
-the first rounding that went the other way. Then distance over sigma is Student's t of n degrees, and
-what is right leaves 3 sigma in 5.8% of cases with 3 orders, 1.3% with 10, 0.3% with all. Hence 10: a
-sigma is 22% off at f = 1, and of 200 cells two or three are bold by chance. Without any law, 10
-draws say that one more is above all of them in one of 11.
+how many independent numbers a distance is made of. The weights have many, so that few orders do and
+3 sigma is generous: what is right is at 1. Losses and norms have hardly more than one, for they
+follow the first rounding that went the other way. Then distance over sigma is Student's t of n
+degrees, and what is right leaves 3 sigma in 5.8% of cases with 3 orders, 1.3% with 10, 0.3% with
+all. Hence 10: a sigma is 22% off at f = 1, and of 200 cells two or three are bold by chance.
+Without any law, 10 draws say that one more is above all of them in one of 11.
 
-A layout must stay within 3 sigma, in the losses and gradient norms of all updates (relative, root of
-the mean of squares) and in the weights at the end (norm of the difference over the norm). Float32
-must be within 1e-5 in each of these, and in the last loss, whatever its sigma.
+A layout must stay within 3 sigma, in the losses and gradient norms of all updates (relative, root
+of the mean of squares) and in the weights at the end (norm of the difference over the norm).
+Float32 must be within 1e-5 in each of these, and in the last loss, whatever its sigma.
 
 Other orders also move what is meant to differ between ranks: histories of delayed scaling meet
 micro-batches in another order, and stochastic rounding draws other noise for them.
@@ -238,7 +240,8 @@ def run(place: Place, told: dict[str, Any]) -> list[dict[str, Any]]:
                 ranks = until_end.enter_context(joined(
                     config, local_rank=place.local_rank,
                     **place.among | {"init_method": f"{place.store}-{i}"}))
-            for cut, parts in ((cut_in_one.cut, case.parts), (cut_in_one.cut_tokens, case.token_parts)):
+            for cut, parts in ((cut_in_one.cut, case.parts),
+                               (cut_in_one.cut_tokens, case.token_parts)):
                 if parts > 1:
                     until_end.enter_context(patch.object(
                         build, "made", partial(_made_in_parts, cut, parts, build.made)))
@@ -284,11 +287,14 @@ def whole_weights(training: Training) -> torch.Tensor:
     state = training.state_dict()
     shapes = {name: state[f"model/{name}"].shape for name in training.sharding.shapes}
     shapes = {name: shape for of_rank in everybodys(shapes) for name, shape in of_rank.items()}
-    return torch.cat([_whole(training, state, f"model/{name}", shapes[name]).flatten() for name in sorted(shapes)])
+    return torch.cat([_whole(training, state, f"model/{name}", shapes[name]).flatten()
+                      for name in sorted(shapes)])
 
 
-def _whole(training: Training, state: dict[str, Any], name: str, shape: Sequence[int]) -> torch.Tensor:
-    here = Cut(shape=torch.Size(shape), dtype=torch.float32, pieces=(), owners=(-1,))   # another stage has it
+def _whole(training: Training, state: dict[str, Any], name: str,
+           shape: Sequence[int]) -> torch.Tensor:
+    # another stage has it
+    here = Cut(shape=torch.Size(shape), dtype=torch.float32, pieces=(), owners=(-1,))
     if name in state:
         here = training.sharding.placed(name, state[name])
     return here.full_tensor() if isinstance(here, Cut) else here.detach()
@@ -333,7 +339,8 @@ def measure(recipes: Iterable[str] = RECIPES, layouts: Mapping[str, Mapping[str,
                     for share in range(max(1, cores() // world)):   # a recipe is in one of them
                         mine = {key: case for key, case in cases.items() if case.world == world
                                 and recipes.index(key[0]) % max(1, cores() // world) == share}
-                        told = {"cases": [asdict(case) for case in mine.values()], "updates": updates}
+                        told = {"cases": [asdict(case) for case in mine.values()],
+                                "updates": updates}
                         shares.append((mine, until_end.enter_context(
                             Processes("tests.parity:run", told, world=world, parent=parent))))
                     for mine, running in shares:

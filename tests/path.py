@@ -1,5 +1,6 @@
-"""The path of a batch, counted: `python -m tests.path`. What `lpkit.training.loop` imports, module by
-module, and what one FP8 update enters, function by function. tests/test_architecture.py holds both.
+"""The path of a batch, counted: `python -m tests.path`. What `lpkit.training.loop` imports, module
+by module, and what one FP8 update enters, function by function. tests/test_architecture.py holds
+both.
 """
 
 import ast
@@ -23,7 +24,8 @@ MODULES = {_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def _statements(node: ast.AST, lazy: bool) -> Iterator[ast.AST]:
-    """All below `node`, without what only a type checker reads; without functions' where not `lazy`."""
+    """All below `node`, without what only a type checker reads; without functions' where not
+    `lazy`."""
     for one in ast.iter_child_nodes(node):
         if isinstance(one, ast.If) and ast.unparse(one.test).endswith("TYPE_CHECKING"):
             continue
@@ -101,7 +103,8 @@ if __name__ == "__main__":
     modules, files = imported_by("lpkit.training.loop"), entered()
     for name, lines in sorted(modules.items(), key=lambda one: -one[1]):
         print(f"{lines:6} {name}")
-    print(f"{sum(modules.values()):6} lines in {len(modules)} modules that lpkit.training.loop imports")
+    (print(f"{sum(modules.values()):6} lines in {len(modules)} modules that lpkit.training.loop "
+           f"imports"))
     for name, count in files.most_common():
         print(f"{count:6} {name}")
     print(f"{files.total():6} functions in {len(files)} files that one FP8 update enters")

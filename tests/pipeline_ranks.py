@@ -45,7 +45,8 @@ class Product(torch.autograd.Function):
 @contextmanager
 def joined(place: Place) -> Iterator[None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=place.store, rank=place.rank, world_size=place.world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank,
+                            world_size=place.world, timeout=timedelta(seconds=60))
     try:
         yield
     finally:
@@ -58,7 +59,8 @@ def pipeline(place: Place, name: str, chunks: int, m: int) -> Pipeline:
 
 def layers(stages: int) -> list[nn.Parameter]:
     rng = torch.Generator().manual_seed(3)
-    return [nn.Parameter(torch.randn(WIDTH, WIDTH, generator=rng) / WIDTH**0.5) for _ in range(stages)]
+    return [nn.Parameter(torch.randn(WIDTH, WIDTH, generator=rng) / WIDTH**0.5)
+            for _ in range(stages)]
 
 
 def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +69,8 @@ def batch(m: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(stages: int, m: int, backwards: range) -> list[torch.Tensor]:
-    """The gradients of one process that has all stages, whose micro-batches go backward in this order."""
+    """The gradients of one process that has all stages, whose micro-batches go backward in this
+    order."""
     weights, (x, target) = layers(stages), batch(m)
     for micro in backwards:
         y = x[micro]
@@ -95,7 +98,8 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
             run = pipeline(place, name, chunks, m)
             run.step(forward, x[0])
             ours = {stage: weights[stage].grad.clone() for stage in ids}
-            assert [stage for stage in range(stages) if weights[stage].grad is not None] == sorted(ids)
+            assert ([stage for stage in range(stages) if weights[stage].grad is not None]
+                    == sorted(ids))
             for w in weights:
                 w.grad = None
             run.step(forward, x[0])     # of the first nothing is left
@@ -116,7 +120,8 @@ class Layer(nn.Module):
 
 def torchs(place: Place, name: str, ids: list[int], stages: int, m: int) -> dict[int, torch.Tensor]:
     kind, weights, (x, target) = SCHEDULES[name].load(), layers(stages), batch(m)
-    parts = [PipelineStage(Layer(weights[stage]), stage, stages, torch.device("cpu")) for stage in ids]
+    parts = [PipelineStage(Layer(weights[stage]), stage, stages, torch.device("cpu"))
+             for stage in ids]
     made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,
                 loss_fn=lambda y, target: (y - target).square().mean())
     more = {"target": target.flatten(0, 1), "losses": []} if stages - 1 in ids else {}

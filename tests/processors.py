@@ -1,9 +1,12 @@
-"""The processors that tests run on. What `auto` chooses on a CPU depends on a few facts of the processor and on races, and so it
-would differ between machines. Here each of those facts has a value for every kind of processor, and a test run has one kind:
-`TESTS_PROCESSOR`, AVX512 by default. Only `this_machine` (conftest.py), for tests of the facts themselves, asks the machine at hand.
+"""The processors that tests run on. What `auto` chooses on a CPU depends on a few facts of the
+processor and on races, and so it would differ between machines. Here each of those facts has a
+value for every kind of processor, and a test run has one kind:
+`TESTS_PROCESSOR`, AVX512 by default. Only `this_machine` (conftest.py), for tests of the facts
+themselves, asks the machine at hand.
 
-This module needs the standard library alone. It replaces the functions when `lpkit` imports their modules, in the process of the
-tests (conftest.py) and in every Python that they start (at_start/sitecustomize.py); `test_processors.py` holds that there are no others.
+This module needs the standard library alone. It replaces the functions when `lpkit` imports their
+modules, in the process of the tests (conftest.py) and in every Python that they start
+(at_start/sitecustomize.py); `test_processors.py` holds that there are no others.
 """
 
 import functools
@@ -39,7 +42,8 @@ def at_hand() -> Processor:
 def _said(used: str) -> Any:
     from lpkit.contracts import Choice
 
-    return Choice(asked="auto", used=used, why=f"assumed of a processor with {os.environ[VARIABLE]}")
+    return Choice(asked="auto", used=used,
+                  why=f"assumed of a processor with {os.environ[VARIABLE]}")
 
 
 def multiplies_tiles(real: Callable) -> bool:
@@ -71,11 +75,13 @@ def race(real: Callable, given: Any, batch: int, device: Any) -> Any:
 
     if given.device != "cpu":
         return real(given, batch, device)
-    used, _ = choose_attention("auto", device="cpu", low_precision=given.dtype != "float32", model=given.model, tiles=at_hand().tiles)
+    used, _ = choose_attention("auto", device="cpu", low_precision=given.dtype != "float32",
+                               model=given.model, tiles=at_hand().tiles)
     return _said(used)
 
 
-FACTS = {"lpkit.hardware": (multiplies_tiles, bf16_choice, others), "lpkit.kernels.wide_product": (in_a_loop, choice),
+FACTS = {"lpkit.hardware": (multiplies_tiles, bf16_choice, others),
+         "lpkit.kernels.wide_product": (in_a_loop, choice),
          "lpkit.execution.attention": (race,)}
 
 

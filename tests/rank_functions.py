@@ -73,7 +73,8 @@ def talk(place, told):
 
 
 def record(step):
-    return {"record": {"step": step, "loss": 1 / step, "grad_norm": 1.0, "lr": 0.1, "tokens": 10 * step, "step_seconds": 0.1, "peak_bytes": 1 << 30}}
+    return {"record": {"step": step, "loss": 1 / step, "grad_norm": 1.0, "lr": 0.1,
+                       "tokens": 10 * step, "step_seconds": 0.1, "peak_bytes": 1 << 30}}
 
 
 def deaf(place, told):
@@ -96,7 +97,8 @@ def train(place, told):
     while step < config.steps and place.asked() != "stop":
         step += 1
         place.at(step, "forward")
-        place.tell({"step": step, "step_seconds": 0.1, "loss": 1.0, "peak_bytes": 1 << 30, "communication_share": 0.25})
+        place.tell({"step": step, "step_seconds": 0.1, "loss": 1.0, "peak_bytes": 1 << 30,
+                    "communication_share": 0.25})
         if place.rank == 0:
             place.tell(record(step))
         time.sleep(0.01)

@@ -1,7 +1,9 @@
-"""A room with real learners in it: the hub, its proxy, a server and kernels each, asked as a browser asks.
+"""A room with real learners in it: the hub, its proxy, a server and kernels each, asked as a
+browser asks.
 
-Learners are other Unix users and must reach Python. Where it lies in a home that is closed to others (pyenv in /root), the room
-is opened in a mount namespace of its own in which they may pass; the machine's own permissions stay.
+Learners are other Unix users and must reach Python. Where it lies in a home that is closed to
+others (pyenv in /root), the room is opened in a mount namespace of its own in which they may pass;
+the machine's own permissions stay.
 """
 
 import asyncio
@@ -47,14 +49,16 @@ exec "$@"
 
 
 def proxy() -> str:
-    """configurable-http-proxy, of this machine or fetched by npm once and kept in the cache. Empty where neither can be."""
+    """configurable-http-proxy, of this machine or fetched by npm once and kept in the cache. Empty
+    where neither can be."""
     if found := shutil.which(PROXY):
         return found
     folder = files.cache_dir("npm") / f"{PROXY}-{VERSION}"
     path = folder / "node_modules" / ".bin" / PROXY
     if not path.exists() and (npm := shutil.which("npm")):
         folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([npm, "install", "--silent", "--no-audit", "--prefix", folder, f"{PROXY}@{VERSION}"], check=False, timeout=300)
+        subprocess.run([npm, "install", "--silent", "--no-audit", "--prefix", folder,
+                        f"{PROXY}@{VERSION}"], check=False, timeout=300)
     return str(path) if path.exists() else ""
 
 
@@ -64,14 +68,16 @@ def why_no_room() -> str:
         return "a room is opened by root, on Linux"
     if not proxy():
         return f"neither {PROXY} nor npm, which brings it, is on this machine"
-    if passing() and subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+    if (passing() and subprocess.run(["unshare", "-m", "true"], check=False,
+                                     capture_output=True).returncode):
         return "Python lies where others may not pass, and no mount namespace can be made here"
     return ""
 
 
 def passing() -> list[str]:
     """How the room's process begins: as it is, or where others may pass through root's home."""
-    closed = any(not folder.stat().st_mode & 1 for place in (sys.prefix, sys.base_prefix, HERE) for folder in (Path(place), *Path(place).parents))
+    closed = any(not folder.stat().st_mode & 1 for place in (sys.prefix, sys.base_prefix, HERE)
+                 for folder in (Path(place), *Path(place).parents))
     return ["unshare", "-m", "bash", "-c", PASS, "-"] if closed else []
 
 
@@ -90,10 +96,12 @@ def passable_folder() -> Iterator[Path]:
 def opened(folder: Path, *words: str, port: int) -> Iterator[dict[str, Any]]:
     """What `lpkit room` prints, and the room until the block ends."""
     env = os.environ | {"PYTHONPATH": str(HERE)}
-    command = [*passing(), sys.executable, "-m", "lpkit", "room", "--folder", str(folder), "--port", str(port), "--proxy", proxy(), "--json", *words]
+    command = [*passing(), sys.executable, "-m", "lpkit", "room", "--folder", str(folder), "--port",
+               str(port), "--proxy", proxy(), "--json", *words]
     with open("/var/tmp/lpkit-tests-room", "w") as alone, contextlib.ExitStack() as stack:
         fcntl.flock(alone, fcntl.LOCK_EX)       # rooms of one machine share users and sockets
-        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True))
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=env,
+            text=True))
         try:
             line = process.stdout.readline()
             assert line, f"no room: exit code {process.wait()}"
@@ -122,41 +130,50 @@ class Person:
         """Returns the seconds until the server answers."""
         begun, self.kernel = time.monotonic(), ""
         self.ask(f"/hub/api/users/{self.name}/server", options)
-        while not (server := self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("", {})).get("ready"):
+        while not (server := self.ask(f"/hub/api/users/{self.name}").get("servers", {}).get("",
+                {})).get("ready"):
             assert server, f"{self.name}'s server did not start"
-            assert time.monotonic() - begun < 300 * patience(), f"{self.name}'s server does not start"
+            assert time.monotonic() - begun < 300 * patience(), (
+                f"{self.name}'s server does not start")
             time.sleep(0.25)
         return time.monotonic() - begun
 
     def run(self, code: str, name: str = "03_number_formats.ipynb", seconds: float = 300) -> str:
         """What the code prints or raises, in this person's one kernel."""
         if not self.kernel:
-            session = {"kernel": {"name": "python3"}, "name": name, "path": name, "type": "notebook"}
+            session = {"kernel": {"name": "python3"}, "name": name, "path": name,
+                       "type": "notebook"}
             self.kernel = self.ask(f"/user/{self.name}/api/sessions", session)["kernel"]["id"]
         with ThreadPoolExecutor(1) as pool:     # a test with a browser has a loop of its own here
             try:
-                return pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(code), seconds))).result()
+                return pool.submit(lambda: asyncio.run(asyncio.wait_for(self._run(code),
+                    seconds))).result()
             except TimeoutError:
-                raise AssertionError(f"{self.name}'s kernel has not ended {code[:60]!r} in {seconds:g} s") from None
+                raise AssertionError(f"{self.name}'s kernel has not ended {code[:60]!r} in "
+                                     f"{seconds:g} s") from None
 
     async def _run(self, code: str) -> str:
-        address = f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels"
-        request = HTTPRequest(address, headers={"Authorization": f"token {self.token}"}, request_timeout=300, connect_timeout=300)
+        address = (f"{self.url.replace('http', 'ws', 1)}/user/{self.name}/api/kernels/{self.kernel}/channels")
+        request = HTTPRequest(address, headers={"Authorization": f"token {self.token}"},
+                              request_timeout=300, connect_timeout=300)
         while True:
             socket = await websocket_connect(request)
             try:
                 return await _said(socket, code)
-            except WebSocketClosedError:        # before it took the code: a browser connects again, too
+            # before it took the code: a browser connects again, too
+            except WebSocketClosedError:
                 await asyncio.sleep(0.1)
             finally:
                 socket.close()
-                while await socket.read_message() is not None:      # until the other side has closed, too
+                # until the other side has closed, too
+                while await socket.read_message() is not None:
                     pass
 
 
 async def _said(socket: Any, code: str) -> str:
     me, said = uuid.uuid4().hex, ""
-    header = {"msg_id": me, "username": "", "session": me, "msg_type": "execute_request", "version": "5.3"}
+    header = {"msg_id": me, "username": "", "session": me, "msg_type": "execute_request",
+              "version": "5.3"}
     await socket.write_message(json.dumps({
         "header": header, "parent_header": {}, "metadata": {}, "channel": "shell", "buffers": [],
         "content": {"code": code, "silent": False, "store_history": False, "allow_stdin": False}}))
@@ -176,7 +193,8 @@ async def _said(socket: Any, code: str) -> str:
 def ask(url: str, told: Any = None, token: str = "", method: str = "") -> Any:
     headers = {"Authorization": f"token {token}"} if token else {}
     data = None if told is None else json.dumps(told).encode()
-    request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"}, method=method or ("POST" if data else "GET"))
+    request = urllib.request.Request(url, data, headers | {"Content-Type": "application/json"},
+                                     method=method or ("POST" if data else "GET"))
     with urllib.request.urlopen(request, timeout=300) as answer:
         text = answer.read()
     return json.loads(text) if text[:1] in b"{[" and text else text

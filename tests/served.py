@@ -1,7 +1,8 @@
 """A served JupyterLab in a real Chromium, for tests and for looking.
 
-`served(folder, state)` starts the kit's own server on a free port; `Notebook` opens one notebook in the lab, runs it and says what went
-wrong: page errors, requests to another host, standard error, failed cells. Nothing leaves 127.0.0.1.
+`served(folder, state)` starts the kit's own server on a free port; `Notebook` opens one notebook in
+the lab, runs it and says what went wrong: page errors, requests to another host, standard error,
+failed cells. Nothing leaves 127.0.0.1.
 """
 
 import json
@@ -26,14 +27,17 @@ SETTINGS = {   # quiet, and every cell in the page whether it is in the viewport
 
 @contextmanager
 def user(state: Path, config: Mapping[str, dict], settings: Mapping[str, dict]) -> Iterator[None]:
-    """Somebody whose Jupyter keeps all in `state`: with `config` by class, in a file of its own beside others, and `settings` of JupyterLab
-    by plugin."""
+    """Somebody whose Jupyter keeps all in `state`: with `config` by class, in a file of its own
+    beside others, and `settings` of JupyterLab by plugin."""
     folders = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython",
-               "JUPYTERLAB_SETTINGS_DIR": "lab/settings", "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
+               "JUPYTERLAB_SETTINGS_DIR": "lab/settings",
+               "JUPYTERLAB_WORKSPACES_DIR": "lab/workspaces"}
     where = {name: state.resolve() / place for name, place in folders.items()}
-    files = {where["JUPYTER_CONFIG_DIR"] / f"jupyter_{which}_config.json": config for which in ("server", "lab")}
+    files = {where["JUPYTER_CONFIG_DIR"] / f"jupyter_{which}_config.json": config
+             for which in ("server", "lab")}
     for plugin, values in settings.items():
-        files[where["JUPYTERLAB_SETTINGS_DIR"] / f"{plugin.replace(':', '/')}.jupyterlab-settings"] = values
+        files[where["JUPYTERLAB_SETTINGS_DIR"]
+              / f"{plugin.replace(':', '/')}.jupyterlab-settings"] = values
     for path, values in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))

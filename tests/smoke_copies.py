@@ -1,4 +1,5 @@
-"""Copies of the course at the smoke size, for nbval: `python tests/smoke_copies.py && pytest --nbval-lax build/smoke`."""
+"""Copies of the course at the smoke size, for nbval: `python tests/smoke_copies.py && pytest
+--nbval-lax build/smoke`."""
 
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     into = Path("build/smoke")
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir(parents=True)
-    shutil.copytree("notebooks/lessons", into / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree("notebooks/lessons", into / "lessons",
+                    ignore=shutil.ignore_patterns("__pycache__"))
     for path in notebooks.course():
         nbformat.write(copy_of(path), into / path.name)

@@ -1,4 +1,5 @@
-"""A run with adapters as others have it: merged for transformers, and as peft's files, both ways."""
+"""A run with adapters as others have it: merged for transformers, and as peft's files, both
+ways."""
 
 import pytest
 import torch
@@ -18,22 +19,27 @@ from lpkit.training.training import Training
 from tests.test_export import MODELS, SMALL
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")     # peft beside transformers 5
-ADAPTED = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4, "targets": ["attention.*"]}, {"name": "pissa", "rank": 4},
+# peft beside transformers 5
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+ADAPTED = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4, "targets": ["attention.*"]},
+           {"name": "pissa", "rank": 4},
            {"name": "dora", "rank": 4}, {"name": "ia3"}]
-PEFTS = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4}, {"name": "pissa", "rank": 4}, {"name": "dora", "rank": 4},
+PEFTS = [{"name": "lora", "rank": 4}, {"name": "rslora", "rank": 4}, {"name": "pissa", "rank": 4},
+         {"name": "dora", "rank": 4},
          {"name": "prompt", "length": 5}, {"name": "prefix", "length": 5}]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return lpkit.train(SMALL.replace({**MODELS[request.param], "data.tokenizer": "bpe", "model.vocab": 257, "steps": 4}), out=folder / "base")
+    return lpkit.train(SMALL.replace({**MODELS[request.param], "data.tokenizer": "bpe",
+                                      "model.vocab": 257, "steps": 4}), out=folder / "base")
 
 
 def adapted(base, folder, *changes, steps=4, **more):
     """A run that has moved by more than a rounding."""
-    config = base.config.replace({"start.run": str(base.path), "model.changes": [*changes], "steps": steps, "optimizer.lr": 0.03,
+    config = base.config.replace({"start.run": str(base.path), "model.changes": [*changes],
+                                  "steps": steps, "optimizer.lr": 0.03,
                                   "schedule": "constant", "optimizer.weight_decay": 0.0, **more})
     return lpkit.train(config, out=folder / "adapted")
 
@@ -44,7 +50,8 @@ def logits(run, tokens):
 
 
 def batch(run, seed=1):
-    return torch.randint(run.config.model.V, (2, run.config.model.T), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(run.config.model.V, (2, run.config.model.T),
+                         generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("change", ADAPTED, ids=lambda change: change["name"])
@@ -62,15 +69,21 @@ def test_merged_for_transformers_it_has_the_same_logits(base, change, tmp_path):
 
 def test_what_is_no_matrix_is_not_merged(base, tmp_path):
     run = adapted(base, tmp_path, {"name": "bottleneck", "width": 8}, steps=1)
-    with pytest.raises(ConfigError, match=r"no matrix of a model is the same as one with model\.changes=bottleneck; an adapter that is one Linear"):
+    with pytest.raises(ConfigError,
+                       match=r"no matrix of a model is the same as one with "
+                             r"model\.changes=bottleneck; an adapter that is one Linear"):
         export(run, tmp_path / "out")
     for one, name in ((run, "bottleneck"), (base, "none")):
-        with pytest.raises(ConfigError, match=rf"peft's files hold one of lora, dora, pissa, prefix, prompt, rslora, and this run has model\.changes={name}"):
+        with pytest.raises(ConfigError,
+                           match=rf"peft's files hold one of lora, dora, pissa, prefix, prompt, "
+                                 rf"rslora, and this run has model\.changes={name}"):
             export(one, tmp_path / "out", adapter=True)
     if not fused(base):
         for name in ("prompt", "prefix"):
             run = adapted(base, tmp_path / name, {"name": name}, steps=1)
-            with pytest.raises(ConfigError, match=rf"no matrix of a model is the same as one with model\.changes={name}"):
+            with pytest.raises(ConfigError,
+                               match=rf"no matrix of a model is the same as one with "
+                                     rf"model\.changes={name}"):
                 export(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -111,7 +124,8 @@ def test_peft_reads_our_file(change, base, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(of_text(theirs(tokens)), logits(run, tokens), rtol=0, atol=2e-5)
     back = bring_adapter(tmp_path / "out", base, tmp_path / "back")
-    torch.testing.assert_close(logits(back, tokens), logits(run, tokens), rtol=0, atol=2e-5 if change["name"] == "pissa" else 1e-6)
+    torch.testing.assert_close(logits(back, tokens), logits(run, tokens), rtol=0,
+                               atol=2e-5 if change["name"] == "pissa" else 1e-6)
     assert back.summary["status"] == "imported" and not back.problems
 
 
@@ -126,13 +140,15 @@ def test_we_read_the_file_of_peft(base, tmp_path):
     export(base, tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     targets = ["c_attn", "c_proj"] if fused(base) else ["q_proj", "v_proj", "down_proj"]
-    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, use_rslora=True, fan_in_fan_out=fused(base)))
+    theirs = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets,
+        use_rslora=True, fan_in_fan_out=fused(base)))
     torch.manual_seed(3)
     for name, p in theirs.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(p, 0, 0.2)
     theirs.eval().save_pretrained(tmp_path / "out")
-    assert cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out", str(tmp_path / "run")]) == 0
+    assert (cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out",
+                      str(tmp_path / "run")]) == 0)
     run = Run.open(tmp_path / "run")
     tokens = batch(base)
     with torch.no_grad():
@@ -151,7 +167,8 @@ def test_we_read_what_peft_wrote_of_other_kinds(kind, base, tmp_path):
     targets = ["c_attn", "c_proj"] if fused(base) else ["q_proj", "v_proj", "down_proj"]
     asked = {"prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
              "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5),
-             "dora": lambda: peft.LoraConfig(r=4, target_modules=targets, use_dora=True, fan_in_fan_out=fused(base))}[kind]()
+             "dora": lambda: peft.LoraConfig(r=4, target_modules=targets, use_dora=True,
+                 fan_in_fan_out=fused(base))}[kind]()
     theirs = peft.get_peft_model(model, asked)
     torch.manual_seed(3)
     for name, p in theirs.named_parameters():
@@ -160,7 +177,8 @@ def test_we_read_what_peft_wrote_of_other_kinds(kind, base, tmp_path):
         elif p.requires_grad:
             torch.nn.init.normal_(p, 0, 0.2)
     theirs.eval().save_pretrained(tmp_path / "out")
-    assert cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out", str(tmp_path / "run")]) == 0
+    assert (cli.main(["import", str(tmp_path / "out"), "--base", str(base.path), "--out",
+                      str(tmp_path / "run")]) == 0)
     tokens = batch(base)
     with torch.no_grad():
         due = of_text(theirs(tokens))
@@ -168,46 +186,62 @@ def test_we_read_what_peft_wrote_of_other_kinds(kind, base, tmp_path):
     assert (due - logits(base, tokens)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("change", [one for one in PEFTS if one["name"] in ("lora", "dora", "prompt", "prefix")], ids=lambda change: change["name"])
+@pytest.mark.parametrize("change",
+                         [one for one in PEFTS if one["name"] in ("lora", "dora", "prompt",
+                             "prefix")], ids=lambda change: change["name"])
 def test_the_same_losses_as_peft_over_fifty_steps(change, base, tmp_path):
     """From the same start on the same tokens, by AdamW without decay: to 1e-6 of a loss of 5."""
     peft = pytest.importorskip("peft")
-    config = base.config.replace({"start.run": str(base.path), "steps": 50, "schedule": {"name": "constant", "warmup_steps": 0}, "optimizer.lr": 0.002, "optimizer.clip": 0.0,
-                                  "optimizer.weight_decay": 0.0, "model.changes": [of_base(change, base)]})
+    config = base.config.replace({"start.run": str(base.path), "steps": 50,
+                                  "schedule": {"name": "constant", "warmup_steps": 0},
+                                  "optimizer.lr": 0.002, "optimizer.clip": 0.0,
+                                  "optimizer.weight_decay": 0.0,
+                                  "model.changes": [of_base(change, base)]})
     start = lpkit.train(config.replace({"steps": 1, "optimizer.lr": 1e-12}), out=tmp_path / "start")
     export(start, tmp_path / "adapter", adapter=True)
     export(base, tmp_path / "model")
-    theirs = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "adapter"),
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+        str(tmp_path / "adapter"),
                                             is_trainable="length" not in change)
     if "length" in change:      # which peft reads for use alone
         theirs.prompt_encoder.requires_grad_(True)
     ours = Training.build(config)
     ours.model.load_state_dict(trained(start).model.state_dict())
-    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=0.002, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=0.002,
+                                  betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     found = []
     for step in range(50):
         batch = ours.batch(step)
-        loss = torch.nn.functional.cross_entropy(of_text(theirs(batch.tokens)).flatten(0, 1), batch.targets.flatten())
+        loss = torch.nn.functional.cross_entropy(of_text(theirs(batch.tokens)).flatten(0, 1),
+            batch.targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         found.append((ours.update(step).loss.item(), loss.item()))
     assert max(abs(a - b) for a, b in found) < 5e-6, found[::7]
     began = dict(trained(start).model.named_parameters())
-    assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters() if p.requires_grad)     # 50 steps of 0.002
+    # 50 steps of 0.002
+    assert all((p - began[name]).abs().max() > 0.01 for name, p in ours.model.named_parameters()
+               if p.requires_grad)
 
 
 def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
-    """transformers takes its own class for Qwen2 whatever a folder says, so there the plain one is asked."""
+    """transformers takes its own class for Qwen2 whatever a folder says, so there the plain one is
+    asked."""
     export(base, tmp_path / "out")
-    asked = transformers.PreTrainedTokenizerFast if base.config.model.biased_qkv and not base.config.model.bias else transformers.AutoTokenizer
-    theirs, ours, text = asked.from_pretrained(tmp_path / "out"), tokenizer_from_dict(base.tokenizer), "def main():\n    return 10  # \u00e9te\u0301\n"
-    assert theirs.encode(text, add_special_tokens=False) == list(ours.encode(text)) and theirs.eos_token_id == ours.end
+    asked = (transformers.PreTrainedTokenizerFast if base.config.model.biased_qkv
+             and not base.config.model.bias else transformers.AutoTokenizer)
+    theirs, ours, text = asked.from_pretrained(tmp_path / "out"), tokenizer_from_dict(
+        base.tokenizer), "def main():\n    return 10  # \u00e9te\u0301\n"
+    assert (theirs.encode(text, add_special_tokens=False) == list(ours.encode(text))
+            and theirs.eos_token_id == ours.end)
 
 
 @pytest.mark.prove
 def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
-    """The adapted run merged, and the adapter beside the model that it adapts, as lm-evaluation-harness reads them."""
+    """The adapted run merged, and the adapter beside the model that it adapts, as
+    lm-evaluation-harness reads them."""
     lm_eval = pytest.importorskip("lm_eval.models.huggingface", reason="lm-eval is not installed")
     from lm_eval.api.instance import Instance
 
@@ -218,19 +252,25 @@ def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
     export(run, tmp_path / "adapter", adapter=True)
     text = "def main():\n    return 0\n"
     request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=(text,), idx=0)
-    for files in ({"pretrained": str(tmp_path / "merged")}, {"pretrained": str(tmp_path / "model"), "peft": str(tmp_path / "adapter")}):
+    for files in ({"pretrained": str(tmp_path / "merged")},
+                  {"pretrained": str(tmp_path / "model"), "peft": str(tmp_path / "adapter")}):
         lm = lm_eval.HFLM(**files, device="cpu", dtype="float32", batch_size=1)
         tokens = torch.tensor([[lm.prefix_token_id, *lm.tok_encode(text)]])
         assert 1 < tokens.shape[1] <= run.config.model.T
-        ours = torch.log_softmax(logits(run, tokens[:, :-1]), -1).gather(-1, tokens[:, 1:, None]).sum().item()
+        ours = torch.log_softmax(logits(run, tokens[:, :-1]), -1).gather(-1,
+            tokens[:, 1:, None]).sum().item()
         assert lm.loglikelihood_rolling([request]) == [pytest.approx(ours, rel=1e-5)]
 
 
 def test_an_adapter_of_a_base_that_was_mapped_from_another_is_not_mapped_again(tmp_path):
-    """Layers 0 and 1 are those of layers 1 and 0 of the run before; once more, and they would change places again."""
-    first = lpkit.train(SMALL.replace({"data.tokenizer": "bpe", "model.vocab": 257, "steps": 2}), out=tmp_path / "first")
-    base = lpkit.train(first.config.replace({"start.run": str(first.path), "start.map": "blocks.0:blocks.1,blocks.1:blocks.0"}), out=tmp_path / "base")
+    """Layers 0 and 1 are those of layers 1 and 0 of the run before; once more, and they would
+    change places again."""
+    first = lpkit.train(SMALL.replace({"data.tokenizer": "bpe", "model.vocab": 257, "steps": 2}),
+                        out=tmp_path / "first")
+    base = lpkit.train(first.config.replace({"start.run": str(first.path),
+        "start.map": "blocks.0:blocks.1,blocks.1:blocks.0"}), out=tmp_path / "base")
     run = adapted(base, tmp_path, of_base({"name": "lora", "rank": 4}, base), **{"start.map": []})
     export(run, tmp_path / "out", adapter=True)
     tokens = batch(run)
-    torch.testing.assert_close(logits(bring_adapter(tmp_path / "out", base, tmp_path / "back"), tokens), logits(run, tokens), rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits(bring_adapter(tmp_path / "out", base, tmp_path / "back"),
+                                      tokens), logits(run, tokens), rtol=0, atol=1e-6)

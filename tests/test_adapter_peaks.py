@@ -1,4 +1,5 @@
-"""Published peaks of LoRA and QLoRA beside the formula's: what is said of them is what the bench gives."""
+"""Published peaks of LoRA and QLoRA beside the formula's: what is said of them is what the bench
+gives."""
 
 import re
 from statistics import median
@@ -10,8 +11,10 @@ from lpkit.predict.params import parameter_count
 from tests.bench import adapter_peaks as bench
 
 RUNS = bench.published()
-WEIGHTS = {"Llama 2 7B": 6.74e9, "Llama 2 13B": 13.02e9, "Llama 3 8B": 8.03e9, "Llama 3.2 1B": 1.50e9, "Llama 3.2 3B": 3.61e9,
-           "Mistral 7B": 7.24e9, "Phi-3 mini": 3.82e9, "TinyLlama 1.1B": 1.10e9}     # of their cards; of 3.2 with a head of its own
+WEIGHTS = {"Llama 2 7B": 6.74e9, "Llama 2 13B": 13.02e9, "Llama 3 8B": 8.03e9,
+           "Llama 3.2 1B": 1.50e9, "Llama 3.2 3B": 3.61e9,
+           # of their cards; of 3.2 with a head of its own
+           "Mistral 7B": 7.24e9, "Phi-3 mini": 3.82e9, "TinyLlama 1.1B": 1.10e9}
 
 
 def off(run, stack=True):
@@ -19,7 +22,8 @@ def off(run, stack=True):
     return abs(said / (float(run["gigabytes"]) * 1e9) - 1)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=[f"{one['model']} {one['base']} {one['at']}" for one in RUNS])
+@pytest.mark.parametrize("run", RUNS,
+                         ids=[f"{one['model']} {one['base']} {one['at']}" for one in RUNS])
 def test_a_published_run_has_the_weights_of_its_model(run):
     config = bench.config(run).replace({"model.changes": []})
     assert parameter_count(config.model) == pytest.approx(WEIGHTS[run["model"]], rel=3e-3)
@@ -27,12 +31,15 @@ def test_a_published_run_has_the_weights_of_its_model(run):
 
 def test_what_the_page_says_of_them_is_what_they_give():
     text = " ".join((resource("docs") / "start.md").read_text().split())
-    kinds = {name: [one for one in RUNS if bool(one["base"]) == coded] for name, coded in (("LoRA", False), ("QLoRA", True))}
-    said = re.search(r"off by ([\d.]+)% at the median of LoRA and by ([\d.]+)% of QLoRA, ([\d.]+)% and ([\d.]+)% at most", text)
+    kinds = {name: [one for one in RUNS if bool(one["base"]) == coded]
+             for name, coded in (("LoRA", False), ("QLoRA", True))}
+    said = re.search(r"off by ([\d.]+)% at the median of LoRA and by ([\d.]+)% of QLoRA, ([\d.]+)% "
+                     r"and ([\d.]+)% at most", text)
     here = [f(map(off, runs)) for f in (median, max) for runs in kinds.values()]
     assert [float(one) for one in said.groups()] == [round(100 * one, 1) for one in here]
     without = re.search(r"it is ([\d.]+)% and ([\d.]+)%", text)
-    assert [float(one) for one in without.groups()] == [round(100 * median(off(one, False) for one in runs), 1) for runs in kinds.values()]
+    assert ([float(one) for one in without.groups()]
+            == [round(100 * median(off(one, False) for one in runs), 1) for runs in kinds.values()])
     assert max(here[:2]) < bench.TARGET and [len(runs) for runs in kinds.values()] == [10, 11]
 
 

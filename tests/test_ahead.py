@@ -1,4 +1,5 @@
-"""What keeps a GPU from waiting, with a device that answers late: a clock of the test's where CUDA's events would be."""
+"""What keeps a GPU from waiting, with a device that answers late: a clock of the test's where
+CUDA's events would be."""
 
 import gc
 import math
@@ -25,9 +26,12 @@ from tests.attack import patience
 def tiny(corpus, monkeypatch) -> Config:
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
-        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 9, "global_batch": 4, "eval_every": 4, "eval_batches": 1, "checkpoint_every": 0, "schedule.warmup_steps": 2,
-        "precision.recipe": "fp32", "system.device": "cpu", "system.compile": False, "system.threads": 1})
+        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 9, "global_batch": 4, "eval_every": 4, "eval_batches": 1, "checkpoint_every": 0,
+        "schedule.warmup_steps": 2,
+        "precision.recipe": "fp32", "system.device": "cpu", "system.compile": False,
+        "system.threads": 1})
 
 
 @pytest.fixture
@@ -50,14 +54,18 @@ def queue(monkeypatch) -> list:
 
 
 def lines(run: Run) -> list[dict]:
-    return [{key: value for key, value in line.items() if key not in ("step_seconds", "peak_bytes", "sha256")} for line in run.metrics]
+    return [{key: value for key, value in line.items()
+             if key not in ("step_seconds", "peak_bytes", "sha256")} for line in run.metrics]
 
 
 def test_numbers_are_told_when_they_arrive_and_none_is_lost(tiny, tmp_path, queue, monkeypatch):
-    """At most AHEAD updates are in the queue; before an evaluation it is empty. The lines are those of a host that waits."""
+    """At most AHEAD updates are in the queue; before an evaluation it is empty. The lines are those
+    of a host that waits."""
     training, told, handed = Training.build(tiny), [], []
     update = Training.update
-    monkeypatch.setattr(Training, "update", lambda self, step, **more: (handed.append((step + 1, len(told))), update(self, step, **more))[1])
+    monkeypatch.setattr(Training, "update",
+                        lambda self, step, **more: (handed.append((step + 1, len(told))),
+                            update(self, step, **more))[1])
     run = fit(training, tmp_path / "late", observers=[lambda record: told.append(record.step)])
     assert told == list(range(1, 10))
     behind = [step - 1 - done for step, done in handed]
@@ -65,7 +73,8 @@ def test_numbers_are_told_when_they_arrive_and_none_is_lost(tiny, tmp_path, queu
     assert len(queue) == 9
     monkeypatch.setattr(ahead, "HostMoment", HostMoment)
     assert lines(run) == lines(fit(Training.build(tiny), tmp_path / "at-once"))
-    assert run.summary["status"] == "complete" and all(line["step_seconds"] > 0 for line in run.metrics)
+    assert (run.summary["status"] == "complete"
+            and all(line["step_seconds"] > 0 for line in run.metrics))
 
 
 def test_what_has_arrived_is_told_at_once(tiny, tmp_path):
@@ -79,7 +88,8 @@ def test_what_has_arrived_is_told_at_once(tiny, tmp_path):
 def test_a_stop_tells_everything_first(tiny, tmp_path, queue):
     control = Control()
     training = Training.build(tiny)
-    training.watchers.append(lambda step: (control.stop("SIGTERM") if step == 6 else None, nullcontext())[1])
+    training.watchers.append(lambda step: (control.stop("SIGTERM") if step == 6 else None,
+        nullcontext())[1])
     run = fit(training, tmp_path / "run", control=control)
     assert [line["step"] for line in run.metrics] == list(range(1, 8)) and run.summary["steps"] == 7
     assert checkpoint.load_latest(run.checkpoints)[0].step == 7
@@ -106,7 +116,9 @@ def test_a_device_that_failed_is_not_asked_for_the_rest(tiny, tmp_path, queue, m
     """The first error is the one that is told."""
     def fail(step: int):
         if step == 7:
-            monkeypatch.setattr(ahead.Arriving, "values", lambda self: (_ for _ in ()).throw(RuntimeError("CUDA error: sticky")))
+            monkeypatch.setattr(ahead.Arriving, "values",
+                                lambda self: (_ for _ in ()).throw(
+                                    RuntimeError("CUDA error: sticky")))
             raise RuntimeError("CUDA error: the first")
         return nullcontext()
 
@@ -114,7 +126,8 @@ def test_a_device_that_failed_is_not_asked_for_the_rest(tiny, tmp_path, queue, m
     training.watchers.append(fail)
     with pytest.raises(RuntimeError, match="the first"):
         fit(training, tmp_path / "run")
-    assert [line["step"] for line in Run(tmp_path / "run").metrics] == list(range(1, 6)), "two were in the queue"
+    assert ([line["step"] for line in Run(tmp_path / "run").metrics]
+            == list(range(1, 6))), "two were in the queue"
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(tiny, tmp_path, queue):
@@ -139,8 +152,10 @@ def test_a_pause_tells_everything_first(tiny, tmp_path, queue):
         told.append(record.step)
 
     training = Training.build(tiny)
-    training.watchers.append(lambda step: (control.go_on.clear() if step == 6 else None, nullcontext())[1])
-    thread = threading.Thread(target=fit, args=(training, tmp_path / "run"), kwargs={"control": control, "observers": [pause]})
+    training.watchers.append(lambda step: (control.go_on.clear() if step == 6 else None,
+        nullcontext())[1])
+    thread = threading.Thread(target=fit, args=(training, tmp_path / "run"),
+                              kwargs={"control": control, "observers": [pause]})
     thread.start()
     for _ in range(600):
         if told[-1:] == [7]:
@@ -164,7 +179,8 @@ class Counted(DataPolicy):
         if step == 5:
             raise ValueError("there is no sixth batch")
         self.made.append((step, threading.current_thread().name))
-        return Batch(torch.full((2, 3), step), torch.full((2, 3), step + 1), weights=torch.full((2, 3), float(step)))
+        return Batch(torch.full((2, 3), step), torch.full((2, 3), step + 1),
+                     weights=torch.full((2, 3), float(step)))
 
 
 class Lane(StatePlacement):
@@ -185,13 +201,16 @@ class Lane(StatePlacement):
 def test_batches_are_the_policys_made_ahead_by_one_thread():
     policy, lane = Counted(), Lane()
     ahead_of = Prefetched(policy, torch.device("cpu"), lane)
-    asked = [0, 1, 2, 2, 1, 2, 3, 0, 4]       # in order, and as two trainings that share the data, or one that resumes, ask
+    # in order, and as two trainings that share the data, or one that resumes, ask
+    asked = [0, 1, 2, 2, 1, 2, 3, 0, 4]
     for step in asked:
         got, want = ahead_of.batch(step), Counted().batch(step)
-        assert got.present.keys() == want.present.keys() and all(map(torch.equal, got.tensors, want.tensors))
+        assert (got.present.keys() == want.present.keys()
+                and all(map(torch.equal, got.tensors, want.tensors)))
     assert {thread for _, thread in policy.made} == {"lpkit-batches_0"}
     assert lane.arrived == asked and len(lane.stored) == 3 * len(policy.made)
-    with pytest.raises(ValueError, match="no sixth"):      # it was made ahead, and failed when it was asked for
+    # it was made ahead, and failed when it was asked for
+    with pytest.raises(ValueError, match="no sixth"):
         ahead_of.batch(5)
     assert torch.equal(ahead_of.batch(3).tokens, Counted().batch(3).tokens)
 
@@ -212,7 +231,8 @@ def test_the_next_batch_is_made_before_it_is_asked_for():
 
 def test_a_run_with_prefetched_batches_is_the_same_run(tiny, tmp_path, monkeypatch):
     whole = fit(Training.build(tiny), tmp_path / "whole")
-    monkeypatch.setattr("lpkit.training.data.prefetched", lambda policy, device: Prefetched(policy, device, StatePlacement()))
+    monkeypatch.setattr("lpkit.training.data.prefetched",
+                        lambda policy, device: Prefetched(policy, device, StatePlacement()))
     control = Control()
     training = Training.build(tiny)
     training.watchers.append(lambda step: (control.stop() if step == 4 else None, nullcontext())[1])
@@ -220,13 +240,15 @@ def test_a_run_with_prefetched_batches_is_the_same_run(tiny, tmp_path, monkeypat
     parts = fit(Training.build(tiny), tmp_path / "parts", resume=True)
     assert lines(parts) == lines(whole)
     same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
-    assert same[0].keys() == same[1].keys() and all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+    assert (same[0].keys() == same[1].keys()
+            and all(torch.equal(same[0][name], same[1][name]) for name in same[0]))
 
 
 def test_nothing_is_left_of_it():
     policy = Prefetched(Counted(), torch.device("cpu"), StatePlacement())
     policy.batch(0)
-    [thread] = [one for one in threading.enumerate() if one.name == "lpkit-batches_0" and one in policy.thread._threads]
+    [thread] = [one for one in threading.enumerate() if one.name == "lpkit-batches_0"
+                and one in policy.thread._threads]
     gone = weakref.ref(policy)
     del policy
     gc.collect()

@@ -33,16 +33,20 @@ def test_the_nursery_tells_of_what_is_written_elsewhere(tmp_path):
     inside, outside = tmp_path / "inside", tmp_path / "outside.txt"
     inside.mkdir()
     with nursery(inside, "tests.test_attack:writes", "tests.attack.command_line:nothing") as forks:
-        assert forks.lpkit(inside / "a.txt", "b.txt", "/dev/null", "b.txt") == 0 and forks.wrote == ""
+        assert (forks.lpkit(inside / "a.txt", "b.txt", "/dev/null", "b.txt") == 0
+                and forks.wrote == "")
         assert forks.lpkit("a.txt", outside) == 0
-        assert [line.split()[0] for line in forks.wrote.splitlines() if str(outside) in line] == ["open", "os.remove"]
+        assert ([line.split()[0] for line in forks.wrote.splitlines() if str(outside) in line]
+                == ["open", "os.remove"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, trials, seen", [
-    ("python_calls", ["Config()", "1 / 0", "open('../a', 'w') and predict(Config(), 'h201')", "open('b', 'w') and predict(Config(), 'h201')"],
+    ("python_calls", ["Config()", "1 / 0", "open('../a', 'w') and predict(Config(), 'h201')",
+                      "open('b', 'w') and predict(Config(), 'h201')"],
      {"nothing raised": 1, "another error": 1, "writes elsewhere": 1, "leaves something": 1}),
-    ("command_line", [["predict", "cpu-3m"], ["doctor", "--help"], ["train", "cpu-3m", "data.source=odd/short.txt"],
+    ("command_line", [["predict", "cpu-3m"], ["doctor", "--help"],
+                      ["train", "cpu-3m", "data.source=odd/short.txt"],
                       ["data", "prepare", "odd/short.txt", "--out", "../tokens"]],
      {"exit code": 2, "not one sentence": 2, "imports torch": 1, "writes elsewhere": 1}),
 ])

@@ -11,7 +11,8 @@ from lpkit.techniques.attention_backends import ATTENTION
 from tests.pages.attention import DTYPES, error, models, run
 
 PAGE = (Path(__file__).parents[1] / "docs" / "attention.md").read_text()
-TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")]
+TABLE = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines()
+         if line.startswith("| ")]
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,8 @@ def found():
 
 def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
     heads = TABLE[0]
-    assert heads == ["backend", *models()] and set(KINDS) <= set(heads), "python -m tests.pages attention"
+    assert (heads == ["backend", *models()] and set(KINDS)
+            <= set(heads)), "python -m tests.pages attention"
     rows = {row[0]: dict(zip(heads, row)) for row in TABLE[1:1 + len(ATTENTION)]}
     assert list(rows) == list(ATTENTION)
     for (name, kind), cells in found.items():
@@ -32,7 +34,8 @@ def test_every_kind_by_every_backend_is_on_the_page_and_true_here(found):
             assert (said[dtype] == "-") == bool(cell.why), (name, kind, dtype, cell)
             # other processors sum in another order; fp8's and 16 bits' errors are the formats'
             if not cell.why:
-                assert float(said[dtype]) / 10 <= float(error(cell)) <= 10 * float(said[dtype]), (name, kind, dtype, cell)
+                assert float(said[dtype]) / 10 <= float(error(cell)) <= 10 * float(said[dtype]), (
+                    name, kind, dtype, cell)
             else:
                 assert cell.why in PAGE, cell
 
@@ -42,17 +45,23 @@ def test_what_does_not_work_says_what_does(found):
         for cell in cells.values():
             assert bool(cell.why) == (error(cell) == "-")
             alone = cell.nearest in ATTENTION and cell.nearest != backend
-            assert not cell.why or alone or re.search(r"; \S+( and \S+)? (can|has|computes every kind)$", cell.why), cell
+            assert (not cell.why or alone or re.search(r"; \S+( and \S+)? (can|has|computes every "
+                                                       r"kind)$", cell.why)), cell
 
 
 @pytest.mark.parametrize("call, why", [
-    (lambda q, k, v, documents: q + 0 * (k + v), "the numbers are wrong, relative error"), (lambda q, k, v, documents: 1 / 0, "ZeroDivisionError"),
-    (lambda q, k, v, documents: q * float("nan") + k + v, "the numbers are wrong, relative error nan")])
+    (lambda q, k, v, documents: q + 0 * (k + v), "the numbers are wrong, relative error"),
+    (lambda q, k, v, documents: 1 / 0, "ZeroDivisionError"),
+    (lambda q, k, v, documents: q * float("nan") + k + v, "the numbers are wrong, relative error "
+                                                          "nan")])
 def test_a_backend_that_raises_or_is_wrong_is_a_sentence(call, why, monkeypatch):
     real = attention.backend
-    monkeypatch.setattr(attention, "backend", lambda name, model: real(name, model) if name == "plain" else call)
-    cell = run("cpu", kinds=["full"], backends=["sdpa"], dtypes=["float32"])["sdpa", "full"]["float32"]
-    assert cell.why.startswith(why) and cell.nearest == "plain", "what fails is no alternative to itself"
+    monkeypatch.setattr(attention, "backend", lambda name, model: real(name, model)
+                        if name == "plain" else call)
+    cell = run("cpu", kinds=["full"], backends=["sdpa"], dtypes=["float32"])["sdpa",
+        "full"]["float32"]
+    assert (cell.why.startswith(why) and cell.nearest
+            == "plain"), "what fails is no alternative to itself"
 
 
 def test_each_kind_leaves_something_out():

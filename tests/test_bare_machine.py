@@ -1,5 +1,5 @@
-"""A bare machine with a GPU lacks most of what the notebooks need: what needs it says so, and the rest runs. Here an import blocker
-makes this machine such a one."""
+"""A bare machine with a GPU lacks most of what the notebooks need: what needs it says so, and the
+rest runs. Here an import blocker makes this machine such a one."""
 
 import json
 import os
@@ -31,7 +31,8 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 
 
 def bare(code: str, absent: set[str], **env: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", BLOCKER.format(absent=absent) + code], capture_output=True, text=True, cwd=ROOT, timeout=560,
+    return subprocess.run([sys.executable, "-c", BLOCKER.format(absent=absent) + code],
+                          capture_output=True, text=True, cwd=ROOT, timeout=560,
                           env={**os.environ, "PYTHONPATH": str(ROOT), **env})
 
 
@@ -40,9 +41,12 @@ def command(words: list[str], absent: set[str]) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("words, absent, said", [
-    (["notebook", "00"], {"nbclient"}, "lpkit: lpkit notebook needs nbclient, which this Python does not have; "),
-    (["notebook", "--all"], {"nbclient", "nbformat", "plotly"}, "lpkit: lpkit notebook needs nbclient, nbformat, plotly, which "),
-    (["lab", "--no-browser"], {"jupyterlab", "jupyter_server"}, "lpkit: lpkit lab needs jupyterlab, jupyter-server, which ")])
+    (["notebook", "00"], {"nbclient"}, "lpkit: lpkit notebook needs nbclient, which this Python "
+                                       "does not have; "),
+    (["notebook", "--all"], {"nbclient", "nbformat", "plotly"}, "lpkit: lpkit notebook needs "
+        "nbclient, nbformat, plotly, which "),
+    (["lab", "--no-browser"], {"jupyterlab", "jupyter_server"}, "lpkit: lpkit lab needs "
+        "jupyterlab, jupyter-server, which ")])
 def test_what_needs_the_absent_is_one_sentence(words, absent, said):
     done = command(words, absent)
     assert done.returncode == 2 and not done.stdout
@@ -54,8 +58,9 @@ def test_what_needs_the_absent_is_one_sentence(words, absent, said):
 def test_the_doctor_and_the_benches_start_without_them():
     done = command(["predict", "gpt2-124m", "--json"], OPTIONAL)
     assert done.returncode == 0 and json.loads(done.stdout), done.stderr
-    done = bare("import tests.bench.ledger, tests.bench.fp8, tests.bench.steps, tests.bench.kernels, lpkit.measure.doctor, tests.bench.evidence",
-                OPTIONAL - {"tokenizers"})
+    done = (bare("import tests.bench.ledger, tests.bench.fp8, tests.bench.steps, "
+                 "tests.bench.kernels, lpkit.measure.doctor, tests.bench.evidence",
+                OPTIONAL - {"tokenizers"}))
     assert done.returncode == 0, done.stderr
 
 
@@ -63,7 +68,8 @@ def test_the_doctor_and_the_benches_start_without_them():
 def test_the_tests_for_a_gpu_are_collected_without_them():
     """No plugin but the one that pyproject.toml configures; hypothesis's own would not load."""
     code = ("import pytest\n"
-            "sys.exit(pytest.main(['--collect-only', '-q', '-m', 'gpu', 'tests', '-p', 'no:cacheprovider', '-p', 'pytest_timeout']))")
+            "sys.exit(pytest.main(['--collect-only', '-q', '-m', 'gpu', 'tests', '-p', "
+            "'no:cacheprovider', '-p', 'pytest_timeout']))")
     done = bare(code, OPTIONAL - {"tokenizers"}, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert "test_gpu.py::test_tensor_cores_give_the_emulated_numbers" in done.stdout
@@ -72,6 +78,8 @@ def test_the_tests_for_a_gpu_are_collected_without_them():
 
 def test_what_is_absent_and_not_optional_is_an_error(tmp_path):
     (tmp_path / "test_it.py").write_text("import no_such_library\n")
-    (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_pycollect_makemodule\n")
-    done = bare(f"import pytest\nsys.exit(pytest.main(['-q', {str(tmp_path)!r}, '-p', 'no:cacheprovider', '-c', '/dev/null']))", set())
+    (tmp_path / "conftest.py").write_text(
+        "from tests.conftest import pytest_pycollect_makemodule\n")
+    done = (bare(f"import pytest\nsys.exit(pytest.main(['-q', {str(tmp_path)!r}, '-p', "
+                 f"'no:cacheprovider', '-c', '/dev/null']))", set()))
     assert done.returncode == 2 and "no_such_library" in done.stdout

@@ -15,20 +15,29 @@ from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import query_blocks
 from tests.test_predict import CPU
 
-HOLES = BlockSparse(block=16, table=tuple("".join("01"[(a + b) % 3 == 1] for b in range(19)) for a in range(19))).rule(300)
-RULES = {"full": Rule(), "window": Rule(window=7), "window and global tokens": Rule(window=130, global_tokens=5),
-         "many global tokens": Rule(window=20, global_tokens=200), "capped": Rule(soft_cap=2.0), "sinks": Rule(sinks=True),
-         "keys to come": Rule(causal=False), "documents both ways": Rule(causal=False, documents=True),
-         "documents": Rule(documents=True, soft_cap=3.0, sinks=True), "documents in windows": Rule(documents=True, window=50),
+HOLES = BlockSparse(block=16, table=tuple("".join("01"[(a + b) % 3 == 1] for b in range(19))
+    for a in range(19))).rule(300)
+RULES = {"full": Rule(), "window": Rule(window=7),
+         "window and global tokens": Rule(window=130, global_tokens=5),
+         "many global tokens": Rule(window=20, global_tokens=200), "capped": Rule(soft_cap=2.0),
+         "sinks": Rule(sinks=True),
+         "keys to come": Rule(causal=False), "documents both ways": Rule(causal=False,
+             documents=True),
+         "documents": Rule(documents=True, soft_cap=3.0, sinks=True),
+         "documents in windows": Rule(documents=True, window=50),
          "block-sparse": BlockSparse(block=16).rule(300), "queries that see nothing": HOLES}
-# of the norm. float32: sums of 300 terms, and tanh of a capped score; 16 bits: q, k, v and weights of 8 or 11 bits are rounded
+# of the norm. float32: sums of 300 terms, and tanh of a capped score; 16 bits: q, k, v and weights
+# of 8 or 11 bits are rounded
 # once, gradients of a block's products once more each
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 0.012, torch.float16: 2e-3}
 SINKS_ARE_FLOAT32 = 5e-7
-IDS = {"one": lambda T, rng: torch.zeros(T, dtype=torch.int64), "of a token each": lambda T, rng: torch.randperm(T, generator=rng),
+IDS = {"one": lambda T, rng: torch.zeros(T, dtype=torch.int64),
+       "of a token each": lambda T, rng: torch.randperm(T, generator=rng),
        "runs": lambda T, rng: (torch.rand(T, generator=rng) < 0.02).cumsum(0),
-       "runs in another order": lambda T, rng: 2**62 - (torch.rand(T, generator=rng) < 0.02).cumsum(0),
-       "runs that come back": lambda T, rng: torch.randint(-2, 2, (T // 20,), generator=rng).repeat_interleave(20),
+       "runs in another order": lambda T, rng: 2**62
+       - (torch.rand(T, generator=rng) < 0.02).cumsum(0),
+       "runs that come back": lambda T, rng: torch.randint(-2, 2, (T // 20,),
+           generator=rng).repeat_interleave(20),
        "drawn for each token": lambda T, rng: torch.randint(0, 5, (T,), generator=rng)}
 
 
@@ -54,15 +63,18 @@ def drawn(T, groups, dtype, rule, batch=2):
     def normal(*shape):
         return torch.randn(shape, generator=rng, dtype=torch.float64)
 
-    inputs = [normal(batch, T, heads, 16).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, groups, groups)]
+    inputs = [normal(batch, T, heads, 16).to(dtype).transpose(1, 2).requires_grad_()
+              for heads in (4, groups, groups)]
     if rule.sinks:
         inputs.append(normal(4).float().requires_grad_())
     documents = (torch.rand(batch, T, generator=rng) < 0.05).cumsum(-1)
     return inputs, documents, normal(batch, 4, T, 16).to(dtype)
 
 
-@pytest.mark.parametrize("dtype, products", [(torch.float64, ""), (torch.float32, ""), (torch.bfloat16, "float32"),
-                                             (torch.bfloat16, "bf16"), (torch.float16, "")], ids=str)
+@pytest.mark.parametrize("dtype, products",
+                         [(torch.float64, ""), (torch.float32, ""), (torch.bfloat16, "float32"),
+                                             (torch.bfloat16, "bf16"), (torch.float16, "")],
+                         ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("T", [1, 5, 123, 300])
 @pytest.mark.parametrize("name", RULES)
@@ -72,7 +84,8 @@ def test_every_rule_forward_and_backward(name, T, groups, dtype, products):
     inputs, documents, d_out = drawn(T, groups, dtype, rule)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     sinks, exact_sinks = (one[3] if rule.sinks else None for one in (inputs, exact))
-    ours, want = attend(*inputs[:3], documents, sinks, rule=rule), definition(*exact[:3], documents, exact_sinks, rule)
+    ours, want = attend(*inputs[:3], documents, sinks, rule=rule), definition(*exact[:3], documents,
+        exact_sinks, rule)
     assert ours.dtype == dtype
     found = [ours, *torch.autograd.grad(ours, inputs, d_out)]
     expected = [want, *torch.autograd.grad(want, exact, d_out.double())]
@@ -89,7 +102,9 @@ def test_a_cpu_that_multiplies_in_a_loop_widens(monkeypatch):
     assert blocked(q, k, v, documents).equal(wide) and not narrow.equal(wide)
 
 
-@pytest.mark.parametrize("rule", [Rule(documents=True), Rule(documents=True, window=150, global_tokens=3)], ids=["full", "window"])
+@pytest.mark.parametrize("rule", [Rule(documents=True),
+                                  Rule(documents=True, window=150, global_tokens=3)],
+    ids=["full", "window"])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("name", IDS)
 def test_documents_by_any_ids(name, groups, rule):
@@ -98,7 +113,8 @@ def test_documents_by_any_ids(name, groups, rule):
     rng = torch.Generator().manual_seed(1)
     documents = torch.stack([IDS[name](300, rng) for _ in range(2)])
     ours, want = blocked(*inputs, documents, rule=rule), definition(*inputs, documents, None, rule)
-    for got, right in zip((ours, *torch.autograd.grad(ours, inputs, d_out)), (want, *torch.autograd.grad(want, inputs, d_out))):
+    for got, right in zip((ours, *torch.autograd.grad(ours, inputs, d_out)),
+                          (want, *torch.autograd.grad(want, inputs, d_out))):
         assert (got - right).norm() <= 1e-12 * right.norm()
 
 
@@ -113,8 +129,8 @@ def test_queries_that_see_nothing_are_zeros_and_their_gradients_finite():
 
 @pytest.mark.parametrize("name", RULES)
 def test_no_block_computes_what_its_spans_leave_out(name):
-    """PyTorch's counter looks inside the kernel: two products over the pairs of spans forward, five backward, of which it does not
-    count the two that add in place."""
+    """PyTorch's counter looks inside the kernel: two products over the pairs of spans forward, five
+    backward, of which it does not count the two that add in place."""
     rule, T = RULES[name], 300
     inputs, documents, d_out = drawn(T, 2, torch.float32, rule)
     documents, sinks = documents if rule.documents else None, inputs[3] if rule.sinks else None
@@ -122,28 +138,36 @@ def test_no_block_computes_what_its_spans_leave_out(name):
     with FlopCounterMode(display=False) as forward:
         _, sums = blocked_attention.attend.__wrapped__(*inputs[:3], documents, sinks, words, False)
     with FlopCounterMode(display=False) as backward:
-        blocked_attention.gradients.__wrapped__(d_out, *inputs[:3], documents, sinks, sums, words, False)
+        blocked_attention.gradients.__wrapped__(d_out, *inputs[:3], documents, sinks, sums, words,
+            False)
     pairs = 0
     for ids in documents.tolist() if rule.documents else [[0] * T] * 2:
         begins = [ids.index(one) for one in ids]
-        pairs += sum((last - first) * sum(max(0, b - max(a, min(begins[first:last]))) for a, b in spans)
+        pairs += sum((last - first) * sum(max(0, b - max(a, min(begins[first:last])))
+            for a, b in spans)
                      for first, last, spans in query_blocks(rule, T))
     assert forward.get_total_flops() == 2 * 2 * 4 * 16 * pairs
     assert backward.get_total_flops() == (5 - 2) * 2 * 4 * 16 * pairs
 
 
-@pytest.mark.parametrize("recipe, used", [("fp32", "blocked"), ("bf16", "blocked"), ("bf16", "blocked-wide")])
+@pytest.mark.parametrize("recipe, used",
+                         [("fp32", "blocked"), ("bf16", "blocked"), ("bf16", "blocked-wide")])
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("kind", [{"name": "full"}, {"name": "window", "size": 40, "global_tokens": 3}, {"name": "block-sparse", "block": 32}],
+@pytest.mark.parametrize("kind", [{"name": "full"},
+                                  {"name": "window", "size": 40, "global_tokens": 3},
+                                  {"name": "block-sparse", "block": 32}],
                          ids=lambda kind: kind["name"])
 def test_the_peak_of_a_step_that_is_its_own(kind, batch, recipe, used, monkeypatch):
-    """What is not in the formula are two numbers of each query of a block, and one of the losses."""
+    """What is not in the formula are two numbers of each query of a block, and one of the
+    losses."""
     monkeypatch.setattr(wide_product, "in_a_loop", lambda: False)
     config = preset("cpu-3m").replace({
-        "model.layers": 2, "model.width": 64, "model.vocab": 16, "model.mlp_width": 64, "model.context": 300, "global_batch": batch,
+        "model.layers": 2, "model.width": 64, "model.vocab": 16, "model.mlp_width": 64,
+        "model.context": 300, "global_batch": batch,
         "precision.recipe": recipe, "system.attention": used, "model.attention": kind})
     found, said = measure.memory(config, device="cpu"), memory(config, CPU)
-    assert found.module == "blocks.1.attention" and said.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3)
+    assert (found.module == "blocks.1.attention"
+            and said.peak_bytes == pytest.approx(found.peak_bytes, rel=2e-3))
 
 
 def test_the_operators_are_what_pytorch_asks_of_one():
@@ -152,4 +176,5 @@ def test_the_operators_are_what_pytorch_asks_of_one():
         words = rule.words
         q, k, v, *sinks = (t.detach() for t in inputs)
         args = (q, k, v, documents if rule.documents else None, sinks[0] if rule.sinks else None)
-        torch.library.opcheck(blocked_attention.attend, (*args, words, True), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(blocked_attention.attend, (*args, words, True),
+                              test_utils=("test_schema", "test_faketensor"))

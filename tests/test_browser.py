@@ -1,7 +1,8 @@
-"""The course as its reader meets it: a served JupyterLab in Chromium. Keys are pressed, figures must change.
+"""The course as its reader meets it: a served JupyterLab in Chromium. Keys are pressed, figures
+must change.
 
-Every test also demands that nothing went wrong on the way: no page error, no request to another host, nothing on
-standard error, no failed cell.
+Every test also demands that nothing went wrong on the way: no page error, no request to another
+host, nothing on standard error, no failed cell.
 """
 
 import io
@@ -21,8 +22,10 @@ from tests.attack import patience
 def write_notebook(path: Path, cells: list[str]) -> Path:
     """A notebook of code cells (markdown where a cell starts with '# md')."""
     notebook = nbformat.v4.new_notebook()
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip()) if cell.startswith("# md")
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3",
+                                    "language": "python"}
+    notebook.cells = [nbformat.v4.new_markdown_cell(cell.removeprefix("# md").strip())
+                      if cell.startswith("# md")
                       else nbformat.v4.new_code_cell(cell) for cell in cells]
     nbformat.write(notebook, path)
     return path
@@ -30,7 +33,8 @@ def write_notebook(path: Path, cells: list[str]) -> Path:
 
 pytestmark = pytest.mark.browser
 COURSE = Path(__file__).parents[1] / "notebooks"
-DATA = "() => [...document.querySelectorAll('.lpkit-figure')].map(figure => JSON.stringify(figure.data))"
+DATA = ("() => [...document.querySelectorAll('.lpkit-figure')].map(figure => "
+        "JSON.stringify(figure.data))")
 
 EXPLORER = ["""
 from lpkit.errors import ConfigError
@@ -92,7 +96,8 @@ class Run:
 
 @pytest.fixture
 def notebook(lab):
-    """notebook(name, cells or a Path, theme) -> the notebook, open; at the end nothing may have gone wrong in it."""
+    """notebook(name, cells or a Path, theme) -> the notebook, open; at the end nothing may have
+    gone wrong in it."""
     opening, folder = lab
     opened = []
 
@@ -138,8 +143,9 @@ def test_a_slider_moves_the_figure_and_plotly_is_loaded_once(notebook):
     slider = page.locator(".widget-slider .noUi-handle").first
     title = page.locator(".lpkit-figure .gtitle").first
     for devices in (2, 3):
-        press_until(page, slider, "ArrowRight",
-                    f"() => document.querySelector('.lpkit-figure .gtitle').textContent === 'devices={devices}'")
+        (press_until(page, slider, "ArrowRight",
+                    f"() => document.querySelector('.lpkit-figure .gtitle').textContent === "
+                    f"'devices={devices}'"))
     assert json.loads(page.evaluate(DATA)[0])[0]["x"] == [1 / 3, 5 / 3]
 
     slider.press("ArrowRight")    # the impossible choice: a sentence, and the last good figure
@@ -150,16 +156,19 @@ def test_a_slider_moves_the_figure_and_plotly_is_loaded_once(notebook):
 
     menu = page.locator(".widget-dropdown select").first
     menu.select_option("Lion")
-    page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.x?.[1] === 4 / 5")
+    page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.x?.[1] === 4 "
+                           "/ 5")
 
     field = page.locator(".widget-text input[type=number]").first
     field.fill("3.5")
     field.press("Enter")
     page.wait_for_timeout(200)
-    assert printed(page, "print(guess.value, explorer.choices)") == "3.5 {'devices': 5, 'optimizer': 'Lion'}"
+    assert (printed(page, "print(guess.value, explorer.choices)")
+            == "3.5 {'devices': 5, 'optimizer': 'Lion'}")
 
     # many specs at once: the last is shown, and the page is not kept busy with each
-    printed(page, "for i in range(300): explorer.figure.show({'data': [{'y': [i, 2, 3]}]})\nprint('sent')")
+    (printed(page, "for i in range(300): explorer.figure.show({'data': [{'y': [i, 2, "
+                   "3]}]})\nprint('sent')"))
     first = "document.querySelector('.lpkit-figure')"
     page.wait_for_function(f"() => {first}?.data?.[0]?.y?.[0] === 299")
     assert page.evaluate(f"() => Number({first}.dataset.drawn)") < 150
@@ -170,7 +179,9 @@ def test_pause_and_stop_are_heard_and_the_figure_is_live(notebook):
     opened.run()
     opened.settle()
     page = opened.page
-    page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 60")   # it grows by itself
+    # it grows by itself
+    page.wait_for_function(
+        "() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 60")
     pause = page.get_by_role("button", name="Pause").first
     pause.click()
     page.get_by_text("paused", exact=True).first.wait_for()
@@ -178,20 +189,26 @@ def test_pause_and_stop_are_heard_and_the_figure_is_live(notebook):
     page.get_by_text("paused", exact=True).first.wait_for(state="hidden")
     for i in range(3):
         page.get_by_role("button", name="Stop").nth(i).click()
-        page.wait_for_function("i => document.querySelectorAll('b').length && [...document.querySelectorAll('b')]"
+        page.wait_for_function("i => document.querySelectorAll('b').length && "
+                               "[...document.querySelectorAll('b')]"
                                ".filter(b => b.textContent === 'stopped').length === i + 1", arg=i)
 
 
 def test_stop_is_heard_while_a_cell_awaits(notebook):
-    opened = notebook("await.ipynb", [*LIVE[:1], "run = Run()\nLiveRun(run)",
-                                      "print('awaits')\nwhile not run.done:\n    await asyncio.sleep(0.05)\nprint('ended')"])
+    opened = (notebook("await.ipynb", [*LIVE[:1], "run = Run()\nLiveRun(run)",
+                                      "print('awaits')\nwhile not run.done:\n    await "
+                                      "asyncio.sleep(0.05)\nprint('ended')"]))
     opened.command("notebook:run-all-cells")
-    opened.page.get_by_text("awaits", exact=True).wait_for()     # the run grows from the cell before on: its points say nothing of this one
-    opened.page.wait_for_function("() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 20")
-    opened.page.wait_for_function("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status == 'busy'")
+    # the run grows from the cell before on: its points say nothing of this one
+    opened.page.get_by_text("awaits", exact=True).wait_for()
+    opened.page.wait_for_function(
+        "() => document.querySelector('.lpkit-figure')?.data?.[0]?.y.length > 20")
+    (opened.page.wait_for_function(
+        "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.status == 'busy'"))
     opened.page.get_by_role("button", name="Stop").click()
     opened.page.wait_for_function("() => window.lpkitDone", timeout=20_000 * patience())
-    assert [output["text"] for output in opened.outputs() if "text" in output] == ["awaits\nended\n"]
+    assert ([output["text"] for output in opened.outputs() if "text" in output]
+            == ["awaits\nended\n"])
 
 
 def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
@@ -200,7 +217,8 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
     opened.run(seconds=200)
     opened.settle()
     hidden = len(opened.page.evaluate(DATA))
-    opened.page.get_by_role("button", name="Show it without a guess").click()       # Run All ran past the guess
+    # Run All ran past the guess
+    opened.page.get_by_role("button", name="Show it without a guess").click()
     opened.page.wait_for_function(f"n => ({DATA})().length > n", arg=hidden)
     opened.settle()
     before = opened.page.evaluate(DATA)
@@ -208,7 +226,8 @@ def test_the_memory_notebook_redraws_when_its_slider_moves(notebook):
     slider.focus()
     slider.press("ArrowRight")
     opened.page.wait_for_function(
-        f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before, timeout=10_000 * patience())
+        f"before => JSON.stringify(({DATA})()) !== JSON.stringify(before)", arg=before,
+        timeout=10_000 * patience())
 
 
 GUESSED = ["""
@@ -248,7 +267,8 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
     text("-20.0%, inside your 90%").wait_for()
     text("It is 100 MB (your guess: -20.0%), and your 90% held.").wait_for()
     (kept,) = learner.read().guesses
-    assert (kept.name, kept.value, kept.factor, kept.measured, kept.held) == ("01.browser", 80.0, 1.25, 100.0, True)
+    assert ((kept.name, kept.value, kept.factor, kept.measured, kept.held) == ("01.browser", 80.0,
+        1.25, 100.0, True))
 
     opened.command("docmanager:save")
     page.wait_for_function("() => window.lpkitDone")
@@ -261,7 +281,8 @@ def test_a_guess_is_locked_revealed_scored_and_kept(notebook):
 
 
 def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
-    cells = [GUESSED[0].replace("How many bytes?", "How many seconds?"), *GUESSED[1:], "print('the end')"]
+    cells = [GUESSED[0].replace("How many bytes?", "How many seconds?"), *GUESSED[1:],
+             "print('the end')"]
     opened = notebook("past.ipynb", cells)
     opened.run()
     text = said(opened)
@@ -275,8 +296,11 @@ def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
 
 def test_run_all_goes_on_after_a_claim_that_fails(lab):
     opening, folder = lab
-    path = write_notebook(folder / "claim.ipynb", ["from lpkit.course.claims import claim\nwith claim('two is more than three'):\n"
-                                                   "    assert 2 > 3, 'it is less'", "print('went on')"])
+    path = (write_notebook(folder / "claim.ipynb",
+                          ["from lpkit.course.claims import claim\nwith claim('two is more than "
+                           "three'):\n"
+                                                   "    assert 2 > 3, 'it is less'", "print('went "
+                                                       "on')"]))
     book = nbformat.read(path, as_version=4)
     book.cells[0].metadata["tags"] = ["claim", "raises-exception"]
     nbformat.write(book, path)
@@ -290,7 +314,7 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
     opened.close()
 
 
-THEMED = ["""
+THEMED = (["""
 import lpkit
 from lpkit.course.claims import claim
 from lessons.judging.learner import check
@@ -311,10 +335,14 @@ def refuses(size):
 
 Explorer(refuses, size=[1, 2])
 """, "guess = Guess('How many bytes?', unit='GB', low=0.1, high=10)\nguess", "guess.reveal('text')",
-    "locked = Guess('How many?', unit='GB', low=0.1, high=10)\nlocked.lock()\nlocked", "locked.reveal('what was hidden')",
-    "with claim('it is so'):\n    assert True", "Comparison((Row(name='peak', formula=1.0, measured=1.1, unit='GB', where='here'),))",
-    "check(EXERCISES['03.cast'], lambda *_: None)", "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
-    "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', devices=64))\nExplorer(show, **controls)", *LIVE]
+    "locked = Guess('How many?', unit='GB', low=0.1, high=10)\nlocked.lock()\nlocked",
+    "locked.reveal('what was hidden')",
+    "with claim('it is so'):\n    assert True",
+    "Comparison((Row(name='peak', formula=1.0, measured=1.1, unit='GB', where='here'),))",
+    "check(EXERCISES['03.cast'], lambda *_: None)",
+    "check(EXERCISES['00.uniform_loss'], EXERCISES['00.uniform_loss'].spec)",
+    "show, controls = layouts_view(plan(lpkit.preset('llama-8b'), 1e12, 'h200', "
+    "devices=64))\nExplorer(show, **controls)", *LIVE])
 
 PROSE = """# md <details><summary>Answers</summary>
 
@@ -324,12 +352,14 @@ PROSE = """# md <details><summary>Answers</summary>
 
 
 def test_answers_fold_and_terms_have_their_words(notebook):
-    """The lab cleans markdown before it shows it: a folded answer, a term's explanation and a link stay."""
+    """The lab cleans markdown before it shows it: a folded answer, a term's explanation and a link
+    stay."""
     page = notebook("prose.ipynb", [PROSE]).page
     term = page.locator(".jp-RenderedMarkdown abbr")
     assert term.get_attribute("title") == "from which on" and not term.is_visible()
     page.get_by_text("Answers", exact=True).click()
-    assert term.is_visible() and page.locator(".jp-RenderedMarkdown li a").inner_text() == "02 Where"
+    assert (term.is_visible() and page.locator(".jp-RenderedMarkdown li a").inner_text()
+            == "02 Where")
 
 
 DRAWN = ["""
@@ -347,7 +377,8 @@ from lpkit.techniques.formats import FORMATS
 rows = [Row(name="peak", formula=1.0, measured=1.1, guess=2.0, unit="GB", where="here"), Row(name="MFU", formula=40, measured=30, unit="%", where="")]
 Figure(comparison_figure(rows, title="Off"))
 """, "Figure(memory_figure(memory(lpkit.preset('llama-8b'), CATALOGUE['h200'])))", "Figure(ranges_figure(FORMATS.values()))",
-    "Figure(landing_figure(landings(0.3).values())[0])", "Figure(value_figure(listed()['e4m3fn'], 75))"]
+    "Figure(landing_figure(landings(0.3).values())[0])",
+    "Figure(value_figure(listed()['e4m3fn'], 75))"]
 
 # The least contrast of any text outside the figures, by the formula of WCAG 2.
 CONTRAST = """() => {
@@ -369,16 +400,19 @@ CONTRAST = """() => {
 
 
 def contrast(crop):
-    """Of the pixels of a text: the commonest is the ground; of the others the farthest from it, by the formula of WCAG 2."""
+    """Of the pixels of a text: the commonest is the ground; of the others the farthest from it, by
+    the formula of WCAG 2."""
     values = np.asarray(crop.convert("RGB"), dtype=float) / 255
-    light = np.where(values <= 0.03928, values / 12.92, ((values + 0.055) / 1.055) ** 2.4) @ (0.2126, 0.7152, 0.0722)
+    light = (np.where(values <= 0.03928, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+             @ (0.2126, 0.7152, 0.0722))
     levels, counts = np.unique(light.round(4), return_counts=True)
     under = levels[counts.argmax()]
     return max((max(level, under) + 0.05) / (min(level, under) + 0.05) for level in levels)
 
 
 def texts_of_figures(page):
-    """(contrast, text) of what is written in figures, as painted; three device pixels to one, so that strokes have a core."""
+    """(contrast, text) of what is written in figures, as painted; three device pixels to one, so
+    that strokes have a core."""
     device = {**page.viewport_size, "deviceScaleFactor": 3, "mobile": False}
     page.context.new_cdp_session(page).send("Emulation.setDeviceMetricsOverride", device)
     found = []
@@ -390,7 +424,8 @@ def texts_of_figures(page):
                 const box = text.getBoundingClientRect();
                 return [text.textContent, box.left - home.left, box.top - home.top, box.right - home.left, box.bottom - home.top] }) }""")
         scale = image.width / figure.bounding_box()["width"]
-        found += [(contrast(image.crop([round(scale * edge) for edge in box])), said) for said, *box in boxes if box[2] - box[0] > 3]
+        found += [(contrast(image.crop([round(scale * edge) for edge in box])), said)
+                  for said, *box in boxes if box[2] - box[0] > 3]
     return sorted(found)
 
 
@@ -416,7 +451,8 @@ def test_everything_can_be_read_in_either_theme(notebook, theme):
     opened.run()
     opened.settle()
     found = opened.page.evaluate(CONTRAST)
-    assert len(found) > 40 and any("no size will do" in said for _, said in found) and any(said == "wrong" for _, said in found)
+    assert (len(found) > 40 and any("no size will do" in said for _, said in found)
+            and any(said == "wrong" for _, said in found))
     assert found[0][0] >= 4.5, found[:5]
 
 
@@ -425,22 +461,32 @@ def test_the_lab_shows_the_live_figure_and_the_pictures_of_a_folder(notebook, la
     folder = lab[1] / "pictures"
     folder.mkdir(exist_ok=True)
     shutil.copy(COURSE / "pictures" / "03.svg", folder)
-    opened = notebook("both.ipynb", ["# md\n# A title\n\n![what it shows](pictures/03.svg)", "from lessons.figures.explorer import Explorer\n"
-                                     "Explorer(lambda n: {'data': [{'y': [n, 2]}], 'layout': {'title': 'live'}}, n=[1, 2])"])
+    opened = (notebook("both.ipynb", ["# md\n# A title\n\n![what it shows](pictures/03.svg)",
+                                     "from lessons.figures.explorer import Explorer\n"
+                                     "Explorer(lambda n: {'data': [{'y': [n, 2]}], 'layout': "
+                                     "{'title': 'live'}}, n=[1, 2])"]))
     opened.run()
     opened.settle()
     [output] = opened.outputs()
     assert {"image/svg+xml", "application/vnd.jupyter.widget-view+json"} <= output["data"].keys()
     page = opened.page
-    assert page.locator(".jp-OutputArea .lpkit-figure .main-svg").count() and not page.locator(".jp-OutputArea .jp-RenderedSVG").count()
-    assert page.locator(".jp-RenderedMarkdown img").evaluate("image => image.decode().then(() => [image.naturalWidth, image.alt])") == [800, "what it shows"]
+    assert (page.locator(".jp-OutputArea .lpkit-figure .main-svg").count()
+            and not page.locator(".jp-OutputArea .jp-RenderedSVG").count())
+    assert (page.locator(".jp-RenderedMarkdown img").evaluate("image => image.decode().then(() => "
+        "[image.naturalWidth, image.alt])") == [800, "what it shows"])
 
 
 def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scrolls(notebook):
     words = "a title that is longer than the page of a phone is wide, and &lt; 760 pixels"
-    opened = notebook("narrow.ipynb", [f"from lessons.judging.questions import Guess\nfrom lessons.figures.figure import Figure\nfrom lpkit.tables import html_table\nfigure = Figure({{'data': [{{'y': [1, 3, 2], 'mode': 'markers', 'marker': {{'size': 40}}}}], 'layout': {{'title': '{words}'}}}})\nfigure",
-                                       "from IPython.display import HTML\nguess = Guess('How many?', unit='s', low=1, high=9)\n"
-                                       "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * 50)])))"])
+    opened = (notebook("narrow.ipynb",
+                      [f"from lessons.judging.questions import Guess\nfrom lessons.figures.figure "
+                       f"import Figure\nfrom lpkit.tables import html_table\nfigure = "
+                       f"Figure({{'data': [{{'y': [1, 3, 2], 'mode': 'markers', 'marker': "
+                       f"{{'size': 40}}}}], 'layout': {{'title': '{words}'}}}})\nfigure",
+                                       "from IPython.display import HTML\nguess = Guess('How "
+                                       "many?', unit='s', low=1, high=9)\n"
+                                       "guess.reveal(HTML(html_table(('a', 'b'), [('x' * 15, '1' * "
+                                       "50)])))"]))
     opened.run()
     opened.settle()
     page, title = opened.page, opened.page.locator(".lpkit-title")
@@ -450,14 +496,17 @@ def test_on_a_narrow_page_a_figure_fits_under_a_title_that_wraps_and_a_table_scr
     page.wait_for_function("""() => {
         const box = document.querySelector('.lpkit-box'), figure = document.querySelector('.lpkit-figure .main-svg').getBoundingClientRect();
         return box.clientWidth < 390 && Math.abs(figure.width - box.clientWidth) < 2 && Math.abs(figure.height - box.clientHeight) < 2 }""")
-    assert title.inner_text() == words.replace("&lt;", "<") and not page.locator(".gtitle").is_visible()
-    assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === e.clientWidth")
+    assert (title.inner_text() == words.replace("&lt;", "<")
+            and not page.locator(".gtitle").is_visible())
+    assert title.evaluate("e => e.getBoundingClientRect().right <= 390 && e.scrollWidth === "
+                          "e.clientWidth")
     middle = page.locator(".lpkit-figure .point").nth(1).bounding_box()
     page.mouse.move(middle["x"] + middle["width"] / 2, middle["y"] + middle["height"] / 2, steps=4)
     page.locator(".lpkit-figure .hovertext").wait_for()
     page.mouse.click(middle["x"] + middle["width"] / 2, middle["y"] + middle["height"] / 2)
     page.wait_for_timeout(300)
-    assert printed(page, "print(figure.clicked)") == "{'curve': 0, 'x': 1, 'y': 3}", "a scaled figure hears clicks where its points are"
+    assert (printed(page, "print(figure.clicked)")
+            == "{'curve': 0, 'x': 1, 'y': 3}"), "a scaled figure hears clicks where its points are"
     page.set_viewport_size({"width": 1200, "height": 900})
     page.wait_for_function("() => document.querySelector('.lpkit-figure').style.transform === ''")
     page.set_viewport_size({"width": 390, "height": 900})
@@ -524,15 +573,19 @@ SLOW = """() => { AbortSignal.timeout = () => { // as on a page that is busy for
 
 
 def test_a_figure_follows_on_a_page_that_is_slow_to_load_it(lab):
-    """anywidget's own model loses every update there: the figure stayed empty, and no slider moved it."""
+    """anywidget's own model loses every update there: the figure stayed empty, and no slider moved
+    it."""
     open_notebook, folder = lab
-    write_notebook(folder / "slow.ipynb", [EXPLORER[0], "explorer.set(devices=5, optimizer='Lion')"])
+    write_notebook(folder / "slow.ipynb",
+                   [EXPLORER[0], "explorer.set(devices=5, optimizer='Lion')"])
     opened = open_notebook("slow.ipynb")
     opened.page.evaluate(SLOW)
     opened.run()
     opened.settle()
-    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.2')", timeout=20_000 * patience())
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.2')",
+                                  timeout=20_000 * patience())
     opened.page.locator(".noUi-handle").first.press("ArrowLeft")        # refused
     opened.page.locator(".noUi-handle").first.press("ArrowLeft")
-    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.333')", timeout=20_000 * patience())
+    opened.page.wait_for_function(f"() => ({DATA})()[0]?.includes('0.333')",
+                                  timeout=20_000 * patience())
     opened.close()

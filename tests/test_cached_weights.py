@@ -1,4 +1,5 @@
-"""Casts of weights that are kept over an update: the same bits as casts that are made anew, and no older than the weight."""
+"""Casts of weights that are kept over an update: the same bits as casts that are made anew, and no
+older than the weight."""
 
 import copy
 from contextlib import nullcontext
@@ -20,7 +21,8 @@ from lpkit.training.steps import advance
 CAST = [name for name, recipe in RECIPES.items() if recipe.products]
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 # serves y and dx; others: two
-ONE_CAST = dict.fromkeys(("fp8-tensorwise", "fp8-delayed", "fp8-blockwise", "fp8-blockwise-pow2", "nvfp4", "nvfp4-published"), 1)
+ONE_CAST = dict.fromkeys(("fp8-tensorwise", "fp8-delayed", "fp8-blockwise", "fp8-blockwise-pow2",
+                          "nvfp4", "nvfp4-published"), 1)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,14 +50,17 @@ class Counting:
 
 def layer(recipe: str, backend: str = "emulated", **settings) -> nn.Module:
     torch.manual_seed(0)
-    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up", seed=0)
+    made = BACKENDS[backend].wrap(nn.Linear(128, 256), resolve(recipe, **settings), name="up",
+                                  seed=0)
     made.arithmetic = Counting(made.arithmetic, made.weight)
     return made
 
 
-def updates(module: nn.Module, *, cached: bool, recompute: bool = False, count: int = 3, parts: int = 3) -> list[torch.Tensor]:
+def updates(module: nn.Module, *, cached: bool, recompute: bool = False, count: int = 3,
+            parts: int = 3) -> list[torch.Tensor]:
     """Everything that three updates of three micro-batches produce."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)     # does not count versions
+    # does not count versions
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     seen = []
     for update in range(count):
         with weights_cached(module) if cached else nullcontext():
@@ -76,18 +81,24 @@ def updates(module: nn.Module, *, cached: bool, recompute: bool = False, count: 
 @pytest.mark.parametrize("recipe", CAST)
 def test_the_same_bits_from_fewer_casts(recipe, recompute):
     plain, kept = layer(recipe), layer(recipe)
-    want, got = (updates(module, cached=module is kept, recompute=recompute) for module in (plain, kept))
+    want, got = (updates(module, cached=module is kept, recompute=recompute)
+                 for module in (plain, kept))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     each = ONE_CAST.get(recipe, 2)
     assert plain.arithmetic.casts == 3 * 3 * each * (1 + recompute)
-    # a history still empty, or that a grown weight has just entered, gives the second micro-batch another scale
-    assert kept.arithmetic.casts <= 3 * 2 if recipe == "fp8-delayed" else kept.arithmetic.casts == 3 * each
+    # a history still empty, or that a grown weight has just entered, gives the second micro-batch
+    # another scale
+    assert (kept.arithmetic.casts <= 3 * 2 if recipe == "fp8-delayed"
+            else kept.arithmetic.casts == 3 * each)
     assert kept.cache is None, "nothing is held after an update"
 
 
-@pytest.mark.parametrize("settings", [dict(recipe="nvfp4", gradient_rounding="stochastic"), dict(recipe="mxfp8", pad=True),
-                                      dict(recipe="fp8-rowwise", gradient_rounding="stochastic", transform="hadamard"),
-                                      dict(recipe="fp8-delayed", history=2, history_rule="most-recent", margin=1)])
+@pytest.mark.parametrize("settings", [dict(recipe="nvfp4", gradient_rounding="stochastic"),
+    dict(recipe="mxfp8", pad=True),
+                                      dict(recipe="fp8-rowwise", gradient_rounding="stochastic",
+                                           transform="hadamard"),
+                                      dict(recipe="fp8-delayed", history=2,
+                                           history_rule="most-recent", margin=1)])
 def test_settings_that_change_a_row_change_nothing_here(settings):
     want, got = (updates(layer(**settings), cached=cached) for cached in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
@@ -103,10 +114,13 @@ def test_a_weight_that_changes_is_cast_anew():
     module, x = layer("fp8-rowwise"), noise(4, 128)
     changes = {
         "in place": lambda: nn.init.ones_(module.weight),
-        "an optimizer that counts versions": lambda: torch.optim.SGD([module.weight], lr=1.0, foreach=True).step(),
-        "loaded": lambda: module.load_state_dict({key: value * 2 for key, value in module.state_dict().items()}),
+        "an optimizer that counts versions": lambda: torch.optim.SGD([module.weight], lr=1.0,
+            foreach=True).step(),
+        "loaded": lambda: module.load_state_dict({key: value * 2
+            for key, value in module.state_dict().items()}),
         "another tensor inside": lambda: setattr(module.weight, "data", module.weight.data * 3),
-        "another parameter": lambda: setattr(module, "weight", nn.Parameter(noise(256, 128, seed=7))),
+        "another parameter": lambda: setattr(module, "weight",
+            nn.Parameter(noise(256, 128, seed=7))),
     }
     with weights_cached(module):
         module(x)
@@ -117,7 +131,8 @@ def test_a_weight_that_changes_is_cast_anew():
             module.cache, cache = None, module.cache
             assert torch.equal(got, module(x)), what
             module.cache = cache
-    with weights_cached(module), torch.autocast("cpu", torch.bfloat16):      # another dtype within one update
+    # another dtype within one update
+    with weights_cached(module), torch.autocast("cpu", torch.bfloat16):
         low = module(x)
         with torch.autocast("cpu", enabled=False):
             assert module(x).dtype == torch.float32 and low.dtype == torch.bfloat16
@@ -141,14 +156,17 @@ def ask(recipe="mxfp8", backend="emulated", device=CPU, compiled=False, forwards
 
 def test_what_is_used_and_why():
     assert ask().used == "cached" and "4 forwards" in ask().why
-    for choice, why in ((ask(forwards=1), "cast once in an update anyway"), (ask(backend="torchao"), "library"),
-                        (ask(recipe="fp8-tensorwise", backend="scaled_mm", compiled=True), "in the graph of torch.compile"),
+    for choice, why in ((ask(forwards=1), "cast once in an update anyway"),
+                        (ask(backend="torchao"), "library"),
+                        (ask(recipe="fp8-tensorwise", backend="scaled_mm", compiled=True),
+                         "in the graph of torch.compile"),
                         (ask(compiled=True), "in the graph of torch.compile"),
                         (ask(recipe="fp8-delayed", device=CUDA), "wait for the GPU")):
         assert (choice.asked, choice.used) == ("true", "cast") and why in choice.why
     with pytest.raises(ConfigError, match=r"cache_weight_casts=true.*bf16: it casts no weight"):
         ask(recipe="bf16")
-    with pytest.raises(ConfigError, match=r"precision\.cache_weight_casts must be true or false, got 'cache'"):
+    with pytest.raises(ConfigError,
+                       match=r"precision\.cache_weight_casts must be true or false, got 'cache'"):
         Config().replace({"precision.cache_weight_casts": "cache"})
 
 
@@ -167,12 +185,15 @@ def test_under_compile_where_casts_are_fused_they_are_made_as_ever():
 @pytest.fixture(scope="module")
 def tiny(corpus) -> Config:
     return Config().replace({
-        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64, "data.source": str(corpus), "global_batch": 8,
-        "grad_accum_steps": 4, "steps": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "system.device": "cpu",
+        "model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 64,
+        "data.source": str(corpus), "global_batch": 8,
+        "grad_accum_steps": 4, "steps": 4, "eval_every": 2, "eval_batches": 1,
+        "checkpoint_every": 2, "system.device": "cpu",
         "system.threads": 1})
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise",
+                                    "mxfp8", "nvfp4"])
 def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     config = tiny.replace({"precision.recipe": recipe})
     cached = config.replace({"precision.cache_weight_casts": True})
@@ -182,8 +203,11 @@ def test_a_run_and_its_resume_are_the_same_bit_for_bit(tiny, recipe, tmp_path):
     handle.result()
     parts = train(cached, out=tmp_path / "parts", resume=True)
     assert "weight_casts" not in want.summary["chosen"]
-    assert whole.summary["chosen"]["weight_casts"]["used"] == parts.summary["chosen"]["weight_casts"]["used"] == "cached"
-    steps = [[(line["loss"], line["grad_norm"]) for line in run.metrics] for run in (want, whole, parts)]
-    assert steps[0] == steps[1] == steps[2] and want.summary["val_loss"] == whole.summary["val_loss"]
+    assert (whole.summary["chosen"]["weight_casts"]["used"]
+            == parts.summary["chosen"]["weight_casts"]["used"] == "cached")
+    steps = [[(line["loss"], line["grad_norm"]) for line in run.metrics]
+             for run in (want, whole, parts)]
+    assert (steps[0] == steps[1] == steps[2] and want.summary["val_loss"]
+            == whole.summary["val_loss"])
     same = [load_latest(run.checkpoints)[0].tensors for run in (want, whole, parts)]
     assert all(torch.equal(same[0][name], other[name]) for other in same[1:] for name in same[0])

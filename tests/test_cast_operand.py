@@ -1,6 +1,8 @@
-"""The fused casts against `quantise`, for every cast of every recipe, and against others' casts: ml_dtypes, torchao.
+"""The fused casts against `quantise`, for every cast of every recipe, and against others' casts:
+ml_dtypes, torchao.
 
-On a CPU Triton's interpreter runs them. `tests/test_kernels.py` holds each kernel to its definition on awkward examples.
+On a CPU Triton's interpreter runs them. `tests/test_kernels.py` holds each kernel to its definition
+on awkward examples.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def operand_x(M=128, K=128, seed=0):
 
 def cast_operand(*arguments, version="triton", **how):
     kernels = {name: KERNELS[name].load() for name in BACKENDS["scaled_mm"].kernels.values()}
-    by = {name: {"reference": kernel.definition, **kernel.versions}[version] for name, kernel in kernels.items()}
+    by = {name: {"reference": kernel.definition, **kernel.versions}[version]
+          for name, kernel in kernels.items()}
     return fused(*arguments, by=by.__getitem__, **how)
 
 
@@ -110,8 +113,8 @@ def test_every_cast_of_every_recipe_is_quantises(name, version):
 @pytest.mark.parametrize("scale", ["power-of-two", "power-of-two-floor"])
 @pytest.mark.parametrize("element", ["e4m3fn", "e5m2"])
 def test_every_exponent_has_one_scale_and_the_same_codes_every_way(element, scale):
-    """Triton's kernel, the definition of fused casts and `cast.mx` (C), of subnormals, infinities and NaN too. A block of zeros has
-    the scale 1 or, as in torchao, the least."""
+    """Triton's kernel, the definition of fused casts and `cast.mx` (C), of subnormals, infinities
+    and NaN too. A block of zeros has the scale 1 or, as in torchao, the least."""
     x = every_exponent().to(DEVICE)
     how = Cast(format=element, block=MX_BLOCK, scale=scale)
     made = mx(x.cpu(), FORMATS[element], rule=SCALES[scale].fused, dtype=torch.uint8)
@@ -120,7 +123,9 @@ def test_every_exponent_has_one_scale_and_the_same_codes_every_way(element, scal
         got = cast_operand(x, how, version=version, swizzled=False)
         code, data = got.scale.view(torch.uint8).cpu()[:, 0], got.data.view(torch.uint8).cpu()
         assert torch.equal(code[some], made.scales[some, 0]), version
-        assert (code[~some] == {"power-of-two": 127, "power-of-two-floor": 126 - FORMATS[element].max_exponent}[scale]).all()
+        assert (code[~some] == {"power-of-two": 127,
+                                "power-of-two-floor": 126 - FORMATS[element].max_exponent}[
+                                    scale]).all()
         finite = x.isfinite().all(1).cpu()
         assert (code[~finite] == 255).all() and got.data.float().cpu()[~finite].isnan().all()
         assert torch.equal(data[finite], made.values[finite])
@@ -159,7 +164,8 @@ def test_values_are_ml_dtypes_casts_of_exact_quotients(name):
     assert got.scale.item() == scale
     kind = {"e4m3fn": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[name]
     steps = (x.cpu().numpy().astype(np.float64) / np.float64(scale)).astype(np.float32)
-    assert np.array_equal(got.data.cpu().view(torch.uint8).numpy(), steps.astype(kind).view(np.uint8))
+    assert np.array_equal(got.data.cpu().view(torch.uint8).numpy(),
+                          steps.astype(kind).view(np.uint8))
 
 
 @jit
@@ -170,15 +176,18 @@ def _divide(a, b, out, BLOCK: tl.constexpr):
 
 
 def test_division_by_a_reciprocal_has_the_bits_of_a_division():
-    """Random bits, and the divisors that are hard: mantissas all ones, one more than a power of two."""
+    """Random bits, and the divisors that are hard: mantissas all ones, one more than a power of
+    two."""
     rng = torch.Generator().manual_seed(0)
     n = 2**18
     mantissa = torch.randint(2**23, (n,), generator=rng)
     mantissa[::5], mantissa[1::5], mantissa[2::5] = 2**23 - 1, 1, 0
-    b = (mantissa | (torch.randint(60, 190, (n,), generator=rng) << 23)).int().view(torch.float32).to(DEVICE)
+    b = (mantissa | (torch.randint(60, 190, (n,), generator=rng) << 23)).int().view(
+        torch.float32).to(DEVICE)
     a = (torch.randn(n, generator=rng).to(DEVICE) * 400 * b)
     a[::7] = -0.0
-    a[3::7] = (b * torch.randint(1, 449, (n,), generator=rng).to(DEVICE))[3::7]     # near or at whole quotients
+    # near or at whole quotients
+    a[3::7] = (b * torch.randint(1, 449, (n,), generator=rng).to(DEVICE))[3::7]
     out = torch.empty_like(a)
     _divide[(1,)](a, b, out, n)
     same(out, a / b)
@@ -188,7 +197,8 @@ def test_what_no_kernel_does_is_refused():
     x = operand_x()
     for cast, both, says in ((Cast(format="e4m3fn", block=(1, 64)), False, r"blocks of \(1, 64\)"),
                              (Cast(format="e4m3fn", block=(1, 0)), True, "both ways"),
-                             (Cast(format="e2m1"), False, "e2m1"), (Cast(format="e4m3fn", block=MX_BLOCK), False, "float32")):
+                             (Cast(format="e2m1"), False, "e2m1"),
+                             (Cast(format="e4m3fn", block=MX_BLOCK), False, "float32")):
         assert why_not(cast, both=both)
         with pytest.raises(ConfigError, match=says):
             cast_operand(x, cast, both=both)
@@ -214,5 +224,6 @@ def test_the_operators_trace_and_have_fakes():
         real = cast_operand(x, cast)
         with torch._subclasses.FakeTensorMode() as mode:
             fake = cast_operand(mode.from_tensor(x), cast)
-        shapes = [[(t.shape, t.dtype) for t in vars(one).values() if t is not None] for one in (fake, real)]
+        shapes = [[(t.shape, t.dtype) for t in vars(one).values() if t is not None]
+                  for one in (fake, real)]
         assert shapes[0] == shapes[1], name

@@ -1,4 +1,5 @@
-"""Checkpoints against a process that dies at every moment, a disk that lies, and a disk that is full."""
+"""Checkpoints against a process that dies at every moment, a disk that lies, and a disk that is
+full."""
 
 import json
 import os
@@ -40,7 +41,9 @@ def load(folder, only=""):
 
 
 def write(root, step, keep=2):
-    return checkpoint.save(root, step, {name: t + step if t.dtype.itemsize > 1 else t for name, t in TENSORS.items()},
+    return checkpoint.save(root, step,
+                           {name: t + step if t.dtype.itemsize > 1 else t
+                            for name, t in TENSORS.items()},
                            STATE | {"step": step}, keep=keep)
 
 
@@ -67,11 +70,13 @@ def test_saving_a_step_again_keeps_the_old_one_aside(tmp_path):
     assert [p.name for p in (tmp_path / "quarantine").iterdir()] == ["step-00000001"]
 
 
-DISK = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")   # the calls through which a save touches the disk
+# the calls through which a save touches the disk
+DISK = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
 
 def die_at(k: int, root) -> int:
-    """Save step 2 over step 1 in a child that dies just before its k-th disk call; the child's exit code."""
+    """Save step 2 over step 1 in a child that dies just before its k-th disk call; the child's exit
+    code."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -121,7 +126,9 @@ def test_any_changed_or_missing_byte_is_found_and_the_one_before_is_used(tmp_pat
         path = rng.choice(sorted(originals))
         whole = originals[path]
         at = rng.randrange(len(whole))
-        path.write_bytes(whole[:at] if trial % 2 else whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1:])
+        path.write_bytes(whole[:at] if trial % 2
+                         else whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))])
+                         + whole[at + 1:])
         changed = path.read_bytes()
         with pytest.raises(DamagedError, match=newest.name):
             load(newest)
@@ -272,7 +279,8 @@ def cut(t):
     """PyTorch says where the rows lie."""
     _, offsets = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
     rows = t.detach().to_local()
-    return Cut(t.shape, t.dtype, (Piece(tuple(offsets), rows),) if rows.numel() else (), (dist.get_rank(),))
+    return Cut(t.shape, t.dtype, (Piece(tuple(offsets), rows),) if rows.numel() else (),
+               (dist.get_rank(),))
 
 
 def whole(tensors):
@@ -308,7 +316,8 @@ def load_two(rank, folder):
     for root in ("root", "plain", "damaged"):
         model, optimizer = sharded(rank + 5, 1)
         into = state_of(model, optimizer)
-        found, problems = checkpoint.load_latest(folder / root, blank=lambda name, *_, into=into: into[name])
+        found, problems = checkpoint.load_latest(folder / root,
+            blank=lambda name, *_, into=into: into[name])
         fill(into, found.tensors)
         assert found.step == found.state["step"]
         keep_whole(model, optimizer, folder / f"{root}.safetensors")
@@ -363,13 +372,15 @@ PROGRAMS = {"save": save_two, "load": load_two, "fail": fail_saving,
 def process(place, told):
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=place.store, rank=place.rank, world_size=place.world)
+    dist.init_process_group("gloo", init_method=place.store, rank=place.rank,
+                            world_size=place.world)
     PROGRAMS[told["program"]](place.rank, Path(told["folder"]))
 
 
 def run_two(parent, program, folder):
     """Raises RunFailedError."""
-    with Processes(f"{__name__}:process", {"program": program, "folder": str(folder)}, world=2, parent=parent) as ranks:
+    with Processes(f"{__name__}:process", {"program": program, "folder": str(folder)}, world=2,
+                   parent=parent) as ranks:
         ranks.wait()
 
 
@@ -427,7 +438,8 @@ def test_two_processes_read_what_two_and_what_one_wrote_and_pass_over_damage(two
 
 @pytest.mark.dist
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(parent, tmp_path, victim):
+def test_a_process_killed_inside_a_save_leaves_the_checkpoint_before_the_newest(parent, tmp_path,
+        victim):
     with pytest.raises(RunFailedError, match=f"rank {victim} of 2 died .* of SIGKILL"):
         run_two(parent, f"die {victim}", tmp_path)
     assert [p.name for p in checkpoint.folders(tmp_path / "root")] == ["step-00000001"]

@@ -1,4 +1,5 @@
-"""Choosing a version of a kernel: what it must be held to before a run may have it, and what must not be held against it."""
+"""Choosing a version of a kernel: what it must be held to before a run may have it, and what must
+not be held against it."""
 
 import dataclasses
 from functools import partial
@@ -48,7 +49,8 @@ def graphs(monkeypatch):
 
         return ran
 
-    monkeypatch.setattr(jit, "compiled", lambda function, **how: torch.compile(function, backend=backend, **how))
+    monkeypatch.setattr(jit, "compiled", lambda function, **how: torch.compile(function,
+        backend=backend, **how))
     choosing._compiled.cache_clear()
     yield made
     choosing._compiled.cache_clear()
@@ -64,7 +66,8 @@ def test_every_shape_is_compiled_however_many_there_were(graphs):
 
 def test_what_was_chosen_compiled_is_compiled_for_the_shapes_at_hand_alone(graphs):
     x, weight, eps = rows()
-    chosen = partial(candidates(NORM)["compile"], only=frozenset([choosing.shapes((x, weight, eps))]))
+    chosen = partial(candidates(NORM)["compile"],
+                     only=frozenset([choosing.shapes((x, weight, eps))]))
     assert torch.equal(chosen(x, weight, eps), NORM.definition(x, weight, eps)) and graphs == [1]
     more = rows(7)
     assert torch.equal(chosen(*more), NORM.definition(*more)) and graphs == [1]
@@ -92,7 +95,8 @@ def now_and_then(definition, every):
 @pytest.mark.parametrize("every", [2, 7, 20])
 def test_one_wrong_answer_in_twenty_is_met(every):
     alone = dataclasses.replace(NORM, examples=lambda draw, device: [])
-    assert wrong(alone, now_and_then(NORM.definition, every), [rows()]).startswith("differs from its definition")
+    assert wrong(alone, now_and_then(NORM.definition, every),
+                 [rows()]).startswith("differs from its definition")
 
 
 def test_sums_in_another_order_each_time_are_right():
@@ -115,19 +119,25 @@ def test_what_it_does_not_take_is_no_mistake(tmp_path):
 
 
 def test_what_no_compiler_built_is_raced_once_there_is_one(tmp_path, monkeypatch):
-    """Triton builds its launchers by a C compiler. Without one its kernels are not wrong, and what was found then is not believed later."""
+    """Triton builds its launchers by a C compiler. Without one its kernels are not wrong, and what
+    was found then is not believed later."""
     cuda, here = tmp_path / "cache", []
     monkeypatch.setattr(choosing, "_device", lambda calls: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(name="H100", major=9, minor=0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties",
+                        lambda: SimpleNamespace(name="H100", major=9, minor=0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(jit.shutil, "which", lambda name: name if here else None)
     monkeypatch.delenv("CC", raising=False)
     offered = {"reference": NORM.definition, "triton": NORM.definition}
     alone = dataclasses.replace(NORM, examples=lambda draw, device: [])
     said = choose("rms-norm", alone, "auto", [rows()], offered=offered, cache=cuda)
-    assert said.refused == {"triton": "there is no compiler here (gcc, clang); install gcc and g++"} and said.choice.used == "reference"
-    with pytest.raises(ConfigError, match=r"^system.kernels=triton: rms-norm there is no compiler here \(gcc, clang\); install gcc and g\+\+; the"):
+    assert (said.refused
+            == {"triton": "there is no compiler here (gcc, clang); install gcc and g++"}
+            and said.choice.used == "reference")
+    with pytest.raises(ConfigError,
+                       match=r"^system.kernels=triton: rms-norm there is no compiler here \(gcc, "
+                             r"clang\); install gcc and g\+\+; the"):
         choose("rms-norm", alone, "triton", [rows()], offered=offered)
     here.append(1)
     monkeypatch.setattr(jit.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -149,8 +159,10 @@ def test_a_limited_processor_is_another_machine(limit, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("lack", [
     torch.OutOfMemoryError("tried to allocate"), MemoryError("tried to allocate"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
-    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")], ids=lambda lack: str(lack)[:12])
+    RuntimeError("[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't "
+                 "allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")],
+    ids=lambda lack: str(lack)[:12])
 def test_a_lack_of_memory_is_not_kept(lack, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     short = [True]
@@ -173,27 +185,35 @@ def test_a_version_is_held_to_the_step_s_size(tmp_path):
         y = NORM.definition(x, weight, eps)
         return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
 
-    chosen = choose("rms-norm", with_version(version), "auto", [rows()], raced=[rows(4096)], cache=tmp_path)
+    chosen = choose("rms-norm", with_version(version), "auto", [rows()], raced=[rows(4096)],
+                    cache=tmp_path)
     assert "result 1 of 3, at the run's size: a row is off" in chosen.refused["cpu"], chosen
     lacks = dataclasses.replace(with_version(version), definition=no_room)
-    found = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": version}, [rows()], [rows(4096)], 1.0)
+    found = choosing._find(lacks, {"pytorch": NORM.versions["pytorch"], "cpu": version}, [rows()],
+                           [rows(4096)], 1.0)
     assert "cpu" in found["refused"], "the definition has no room there; PyTorch's own has"
 
 
 @pytest.mark.parametrize("definition", [True, False])
 def test_one_that_was_asked_for_is_held_to_the_step_s_size_too(definition):
-    """And to PyTorch's, where the definition has no room there. What itself has no room is not wrong."""
+    """And to PyTorch's, where the definition has no room there. What itself has no room is not
+    wrong."""
     def version(x, weight, eps):
         y = NORM.definition(x, weight, eps)
         return y if len(x) <= 2048 else torch.cat((y[:-1], y[-1:] * 0))
 
-    kernel = dataclasses.replace(with_version(version), definition=NORM.definition if definition else no_room,
+    kernel = dataclasses.replace(with_version(version),
+                                 definition=NORM.definition if definition else no_room,
                                  examples=lambda draw, device: [])
-    offered = {"pytorch": NORM.versions["pytorch"], "cpu": version, "right": lambda *a: NORM.definition(*a), "wide": no_room}
-    with pytest.raises(ConfigError, match=r"^system.kernels=cpu: rms-norm differs from its definition: result 1 of 3, at the run's size: a row"):
+    offered = {"pytorch": NORM.versions["pytorch"], "cpu": version,
+               "right": lambda *a: NORM.definition(*a), "wide": no_room}
+    with pytest.raises(ConfigError,
+                       match=r"^system.kernels=cpu: rms-norm differs from its definition: result 1 "
+                             r"of 3, at the run's size: a row"):
         choose("rms-norm", kernel, "cpu", [rows()], offered=offered, raced=[rows(4096)])
     for right in ("right", "wide"):
-        assert choose("rms-norm", kernel, right, [rows()], offered=offered, raced=[rows(4096)]).choice.used == right
+        assert (choose("rms-norm", kernel, right, [rows()], offered=offered,
+                       raced=[rows(4096)]).choice.used == right)
 
 
 def no_room(x, weight, eps):
@@ -229,32 +249,42 @@ def as_on_a_gpu(graphs, monkeypatch):
 
 
 @pytest.mark.parametrize("planted, refused", [
-    (breaks, "cannot be compiled with a block: Unsupported: Call to `torch._dynamo.graph_break()`"), (lingers, None)])
+    (breaks, "cannot be compiled with a block: Unsupported: Call to `torch._dynamo.graph_break()`"),
+    (lingers, None)])
 def test_the_fastest_outside_of_a_block_loses_within(planted, refused, as_on_a_gpu, tmp_path):
     """Each is raced as a compiled block runs it, and a record of the one is none of the other."""
     kernel, call = dataclasses.replace(as_on_a_gpu, versions={"cpu": planted}), [rows(4096)]
     eager = {"reference": kernel.definition, "cpu": planted}
-    assert choose("rms-norm", kernel, "auto", call, offered=eager, cache=tmp_path / "eager").choice.used == "cpu"
+    assert (choose("rms-norm", kernel, "auto", call, offered=eager,
+                   cache=tmp_path / "eager").choice.used == "cpu")
     for _ in range(2):
         within = choose("rms-norm", kernel, "auto", call, cache=tmp_path / "within", in_block=True)
         assert within.choice.used == "compile" and within.refused.get("cpu") == refused
-        assert within.refused["reference"] == "a compiled block makes of it what it makes of compile"
-    assert len(list((tmp_path / "within").iterdir())) == 1 and "rms-norm" not in refused_here(), "it is kept, and it is not wrong"
-    assert len({choosing._key("rms-norm", kernel, eager, call, *how) for how in ((False, False), (True, False), (True, True))}) == 3
+        assert (within.refused["reference"] == "a compiled block makes of it what it makes of "
+                                               "compile")
+    assert (len(list((tmp_path / "within").iterdir())) == 1
+            and "rms-norm" not in refused_here()), "it is kept, and it is not wrong"
+    assert (len({choosing._key("rms-norm", kernel, eager, call, *how)
+                 for how in ((False, False), (True, False), (True, True))}) == 3)
 
 
 @pytest.mark.parametrize("seconds, in_block, used", [
-    ({"triton": 1.0, "compile": 1.24}, True, "compile"), ({"triton": 1.0, "compile": 1.26}, True, "triton"),
-    ({"triton": 1.0, "compile": 1.24}, False, "triton"), ({"cpu": 2.0, "compile": 1.0}, True, "compile"), ({"cpu": 1.0}, True, "cpu")])
-def test_a_kernel_in_a_block_must_win_by_more_than_the_compiler_gains_by_fusing(seconds, in_block, used):
-    """An H200's: norms as kernels of their own, each faster alone, made a whole step 2 to 4% slower."""
+    ({"triton": 1.0, "compile": 1.24}, True, "compile"),
+    ({"triton": 1.0, "compile": 1.26}, True, "triton"),
+    ({"triton": 1.0, "compile": 1.24}, False, "triton"),
+    ({"cpu": 2.0, "compile": 1.0}, True, "compile"), ({"cpu": 1.0}, True, "cpu")])
+def test_a_kernel_in_a_block_must_win_by_more_than_the_compiler_gains_by_fusing(seconds, in_block,
+        used):
+    """An H200's: norms as kernels of their own, each faster alone, made a whole step 2 to 4%
+    slower."""
     assert choosing._winner(seconds, in_block) == used
 
 
 def test_what_a_graph_starts_is_raced_as_a_graph(tmp_path, monkeypatch):
     """Where a host's time does not count. Here what stands for a graph is the call itself."""
     captured = []
-    monkeypatch.setattr(choosing.capture, "captured", lambda step: (captured.append(step) or step, step()))
+    monkeypatch.setattr(choosing.capture, "captured",
+                        lambda step: (captured.append(step) or step, step()))
     found = choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
     assert len(captured) > 1 and "here, in a CUDA graph, and verified" in found.choice.why
     choose("rms-norm", NORM, "auto", [rows()], cache=tmp_path, captured=True)
@@ -267,14 +297,18 @@ def test_calls_of_a_kernel_are_one_graph_within_a_block(as_on_a_gpu, graphs, tmp
     calls = [rows(), rows(9), (rows(5)[0].bfloat16(), rows()[1].bfloat16(), 1e-3)]
     kernel = dataclasses.replace(as_on_a_gpu, versions={"cpu": NORM.versions["pytorch"]})
     found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert len(graphs) == 2 and set(found.refused) == {"reference"} and "the fastest of cpu, compile in a compiled block" in found.choice.why
+    assert (len(graphs) == 2 and set(found.refused) == {"reference"}
+            and "the fastest of cpu, compile in a compiled block" in found.choice.why)
 
     def wrong_in_the_last(x, weight, eps):
-        return NORM.definition(x, weight, eps) * (1.2 if torch.compiler.is_compiling() and x.dtype == torch.bfloat16 else 1)
+        return (NORM.definition(x, weight, eps) * (1.2 if torch.compiler.is_compiling()
+            and x.dtype == torch.bfloat16 else 1))
 
     kernel = dataclasses.replace(kernel, versions={"cpu": wrong_in_the_last})
     found = choose("rms-norm", kernel, "auto", calls, cache=tmp_path, in_block=True)
-    assert found.choice.used == "compile" and found.refused["cpu"].startswith("differs from its definition: result 3 of 9, at the run's size")
+    assert (found.choice.used == "compile"
+            and found.refused["cpu"].startswith("differs from its definition: result 3 of 9, at "
+                                                "the run's size"))
 
 
 def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
@@ -292,12 +326,14 @@ def test_the_definition_stays_where_nothing_can_be_raced(as_on_a_gpu, tmp_path):
 
 def asked(**model):
     config = Config().replace({f"model.{key}": value for key, value in {
-        "layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 16, "width": 128, "context": 2048, **model}.items()})
+        "layers": 1, "heads": 8, "kv_heads": 4, "head_dim": 16, "width": 128, "context": 2048,
+        **model}.items()})
     return Attending(model=config.model, dtype="float32", here=True)
 
 
 def plain(q, k, v):
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True,
+        enable_gqa=True)
 
 
 def first_group(q, k, v, *_):
@@ -324,14 +360,18 @@ def two_sequences(q, k, v, *_):
     return plain(q, k, torch.cat((v[:2], v[2:].detach())))
 
 
-@pytest.mark.parametrize("version", [first_group, turned_groups, few_heads, short_context, two_sequences])
+@pytest.mark.parametrize("version", [first_group, turned_groups, few_heads, short_context,
+    two_sequences])
 def test_a_backend_that_is_right_in_the_small_is_refused(version, tmp_path):
     """Several groups of heads, more than two sequences, and the step's own size."""
     given = asked()
     kernel, hand = attention.of_backends(given), attention.at_hand(given, CPU)
-    raced = [attention.drawn(given, CPU, batch=16, groups=4, T=130), attention.drawn(given, CPU, batch=1, groups=2, T=1100)]
-    offered = {"plain": kernel.definition, "right": lambda q, k, v, *_: plain(q, k, v), "planted": version}
-    found = choose("attention-test", kernel, "auto", hand, offered=offered, raced=raced, within_seconds=0.01, cache=tmp_path)
+    raced = [attention.drawn(given, CPU, batch=16, groups=4, T=130),
+             attention.drawn(given, CPU, batch=1, groups=2, T=1100)]
+    offered = {"plain": kernel.definition, "right": lambda q, k, v, *_: plain(q, k, v),
+               "planted": version}
+    found = choose("attention-test", kernel, "auto", hand, offered=offered, raced=raced,
+                   within_seconds=0.01, cache=tmp_path)
     assert set(found.refused) == {"planted"} and "differs" in found.refused["planted"], found
 
 
@@ -339,26 +379,35 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
     """On a GPU, where that takes no time."""
     given = dataclasses.replace(asked(context=70), device="gpu")
     monkeypatch.setitem(attention.AT_HAND, "gpu", 33)
-    monkeypatch.setattr(attention, "candidates", lambda given: {"plain": attention._told("plain", given.rule)})
-    monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads if name == "flex" else told(name, rule))
-    with pytest.raises(ConfigError, match=r"^system.attention=flex: attention-\w+ differs from its definition: result 1 of 4, at the run's size"):
+    monkeypatch.setattr(attention, "candidates",
+                        lambda given: {"plain": attention._told("plain", given.rule)})
+    monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads
+                        if name == "flex" else told(name, rule))
+    with pytest.raises(ConfigError,
+                       match=r"^system.attention=flex: attention-\w+ differs from its definition: "
+                             r"result 1 of 4, at the run's size"):
         attention.verified("flex", given, 9, CPU)
 
 
 def test_float16_is_verified_and_raced_in_float16(monkeypatch):
     seen = {}
-    monkeypatch.setattr(attention, "race", lambda given, *_: seen.update(dtype=given.dtype) or Choice(asked="auto", used="sdpa", why=""))
+    monkeypatch.setattr(attention, "race", lambda given, *_: seen.update(dtype=given.dtype)
+                        or Choice(asked="auto", used="sdpa", why=""))
     for recipe, dtype in {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}.items():
-        build.decide(Config().replace({"system.device": "cpu", "precision.recipe": recipe, "steps": 10**9}))
+        build.decide(Config().replace({"system.device": "cpu", "precision.recipe": recipe,
+                                       "steps": 10**9}))
         assert seen["dtype"] == dtype
 
 
 # ---- what is at hand
 
 def test_casts_are_held_to_both_layouts_and_to_gradients():
-    """As a training step calls them, of a few tokens and of a micro-batch; and nothing of the recipe's state moves."""
-    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64, "model.vocab": 64,
-                               "global_batch": 4, "precision.recipe": "fp8-delayed", "precision.backend": "scaled_mm",
+    """As a training step calls them, of a few tokens and of a micro-batch; and nothing of the
+    recipe's state moves."""
+    config = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 2,
+                               "model.context": 64, "model.vocab": 64,
+                               "global_batch": 4, "precision.recipe": "fp8-delayed",
+                               "precision.backend": "scaled_mm",
                                "system.compile": "false", "system.device": "cpu"})
     training = Training.build(config, data=RandomTokens(config, CPU))
     model = training.model
@@ -366,9 +415,11 @@ def test_casts_are_held_to_both_layouts_and_to_gradients():
     kernels = build.kernels(config, training.decisions, training.ranks)
     few, many = kernels._at_hand(model)["cast-tensor"]
     x, w, g = sorted(many, key=lambda call: (call[1].format, call[0].dtype == torch.float32))
-    assert [call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn", "e5m2"], "gradients are cast to E5M2"
+    assert ([call[1].format for call in (x, w, g)] == ["e4m3fn", "e4m3fn",
+        "e5m2"]), "gradients are cast to E5M2"
     assert all(call[3] for call in many), "in training both layouts are asked for"
     assert len(few) == len(many) and max(len(call[0]) for call in many) == 4 * 64
     assert all(torch.equal(one, before[name]) for name, one in model.named_buffers())
     assert all(p.grad is None for p in model.parameters()) and model.training
-    assert all("cast_tensor" not in vars(m.arithmetic) for m in model.modules() if isinstance(getattr(m, "arithmetic", None), nn.Module))
+    assert all("cast_tensor" not in vars(m.arithmetic) for m in model.modules()
+               if isinstance(getattr(m, "arithmetic", None), nn.Module))

@@ -1,5 +1,5 @@
-"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the verdict that workers give, one that is killed is started again, and a run
-may be of several ranks."""
+"""`lpkit claim --executor`: jobs of submitit and tasks of Ray give the verdict that workers give,
+one that is killed is started again, and a run may be of several ranks."""
 
 import contextlib
 import gc
@@ -49,8 +49,11 @@ def untimed(value):
 
 
 def claimed(path, out, *more):
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-m", "lpkit", "claim", str(path), "--out", str(out), "--processes", "2", "--json", *more],
+    env = (os.environ | {"OMP_NUM_THREADS": "1",
+                         "PYTHONPATH": os.pathsep.join([str(ROOT),
+                             os.environ.get("PYTHONPATH", "")])})
+    done = subprocess.run([sys.executable, "-m", "lpkit", "claim", str(path), "--out", str(out),
+                           "--processes", "2", "--json", *more],
                           capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, "a job that had made its run was cancelled"
@@ -61,15 +64,19 @@ def claimed(path, out, *more):
 def test_others_give_the_verdict_that_workers_give(name, tmp_path):
     """Byte for byte but for seconds, in the file too; and so is the record of each run."""
     path = written(tmp_path)
-    ours, theirs = claimed(path, tmp_path / "ours"), claimed(path, tmp_path / "theirs", "--executor", name)
+    ours, theirs = claimed(path, tmp_path / "ours"), claimed(path, tmp_path / "theirs",
+        "--executor", name)
     assert ours["verdicts"][0]["equal_seconds"] is None, "seconds decide nothing here"
-    assert untimed(ours) == untimed(theirs) and (tmp_path / "theirs" / name).is_dir() == (name == "submitit")
-    kept = [{one.name: untimed(records.read(one)) for one in (tmp_path / who).glob("*.*") if one.suffix in (".json", ".verdict")}
+    assert (untimed(ours) == untimed(theirs) and (tmp_path / "theirs" / name).is_dir()
+            == (name == "submitit"))
+    kept = [{one.name: untimed(records.read(one)) for one in (tmp_path / who).glob("*.*")
+             if one.suffix in (".json", ".verdict")}
             for who in ("ours", "theirs")]
     assert kept[0] == kept[1] and len(kept[0]) == ours["runs"] + 1
     asked = theirs["claim"]
     assert not {"executor", "job"} & asked.keys() and protocol.Claim(**asked) == protocol.read(path)
-    left = [one for one in (tmp_path / "theirs").iterdir() if one.suffix in (".lock", ".stop") or (one.is_dir() and one.name != name)]
+    left = [one for one in (tmp_path / "theirs").iterdir() if one.suffix in (".lock", ".stop")
+            or (one.is_dir() and one.name != name)]
     assert [one.name for one in left] in ([], [".lock"])
 
 
@@ -85,7 +92,8 @@ def children(*words):
 
 @contextlib.contextmanager
 def jobs(name, out):
-    """What `runs.Workers` is given. Ends when jobs have, though submitit never asks after their processes."""
+    """What `runs.Workers` is given. Ends when jobs have, though submitit never asks after their
+    processes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "subprocess [0-9]+ is still running", ResourceWarning)
         with ExitStack() as stack:
@@ -95,7 +103,8 @@ def jobs(name, out):
 
 
 def worked(name, out, most=0):
-    """Makes a run by jobs, of which the first `most` are killed once they have made a step. Returns its record, and who was killed."""
+    """Makes a run by jobs, of which the first `most` are killed once they have made a step. Returns
+    its record, and who was killed."""
     out.mkdir()
     killed, over = [], threading.Event()
     config = claim(budget={"steps": 200}).config("adamw")
@@ -131,7 +140,8 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
     begun, config = [], claim().config("adamw")
     tmp_path.joinpath(runs.name_of(config)).write_text("no folder")
     with jobs(name, tmp_path) as (submit, lost), \
-            runs.Workers(tmp_path, runs.processes.Children(), 1, lambda *told: begun.append(told) or submit(*told), lost) as workers, \
+            runs.Workers(tmp_path, runs.processes.Children(), 1,
+                         lambda *told: begun.append(told) or submit(*told), lost) as workers, \
             pytest.raises(RunFailedError, match=r"Their errors: .*rror"):
         workers.finished([config])
     assert len(begun) == 1
@@ -141,15 +151,22 @@ def test_a_job_that_fails_by_itself_is_not_started_again(name, tmp_path):
 
 @pytest.mark.parametrize("more, changes, said", [
     (["--executor", "submtit"], {}, "executor cannot be 'submtit'; did you mean 'submitit'?"),
-    (["--executor", "slurm"], {}, "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
+    (["--executor", "slurm"], {},
+     "executor cannot be 'slurm'; choose one of ray, submitit, workers"),
     ([], {"executor": "rai"}, "executor cannot be 'rai'; did you mean 'ray'?"),
     ([], {"job": 3}, "job must be a mapping"),
-    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts one run on this machine alone: give executor"),
-    ([], {"budget": {"joules": 500}, "settings": TWO}, "budget.joules needs a meter that counts one run"),
-    ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not split over data=3")])
-def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_path, capsys, monkeypatch):
+    (["--executor", "ray"], {"budget": {"joules": 500}}, "budget.joules needs a meter that counts "
+                                                         "one run on this machine alone: give "
+                                                         "executor"),
+    ([], {"budget": {"joules": 500}, "settings": TWO}, "budget.joules needs a meter that counts "
+                                                       "one run"),
+    ([], {"settings": TINY["settings"] | {"parallel.data": 3}}, "global_batch=4 sequences does not "
+        "split over data=3")])
+def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_path, capsys,
+        monkeypatch):
     monkeypatch.setattr(runs.Workers, "finished", lambda *args: pytest.fail("a run"))
-    assert cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"), *more]) == 2
+    assert (cli.main(["claim", str(written(tmp_path, **changes)), "--out", str(tmp_path / "out"),
+                      *more]) == 2)
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err, err
     assert not (tmp_path / "out").exists()
@@ -159,32 +176,40 @@ def test_a_wrong_executor_is_refused_in_one_sentence(more, changes, said, tmp_pa
 @pytest.mark.parametrize("told", ["file", "option"])
 def test_what_is_not_installed_is_named_with_its_extra(absent, told, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lpkit.commands._there", lambda package: package != absent)
-    path, more = (written(tmp_path, executor=absent), []) if told == "file" else (written(tmp_path), ["--executor", absent])
+    path, more = ((written(tmp_path, executor=absent), []) if told == "file"
+                  else (written(tmp_path), ["--executor", absent]))
     assert cli.main(["claim", str(path), "--out", str(tmp_path / "out"), *more]) == 2
     err = capsys.readouterr().err
-    assert f"executor={absent} needs {absent}, which this Python does not have" in err and err.count("\n") == 1
+    assert (f"executor={absent} needs {absent}, which this Python does not have" in err
+            and err.count("\n") == 1)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_option_wins_over_the_file(tmp_path):
     path = written(tmp_path, executor="ray")
-    assert protocol.read(path).executor == "ray" and protocol.read(path, executor="workers").executor == "workers"
+    assert (protocol.read(path).executor == "ray"
+            and protocol.read(path, executor="workers").executor == "workers")
 
 
 def test_seconds_of_two_kinds_of_machine_are_refused():
-    """A step that is metered on one says nothing of the budget on another; steps and FLOPs do not ask."""
+    """A step that is metered on one says nothing of the budget on another; steps and FLOPs do not
+    ask."""
     where = iter(["a fast one", "a slow one"] * 100)
 
     def settle_with(budget):
         def finished(what, configs):
-            return [{"name": runs.name_of(one), "val_loss": 2 + one.seed % 7 / 1e3, "seconds": 1.0, "energy_wh": None, "step_seconds": 0.5,
+            return [{"name": runs.name_of(one), "val_loss": 2 + one.seed % 7 / 1e3, "seconds": 1.0,
+                     "energy_wh": None, "step_seconds": 0.5,
                      "error": None, "device": next(where)} for one in configs]
 
         return settle.Settling(claim(budget=budget), finished, lambda line: None).settle(False)
 
-    with pytest.raises(ConfigError, match=r"budget\.seconds needs machines of one kind, and runs were made on a fast one and a slow one; let job ask"):
+    with pytest.raises(ConfigError,
+                       match=r"budget\.seconds needs machines of one kind, and runs were made on a "
+                             r"fast one and a slow one; let job ask"):
         settle_with({"seconds": 10})
-    assert settle_with({"steps": 20})["runs"] and settled(lambda config: 2.0 + config.seed % 7 / 1e3, {"budget": {"seconds": 10}})
+    assert (settle_with({"steps": 20})["runs"]
+            and settled(lambda config: 2.0 + config.seed % 7 / 1e3, {"budget": {"seconds": 10}}))
 
 
 # ranks
@@ -200,7 +225,8 @@ def test_a_run_of_two_ranks_is_what_launch_makes(kill, tmp_path):
         gone = []
 
         def killer():
-            while not any(path.stat().st_size for path in (tmp_path / "out").glob("*/metrics.jsonl")):
+            while not any(path.stat().st_size
+                          for path in (tmp_path / "out").glob("*/metrics.jsonl")):
                 if over.wait(0.01):
                     return
             worker = worker_of(workers.workers[0].keeper.pid)
@@ -215,9 +241,11 @@ def test_a_run_of_two_ranks_is_what_launch_makes(kill, tmp_path):
         finally:
             over.set()
             thread.join()
-    assert found["restarts"] == kill and (len(gone) >= 2) == kill and not psutil.wait_procs(gone, timeout=10)[1]
+    assert (found["restarts"] == kill and (len(gone) >= 2) == kill
+            and not psutil.wait_procs(gone, timeout=10)[1])
     whole = lpkit.launch(config, processes=2, out=tmp_path / "whole").result().summary
-    assert (found["val_loss"], found["device"]) == (whole["val_loss"], lpkit.Run(tmp_path / "whole").environment["device"])
+    assert ((found["val_loss"], found["device"]) == (whole["val_loss"],
+        lpkit.Run(tmp_path / "whole").environment["device"]))
 
 
 @pytest.mark.slow
@@ -233,13 +261,15 @@ def test_ranks_that_a_judge_stops_end_on_the_way(tmp_path):
     config = claim(settings=TWO, budget={"steps": 2000}).config("adamw").replace({"eval_every": 5})
     with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
         [found] = workers.finished([config], judges=[Judge()])
-    assert found["val_loss"] is None and found["error"] is None and 5 <= found["stopped_after"] < 2000
+    assert (found["val_loss"] is None and found["error"] is None
+            and 5 <= found["stopped_after"] < 2000)
 
 
 @pytest.mark.slow
 @pairs
 def test_ranks_that_diverge_are_a_result(tmp_path):
-    config = claim(settings=TWO).config("adamw", {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
+    config = claim(settings=TWO).config("adamw",
+        {"optimizer.lr": 1e30}).replace({"optimizer.clip": 0, "steps": 20})
     with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers:
         [found] = workers.finished([config])
     assert found["val_loss"] is None and "loss" in found["error"]
@@ -248,6 +278,7 @@ def test_ranks_that_diverge_are_a_result(tmp_path):
 def test_more_ranks_than_cores_are_refused_before_a_worker_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("lpkit.training.launch.cores", lambda: 1)
     monkeypatch.setattr("lpkit.training.launch.gpus", lambda: 0)
-    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(ConfigError, match="need as many cores, and there is 1"):
+    with runs.Workers(tmp_path, runs.processes.Children(), 1) as workers, pytest.raises(ConfigError,
+            match="need as many cores, and there is 1"):
         workers.finished([claim(settings=TWO).config("adamw")])
     assert not workers.workers

@@ -12,31 +12,40 @@ def test_every_preset_round_trips(name):
     config = preset(name)
     assert Config.from_dict(config.to_dict()) == config
     assert Config.from_yaml(config.to_yaml()) == config
-    typed = {key: ",".join(value) if isinstance(value, tuple) else str(value) for key, value in flat(config).items()}
+    typed = {key: ",".join(value) if isinstance(value, tuple) else str(value)
+             for key, value in flat(config).items()}
     assert config.replace(typed) == config
 
 
 def test_settings_change_what_they_name_and_nothing_else():
-    config = Config().replace(parse_settings(["model.layers=6", "optimizer.lr=3e-4", "system.compile=no", "steps=1_000",
+    config = Config().replace(parse_settings(["model.layers=6", "optimizer.lr=3e-4",
+        "system.compile=no", "steps=1_000",
                                               "model.kv_heads=2", "system.threads=none"]))
     changed = {key for key, value in flat(config).items() if value != flat(Config())[key]}
     assert changed == {"model.layers", "optimizer.lr", "system.compile", "steps", "model.kv_heads"}
-    assert (config.model.layers, config.optimizer.lr, config.system.compile, config.steps, config.model.G) == \
-        (6, 3e-4, False, 1000, 2)
+    assert ((config.model.layers, config.optimizer.lr, config.system.compile, config.steps,
+             config.model.G) == \
+        (6, 3e-4, False, 1000, 2))
 
 
 def test_a_name_brings_the_settings_of_its_row():
     config = Config().replace({"memory.recompute": "block", "memory.recompute.every": "2"})
     assert (config.memory.recompute.name, config.memory.recompute.every) == ("block", 2)
     assert config.to_dict()["memory"]["recompute"] == {"name": "block", "every": 2}
-    assert config == Config(memory={"recompute": {"name": "block", "every": 2}}) == Config.from_yaml(config.to_yaml())
-    assert config.replace({"memory.recompute": "selective"}).memory.recompute.every == 2   # changed, and both have it
-    assert config.replace({"memory.recompute": "none"}) == Config()       # and what only the old row has goes with it
+    assert (config == Config(memory={"recompute": {"name": "block", "every": 2}})
+            == Config.from_yaml(config.to_yaml()))
+    # changed, and both have it
+    assert config.replace({"memory.recompute": "selective"}).memory.recompute.every == 2
+    # and what only the old row has goes with it
+    assert config.replace({"memory.recompute": "none"}) == Config()
 
 
-@pytest.mark.parametrize("text", ["version: 2\nmodel: {layers: 2, attention: sdpa}", "version: 1\nprecision: fp8"])
+@pytest.mark.parametrize("text", ["version: 2\nmodel: {layers: 2, attention: sdpa}",
+                                  "version: 1\nprecision: fp8"])
 def test_an_older_config_is_refused_before_its_keys_are_read(text):
-    with pytest.raises(ConfigError, match=r"version [12], and this lpkit understands version 3 alone; take the lpkit that wrote it, or write the config again"):
+    with pytest.raises(ConfigError,
+                       match=r"version [12], and this lpkit understands version 3 alone; take the "
+                             r"lpkit that wrote it, or write the config again"):
         Config.from_yaml(text)
 
 
@@ -53,16 +62,20 @@ BAD = {
     "steps=1.5": r"steps must be a whole number, got '1.5'",
     "steps=0": r"steps must be positive, got 0",
     "optimizer.lr=nan": r"optimizer.lr must be positive, got nan",
-    "model.width=250": r"model.width=250 is not a multiple of model.heads=4; nearest widths: 248 or 252",
+    "model.width=250": r"model.width=250 is not a multiple of model.heads=4; nearest widths: 248 "
+                       r"or 252",
     "model.kv_heads=3": r"kv_heads may be 1, 2, 4",
     "model.norm=rmsnorn": r"did you mean 'rmsnorm'",
     "grad_accum_steps=3": r"grad_accum_steps may be 1, 2, 4, 8, 16",
     "version=4": r"has version 4, and this lpkit understands version 3 alone",
     "memory.recompute=blok": r"no memory.recompute 'blok'; did you mean 'block'",
-    "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block have it",
+    "memory.recompute.every=2": r"memory.recompute=none has no setting 'every'; selective, block "
+                                r"have it",
     "memory.recompute.every.n=2": r"no setting 'memory.recompute.every.n'",
-    "precision.recipe=fp8": r"no precision.recipe 'fp8'; choose one of fp8-blockwise, fp8-blockwise-pow2, fp8-delayed, fp8-rowwise, fp8-tensorwise$",
-    "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed has it",
+    "precision.recipe=fp8": r"no precision.recipe 'fp8'; choose one of fp8-blockwise, "
+                            r"fp8-blockwise-pow2, fp8-delayed, fp8-rowwise, fp8-tensorwise$",
+    "precision.recipe.history=4": r"precision.recipe=auto has no setting 'history'; fp8-delayed "
+                                  r"has it",
     "optimizer=adamv": r"no optimizer 'adamv'; did you mean 'adam'",
     "optimizer.beta1=1": r"beta1 must be 0 or more and below 1, got 1",
     "parallel.tensor=3": r"tensor may be 2 or 4",
@@ -81,7 +94,9 @@ def test_a_bad_setting_says_the_way_out(setting):
 def test_unknown_targets_say_the_way_out(tmp_path):
     with pytest.raises(ConfigError, match=r"no preset 'cpu-3n'; did you mean 'cpu-3m'"):
         resolve("cpu-3n")
-    with pytest.raises(ConfigError, match=r"cannot read .*none.yaml: No such file.*; a config is a YAML file or a preset, one of cpu-3m"):
+    with pytest.raises(ConfigError,
+                       match=r"cannot read .*none.yaml: No such file.*; a config is a YAML file or "
+                             r"a preset, one of cpu-3m"):
         resolve(str(tmp_path / "none.yaml"))
     (tmp_path / "bad.yaml").write_text("model: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
@@ -116,14 +131,16 @@ def test_what_nests_without_end_is_refused(key):
 def test_a_group_and_one_of_its_settings_are_changed_together_and_the_callers_stays():
     given = {"attention": {"name": "window", "size": 8}}
     config = Config().replace({"model": given, "model.attention.size": 16})
-    assert (config.model.attention.name, config.model.attention.size) == ("window", 16) and given["attention"]["size"] == 8
+    assert ((config.model.attention.name, config.model.attention.size) == ("window", 16)
+            and given["attention"]["size"] == 8)
 
 
 def test_settings_and_rows_that_are_gone_are_refused_by_name():
     """A file of before names them; nothing reads them as something else. A setting that had one
     value is in the file of every older run, and is left out."""
     assert Config.from_yaml("parallel: {tensor_messages: apart}") == Config()
-    for text, said in (("parallel: {tensor_messages: async}", "no setting 'parallel.tensor_messages'"),
+    for text, said in (("parallel: {tensor_messages: async}",
+                        "no setting 'parallel.tensor_messages'"),
                        ("system: {attention: flash-attn-4}", "no system.attention 'flash-attn-4'"),
                        ("start: {grow: ligo}", "no start.grow 'ligo'")):
         with pytest.raises(ConfigError, match=f"^there is {said}; "):

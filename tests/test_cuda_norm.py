@@ -1,4 +1,5 @@
-"""The kernel in CUDA C++: run by a C++ compiler with a thread for each of its threads, and compiled for Hopper and Blackwell."""
+"""The kernel in CUDA C++: run by a C++ compiler with a thread for each of its threads, and compiled
+for Hopper and Blackwell."""
 
 import ctypes
 import shutil
@@ -42,9 +43,12 @@ def test_it_is_the_definition(on_cpu, dtype, M, N):
 
 
 def test_bf16_is_rounded_as_pytorch_rounds(on_cpu):
-    """Ties, carries, overflow to infinity, NaN: w = rms so that y is s, and s shows each rounding."""
-    x = torch.tensor([[1.0, 1.00390625, 3.3895e38, torch.nan, torch.inf, -0.0, 1e-40, -2.5]]).bfloat16()
-    delta = torch.tensor([[0.00390625, 0.00390625, 3.3895e38, 1.0, -1.0, -0.0, 1e-40, 0.001]]).bfloat16()
+    """Ties, carries, overflow to infinity, NaN: w = rms so that y is s, and s shows each
+    rounding."""
+    x = torch.tensor([[1.0, 1.00390625, 3.3895e38, torch.nan, torch.inf, -0.0, 1e-40,
+                       -2.5]]).bfloat16()
+    delta = torch.tensor([[0.00390625, 0.00390625, 3.3895e38, 1.0, -1.0, -0.0, 1e-40,
+                           0.001]]).bfloat16()
     s, want = on_cpu(x, delta, torch.ones(8), EPS)[0], x + delta
     assert torch.equal(s.isnan(), want.isnan())
     keep = ~want.isnan()
@@ -65,13 +69,15 @@ def test_without_a_compiler_it_says_so(monkeypatch):
 def test_it_is_built_in_this_user_s_own_folder_or_not_at_all(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folders, temporary = [], tempfile.TemporaryDirectory
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda **how: folders.append(how["dir"]) or temporary(**how))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory",
+                        lambda **how: folders.append(how["dir"]) or temporary(**how))
     if any(map(shutil.which, cuda_norm.COMPILERS)):
         assert cuda_on_cpu.for_cpu.__wrapped__()[0] and folders == [own_cache()]
     monkeypatch.setattr(cuda_norm, "why_not", lambda: "")
     monkeypatch.setattr("torch.utils.cpp_extension.load", lambda **how: how["build_directory"])
     folder = Path(cuda_norm._library.__wrapped__())
-    assert folder == own_cache(f"cuda-{torch.__version__}") and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder == own_cache(f"cuda-{torch.__version__}")
+            and stat.S_IMODE(folder.stat().st_mode) == 0o700)
     folder.chmod(0o777)
     own_cache().mkdir(exist_ok=True)
     own_cache().chmod(0o777)
@@ -87,13 +93,17 @@ def test_nvidia_s_compiler_takes_it(target):
     """NVRTC needs no GPU. 16 bytes at a time in PTX: ld.global.v4 and st.global.v4."""
     nvrtc = pytest.importorskip("nvidia.cu13", reason="NVRTC is not installed")
     folder = Path(next(iter(nvrtc.__path__)), "lib")
-    [ctypes.CDLL(str(one)) for one in folder.glob("libnvrtc-builtins.so.*")]      # it looks for them by name alone
+    # it looks for them by name alone
+    [ctypes.CDLL(str(one)) for one in folder.glob("libnvrtc-builtins.so.*")]
     [lib] = [ctypes.CDLL(str(one)) for one in folder.glob("libnvrtc.so.*")]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    source = cuda_norm.SOURCE.read_text() + "\ntemplate __global__ void add_rms_norm<bits16>(const bits16*, const bits16*, " \
-        "const float*, bits16*, bits16*, float*, int, float);\n"
-    assert not lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"norm.cu", 0, None, None)
-    options = (ctypes.c_char_p * 2)(f"--gpu-architecture=compute_{target[3:]}".encode(), b"--std=c++17")
+    source = (cuda_norm.SOURCE.read_text() + "\ntemplate __global__ void "
+                                             "add_rms_norm<bits16>(const bits16*, const bits16*, " \
+        "const float*, bits16*, bits16*, float*, int, float);\n")
+    assert not lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"norm.cu", 0, None,
+                                      None)
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture=compute_{target[3:]}".encode(),
+                                    b"--std=c++17")
     failed = lib.nvrtcCompileProgram(program, 2, options)
     lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

@@ -1,4 +1,5 @@
-"""Packed documents, and tasks: what a batch says beside its tokens, and what training makes of it."""
+"""Packed documents, and tasks: what a batch says beside its tokens, and what training makes of
+it."""
 
 import json
 
@@ -14,8 +15,10 @@ from lpkit.errors import ConfigError
 from lpkit.training.runs import Run
 from lpkit.training.training import RandomTokens, Training
 
-TINY = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 64, "model.vocab": 256, "steps": 4, "global_batch": 4,
-        "eval_batches": 1, "schedule.warmup_steps": 1, "precision.recipe": "fp32", "system.device": "cpu", "system.attention": "plain"}
+TINY = {"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 64,
+        "model.vocab": 256, "steps": 4, "global_batch": 4,
+        "eval_batches": 1, "schedule.warmup_steps": 1, "precision.recipe": "fp32",
+        "system.device": "cpu", "system.attention": "plain"}
 PACKED = TINY | {"model.attention": "documents", "data.policy": "random-documents"}
 
 
@@ -31,7 +34,8 @@ def short(tmp_path, monkeypatch):
 def changed(batch, keep):
     """Everything but document `keep` of each sequence is other text."""
     other = torch.randint(1, 256, batch.tokens.shape)
-    return Batch(torch.where(batch.document_ids == keep, batch.tokens, other), batch.targets, document_ids=batch.document_ids)
+    return Batch(torch.where(batch.document_ids == keep, batch.tokens, other), batch.targets,
+                 document_ids=batch.document_ids)
 
 
 def test_ids_and_weights_are_those_of_a_naive_loop(short):
@@ -55,19 +59,22 @@ def test_a_document_does_not_feel_its_neighbours_after_real_steps(short):
     """Bit for bit: what is hidden is multiplied by a weight of exactly 0."""
     found = {}
     for kind in ("documents", "full"):
-        training = Training.build(Config().replace(PACKED | {"model.attention": kind, "data.source": str(short)}))
+        training = Training.build(Config().replace(PACKED | {"model.attention": kind,
+            "data.source": str(short)}))
         losses = [training.update(step).loss.item() for step in range(4)]
         assert losses[-1] < losses[0]
         batch = training.batch(9)
         own = batch.document_ids == 1
         with torch.no_grad():
-            before, after = (training.model(one.tokens, **one.beside)[own] for one in (batch, changed(batch, 1)))
+            before, after = (training.model(one.tokens, **one.beside)[own]
+                             for one in (batch, changed(batch, 1)))
         found[kind] = torch.equal(before, after)
     assert own.any() and found == {"documents": True, "full": False}
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(short):
-    """In float64, documents at their places: rotary positions are relative, so each may also begin at 0."""
+    """In float64, documents at their places: rotary positions are relative, so each may also begin
+    at 0."""
     config = Config().replace(PACKED | {"data.source": str(short), "model.position": "rope"})
     training = Training.build(config)
     model, batch = training.model.double(), training.batch(0)
@@ -76,12 +83,15 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(short):
         for document in ids.unique():
             x, y, w = (t[ids == document][None] for t in (tokens, targets, weights))
             if w.sum():
-                nats, count = nats + training.loss(model, Batch(x, y, weights=w)).item() * w.sum().item(), count + w.sum().item()
-    assert packed.item() == pytest.approx(nats / count, rel=1e-6)      # logits go through float32 in the loss
+                nats, count = nats + training.loss(model,
+                    Batch(x, y, weights=w)).item() * w.sum().item(), count + w.sum().item()
+    # logits go through float32 in the loss
+    assert packed.item() == pytest.approx(nats / count, rel=1e-6)
 
 
 def test_a_whole_run_evaluates_resumes_and_samples(short, tmp_path):
-    config = Config().replace(PACKED | {"data.source": str(short), "grad_accum_steps": 2, "checkpoint_every": 2})
+    config = Config().replace(PACKED | {"data.source": str(short), "grad_accum_steps": 2,
+        "checkpoint_every": 2})
     run = lpkit.train(config, out=tmp_path / "run")
     assert run.summary["status"] == "complete" and run.metrics[-1]["val_loss"] > 0
     assert lpkit.sample(Run(tmp_path / "run"), prompt="1.", tokens=5, seed=1).startswith("1.")
@@ -91,16 +101,23 @@ def test_a_prompt_is_one_document():
     config = Config().replace(PACKED | {"data.policy": "random-documents"})
     training = Training.build(config, data=RandomTokens(config))
     tokens = torch.randint(256, (2, 20))
-    assert torch.equal(training.logits(tokens), training.model(tokens, documents=torch.zeros_like(tokens)))
+    assert torch.equal(training.logits(tokens),
+                       training.model(tokens, documents=torch.zeros_like(tokens)))
 
 
 @pytest.mark.parametrize("changes, says", [
-    ({"model.attention": "documents"}, "model.attention=documents reads which document a token is of, and data.policy=random-windows does "
+    ({"model.attention": "documents"}, "model.attention=documents reads which document a token is "
+                                       "of, and data.policy=random-windows does "
      "not say; set data.policy=random-documents"),
-    ({"data.policy": "recall", "model.vocab": 64}, "data.policy=recall has 65 tokens, but model.vocab=64; set model.vocab=65 or more"),
-    ({"data.policy": "recall", "model.context": 30}, "in 31 tokens, but model.context=30; set model.context=31 or more"),
-    ({"data.policy": "copy", "data.policy.length": 40}, "in 80 tokens, but model.context=64; set model.context=80 or more"),
-    ({"data.policy": "recall", "data.policy.pairs": 33}, "data.policy.pairs=33 want as many keys, and there are data.policy.symbols=32; set "
+    ({"data.policy": "recall", "model.vocab": 64}, "data.policy=recall has 65 tokens, but "
+                                                   "model.vocab=64; set model.vocab=65 or more"),
+    ({"data.policy": "recall", "model.context": 30}, "in 31 tokens, but model.context=30; set "
+                                                     "model.context=31 or more"),
+    ({"data.policy": "copy", "data.policy.length": 40}, "in 80 tokens, but model.context=64; set "
+                                                        "model.context=80 or more"),
+    ({"data.policy": "recall", "data.policy.pairs": 33}, "data.policy.pairs=33 want as many keys, "
+                                                         "and there are data.policy.symbols=32; "
+                                                         "set "
      "data.policy.symbols=33 or more"),
 ])
 def test_what_cannot_be_is_one_sentence(changes, says):
@@ -118,9 +135,11 @@ def test_copy_repeats_a_string_and_asks_for_nothing_else():
     strings = rows[:, :5]
     assert strings.min() == 1 and strings.max() == 9 and len(strings.unique(dim=0)) == 50
     assert torch.equal(batch.weights > 0, (torch.arange(1, 21) > 5) & (batch.targets > 0))
-    asked, far = batch.weights > 0, CopyTask(length=5, symbols=9, batch=50, context=20).distances(batch)
+    asked, far = batch.weights > 0, CopyTask(length=5, symbols=9, batch=50,
+        context=20).distances(batch)
     places = torch.arange(20).expand(50, 20)
-    assert torch.equal(batch.tokens.gather(1, places - far)[asked], batch.targets[asked]) and (far[~asked] == 0).all()
+    assert (torch.equal(batch.tokens.gather(1, places - far)[asked], batch.targets[asked])
+            and (far[~asked] == 0).all())
 
 
 def test_recall_asks_each_key_once_for_its_value():
@@ -129,20 +148,26 @@ def test_recall_asks_each_key_once_for_its_value():
     batch = task.batch(2)
     for tokens, targets, weights, far in zip(*batch.tensors, task.distances(batch)):
         known = dict(zip(tokens[:2 * pairs:2].tolist(), tokens[1:2 * pairs:2].tolist()))
-        assert len(known) == pairs and set(known) <= set(range(1, symbols + 1)) and set(known.values()) <= set(range(symbols + 1, 2 * symbols + 1))
+        assert (len(known) == pairs and set(known) <= set(range(1, symbols + 1))
+                and set(known.values()) <= set(range(symbols + 1, 2 * symbols + 1)))
         asked = weights.nonzero().flatten().tolist()
-        assert sorted(tokens[asked].tolist()) == sorted(known) and min(asked) >= 2 * pairs and (far[weights == 0] == 0).all()
+        assert (sorted(tokens[asked].tolist()) == sorted(known) and min(asked) >= 2 * pairs
+                and (far[weights == 0] == 0).all())
         for place in asked:
             assert targets[place] == known[tokens[place].item()]
-            assert tokens[place - far[place]] == targets[place] and tokens[place - far[place] - 1] == tokens[place]
+            assert (tokens[place - far[place]] == targets[place]
+                    and tokens[place - far[place] - 1] == tokens[place])
             assert place - far[place] < 2 * pairs
         assert torch.equal(targets[:-1], tokens[1:])
 
 
 def test_a_run_learns_to_copy_and_is_validated_on_other_strings(tmp_path, short):
-    config = Config().replace(TINY | {"data.source": str(short), "data.policy": "copy", "data.policy.length": 6, "data.policy.symbols": 8,
-                                      "model.context": 27, "model.vocab": 9, "model.init": "fan-in", "model.position": "rope", "steps": 60,
-                                      "data.tokenizer": "bytes", "global_batch": 16, "optimizer.lr": 1e-2, "model.tied": False})
+    config = Config().replace(TINY | {"data.source": str(short), "data.policy": "copy",
+                                      "data.policy.length": 6, "data.policy.symbols": 8,
+                                      "model.context": 27, "model.vocab": 9, "model.init": "fan-in",
+                                      "model.position": "rope", "steps": 60,
+                                      "data.tokenizer": "bytes", "global_batch": 16,
+                                      "optimizer.lr": 1e-2, "model.tied": False})
     training = Training.build(config.replace({"model.vocab": 256}))
     assert not torch.equal(training.data.batch(0).tokens, training.val.batch(0).tokens)
     before = training.evaluate()

@@ -1,4 +1,5 @@
-"""Drawings are to scale: what they show is counted from the spec, and held against torch and arithmetic."""
+"""Drawings are to scale: what they show is counted from the spec, and held against torch and
+arithmetic."""
 
 import json
 
@@ -34,12 +35,14 @@ def test_the_number_line_has_every_value_of_torchs_formats():
 
 @pytest.mark.parametrize("name", CAST)
 def test_products_are_drawn_to_scale_with_their_blocks(name):
-    """Edges are the matrices' sizes; the filled block has the sides of the cast; the thick sides are as long as the sum."""
+    """Edges are the matrices' sizes; the filled block has the sides of the cast; the thick sides
+    are as long as the sum."""
     spec, recipe = accepted(products_view(RECIPES)(recipe=name)), RECIPES[name]
     rectangles = [shape for shape in spec["layout"]["shapes"] if shape["type"] == "rect"]
     size = lambda shape: (abs(shape["y1"] - shape["y0"]), abs(shape["x1"] - shape["x0"]))
     M, K, N = (NUMBERS[side] for side in "MKN")
-    wanted = [(M, K), (K, N), (M, N), (M, N), (N, K), (M, K), (N, M), (M, K), (N, K)]     # y = x w^T, dx = dy w, dw = dy^T x
+    # y = x w^T, dx = dy w, dw = dy^T x
+    wanted = [(M, K), (K, N), (M, N), (M, N), (N, K), (M, K), (N, M), (M, K), (N, K)]
     matrices = [size(shape) for shape in rectangles if "opacity" not in shape]
     assert matrices == wanted
     blocks = [size(shape) for shape in rectangles if "opacity" in shape]
@@ -67,17 +70,23 @@ def test_grid_lines_do_not_strike_words_through():
 
 @pytest.mark.parametrize("layers", [2, 6, 9])
 def test_recomputation_by_the_clock(layers):
-    """Forward 1, backward 2, again 1 for each block: 3 L against 4 L; of what is there, the most at once is L blocks against one."""
+    """Forward 1, backward 2, again 1 for each block: 3 L against 4 L; of what is there, the most at
+    once is L blocks against one."""
     spec = accepted(recompute_figure(layers))
     plain, inputs, again, forward = spec["data"]
     ends = lambda trace: [(base, base + x) for base, x in zip(trace["base"], trace["x"])]
-    assert max(end for _, end in ends(plain)) == 3 * layers and max(end for _, end in ends(again)) == 4 * layers
-    most = lambda trace: max(sum(start <= t + 0.5 < end for start, end in ends(trace)) for t in range(4 * layers))
+    assert (max(end for _, end in ends(plain)) == 3 * layers
+            and max(end for _, end in ends(again)) == 4 * layers)
+    most = lambda trace: max(sum(start <= t + 0.5 < end for start, end in ends(trace))
+                             for t in range(4 * layers))
     assert most(plain) == layers and most(again) == 1
-    assert [start for start, _ in ends(plain)] == [start for start, _ in ends(inputs)] == list(range(layers))
+    assert ([start for start, _ in ends(plain)] == [start for start, _ in ends(inputs)]
+            == list(range(layers)))
     assert [end for _, end in ends(inputs)] == [end for _, end in ends(again)]
-    assert all(b - a == 1 and (a, c) in ends(again) for (a, b), (_, c) in zip(ends(forward), ends(again)))
-    assert "it ends at" in str(spec["layout"]["annotations"]) and "1.33 times" in str(spec["layout"]["annotations"])
+    assert all(b - a == 1 and (a, c) in ends(again)
+               for (a, b), (_, c) in zip(ends(forward), ends(again)))
+    assert ("it ends at" in str(spec["layout"]["annotations"])
+            and "1.33 times" in str(spec["layout"]["annotations"]))
 
 
 def test_one_block_is_no_drawing():

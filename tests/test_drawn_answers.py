@@ -1,5 +1,6 @@
-"""Answers that learners write to the exercises of notebooks 16 on: every drawn mistake is caught, every right form is accepted. Only this file
-says that the judge limits what exercises 16.nats and 22.mean send and hold, and that no exercise is tied to the form of its definition."""
+"""Answers that learners write to the exercises of notebooks 16 on: every drawn mistake is caught,
+every right form is accepted. Only this file says that the judge limits what exercises 16.nats and
+22.mean send and hold, and that no exercise is tied to the form of its definition."""
 
 import pytest
 
@@ -9,7 +10,8 @@ from tests.drawn_answers import KINDS, MISTAKES, RIGHT_FORMS, drawn_kinds
 from tests.mutants import on_threads
 
 pytestmark = pytest.mark.prove
-OWN = {one.spec.__name__: one for name, one in EXERCISES.items() if name[:2] >= "16" and name[:2] not in ("25", "99")}
+OWN = {one.spec.__name__: one for name, one in EXERCISES.items() if name[:2] >= "16"
+       and name[:2] not in ("25", "99")}
 
 
 def verdict(exercise, attempt):
@@ -26,7 +28,8 @@ def test_each_exercise_has_answers_of_the_drawn_kinds():
 
 
 def test_every_drawn_mistake_is_caught(capsys):
-    found = {f"{name}, {kind}": verdict(OWN[name], attempt) for name in OWN for kind, attempt in MISTAKES[name].items()}
+    found = {f"{name}, {kind}": verdict(OWN[name], attempt) for name in OWN
+             for kind, attempt in MISTAKES[name].items()}
     passed = [name for name, one in found.items() if one.status != "wrong"]
     with capsys.disabled():
         print(f"\n{len(found)} mistakes: {len(found) - len(passed)} caught")
@@ -38,7 +41,8 @@ def test_every_drawn_mistake_is_caught(capsys):
 
 
 def test_every_right_form_is_accepted(capsys):
-    found = {f"{name}, {i}": verdict(OWN[name], attempt) for name in OWN for i, attempt in enumerate(RIGHT_FORMS[name])}
+    found = {f"{name}, {i}": verdict(OWN[name], attempt) for name in OWN
+             for i, attempt in enumerate(RIGHT_FORMS[name])}
     refused = [(name, one.detail) for name, one in found.items() if one.status != "right"]
     with capsys.disabled():
         print(f"\n{len(found)} right answers: {len(found) - len(refused)} accepted")
@@ -47,10 +51,12 @@ def test_every_right_form_is_accepted(capsys):
 
 @pytest.mark.usefixtures("judged_on_ranks")
 @pytest.mark.parametrize("name, kind, said", [
-    ("running_mean", "forbidden size", "its tensors take 2.10 MB at once, and 262 kB are the limit"),
+    ("running_mean", "forbidden size",
+     "its tensors take 2.10 MB at once, and 262 kB are the limit"),
     ("running_mean", "forbidden size, of NumPy", "its arrays and lists take"),
     ("running_mean", "axis", "expected"),
-    ("zero_queries", "in place", "it changes its argument `w`: change a copy (`w.clone()`) instead"),
+    ("zero_queries", "in place",
+     "it changes its argument `w`: change a copy (`w.clone()`) instead"),
     ("nats", "forbidden size", "a rank sends 8 numbers, and 4 are the limit"),
     ("nats", "forbidden size, one by one", "a rank sends 8 numbers, and 4 are the limit"),
 ])

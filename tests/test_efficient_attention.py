@@ -30,7 +30,8 @@ SOFTMAX = [name for name, row in KINDS.items() if row.settings.rule(8) is not No
 @pytest.mark.parametrize("name", SOFTMAX)
 @pytest.mark.parametrize("context", [1, 100, 300])
 def test_pairs_are_those_of_the_mask(name, context):
-    layer, places = Layer(kind=chosen(KINDS, name), context=context, document=70), torch.arange(context)
+    layer, places = Layer(kind=chosen(KINDS, name), context=context,
+                          document=70), torch.arange(context)
     mask = sees(layer.model.attention.rule(context), places, places, (places // 70)[None])
     assert layer.pairs == mask.sum()
     assert layer.needed_flops == 3.5 * 4 * mask.sum() * 2 * 64
@@ -66,18 +67,21 @@ def test_full_attention_keeps_the_bytes_of_its_formula():
 def test_a_crossing_lies_where_it_can_be_said():
     contexts = [64, 128, 256, 512, 1024]
     full, line = {T: T**2 / 2 for T in contexts}, {T: 100.0 * T for T in contexts}
-    assert crossing(line, full, 0.5) == pytest.approx(400)          # powers are lines between logarithms
+    # powers are lines between logarithms
+    assert crossing(line, full, 0.5) == pytest.approx(400)
     assert crossing(line, full, 1e-3) == math.inf and crossing(line, full, 1e3) == 64
     noisy = line | {256: 1e9}       # begins anew after what lies above
     assert crossing(noisy, full, 0.5) > 256
 
 
 def test_a_window_reaches_its_layers_times_a_window_less_one():
-    """No further by a single place: a model's prediction feels every token within reach, and none beyond."""
+    """No further by a single place: a model's prediction feels every token within reach, and none
+    beyond."""
     kind = chosen(KINDS, "window")
     assert reach(chosen(KINDS, "full"), 2) == math.inf and reach(kind, 2) == 2 * 255
     size, T = 5, 24
-    model = Transformer(ModelConfig(layers=2, width=16, heads=2, vocab=8, context=T, position="rope"),
+    model = Transformer(ModelConfig(layers=2, width=16, heads=2, vocab=8, context=T,
+                                    position="rope"),
                         attend=lambda *args: plain(*args[:3], rule=Rule(window=size))).double()
     rows = torch.eye(8, dtype=torch.float64)[torch.randint(8, (1, T))] @ model.embed.weight
     x = rows.detach().requires_grad_()
@@ -91,7 +95,8 @@ def test_a_window_reaches_its_layers_times_a_window_less_one():
 
 def test_a_window_recalls_nothing_from_beyond_its_reach():
     kind = replace(chosen(KINDS, "window"), size=4)
-    [learned] = learn({"window": kind}, Recall(name="recall", pairs=4, symbols=8), context=31, steps=40)["window"]
+    [learned] = learn({"window": kind}, Recall(name="recall", pairs=4, symbols=8), context=31,
+                      steps=40)["window"]
     far, count = reach(kind, 2), (learned.distances > reach(kind, 2)).sum().item()
     assert count > 200 and learned.beyond(far) < 1 / 8 + 4 * math.sqrt(7 / 64 / count)
     assert learned.losses[-1] < learned.losses[0] and len(learned.by_distance(6)) > 3
@@ -103,7 +108,8 @@ def test_the_mask_that_is_drawn_is_the_rule():
         spec = show(kind=name, document=7, size=5, global_tokens=2, block=4, local=1, stride=2)
         layer = Layer(kind=chosen(KINDS, name), context=24, document=7)
         if name in ("full", "documents"):
-            assert sum(map(sum, spec["data"][0]["z"])) == layer.pairs and "pairs" in spec["layout"]["title"]["text"]
+            assert (sum(map(sum, spec["data"][0]["z"])) == layer.pairs
+                    and "pairs" in spec["layout"]["title"]["text"])
     for name in KINDS.keys() - set(SOFTMAX):
         with pytest.raises(ConfigError, match="hides no key"):
             show(kind=name, document=7, size=5)

@@ -1,4 +1,5 @@
-"""Every exercise: the definition passes, the known mistake is caught, an empty attempt is only "to do"."""
+"""Every exercise: the definition passes, the known mistake is caught, an empty attempt is only "to
+do"."""
 
 import functools
 import itertools
@@ -40,7 +41,8 @@ BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[1].glob("noteboo
 
 
 def check(exercise, attempt):
-    """In this process: where an attempt runs is tests/test_attempts.py's, and ranks are processes anyway."""
+    """In this process: where an attempt runs is tests/test_attempts.py's, and ranks are processes
+    anyway."""
     return exercise.judged(attempt) if exercise.name in ON_RANKS else judge.check(exercise, attempt)
 
 
@@ -49,7 +51,8 @@ def stub(*args):
 
 
 @pytest.mark.usefixtures("judged_on_ranks")
-@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])     # those: test_kernel_exercises.py
+# those: test_kernel_exercises.py
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])
 def test_exercise(name):
     exercise = EXERCISES[name]
     assert check(exercise, exercise.spec) == Verdict("right")
@@ -64,7 +67,8 @@ def test_exercise(name):
     "05.is_lost": lambda w, update: update < 2.0 ** (math.floor(math.log2(w)) - 9),
     "04.delayed_scale": lambda history, margin, largest: max(history[:2]) * 2**margin / largest,
     "08.segment": lambda layers, block, kept: max(1, round(math.sqrt(layers * kept / block))),
-    "09.tensor_ranks": lambda states, device, heads: min((n for n in (1, 2, 4, 8) if n <= heads and states <= n * device), default=0),
+    "09.tensor_ranks": lambda states, device, heads:
+    min((n for n in (1, 2, 4, 8) if n <= heads and states <= n * device), default=0),
 }.items())
 def test_wrong_answers_that_a_few_cases_do_not_find(name, attempt):
     assert check(EXERCISES[name], attempt).status == "wrong"
@@ -76,7 +80,8 @@ def by_numpy(losses, seconds, base, base_seconds):
 
 
 def by_ml_dtypes(x, exponent_bits, mantissa_bits, largest):
-    dtype = {(4, 3): ml_dtypes.float8_e4m3fn, (5, 2): ml_dtypes.float8_e5m2, (2, 1): ml_dtypes.float4_e2m1fn,
+    dtype = {(4, 3): ml_dtypes.float8_e4m3fn, (5, 2): ml_dtypes.float8_e5m2,
+             (2, 1): ml_dtypes.float4_e2m1fn,
              (3, 2): ml_dtypes.float6_e3m2fn}[exponent_bits, mantissa_bits]
     return torch.from_numpy(x.clamp(-largest, largest).numpy().astype(dtype).astype(np.float32))
 
@@ -119,9 +124,11 @@ def by_checkpoint(block, x, dy):
 def by_numbers(x, w, dy, sx, sw, sdy):
     def cast(t, scale, dtype):
         largest = float(ml_dtypes.finfo(dtype).max)
-        return scale * torch.from_numpy((t / scale).clamp(-largest, largest).numpy().astype(dtype).astype(np.float64))
+        return (scale * torch.from_numpy((t / scale).clamp(-largest,
+            largest).numpy().astype(dtype).astype(np.float64)))
     x, w, dy = (cast(t, scale, dtype) for t, scale, dtype in (
-        (x, sx, ml_dtypes.float8_e4m3fn), (w, sw, ml_dtypes.float8_e4m3fn), (dy, sdy, ml_dtypes.float8_e5m2)))
+        (x, sx, ml_dtypes.float8_e4m3fn), (w, sw, ml_dtypes.float8_e4m3fn),
+        (dy, sdy, ml_dtypes.float8_e5m2)))
     return dy @ w, torch.einsum("to,ti->oi", dy, x)
 
 
@@ -159,11 +166,13 @@ def by_whole_sums(a, lse_a, b, lse_b):
 
 def by_autograd_of_attention(q, k, v, out, lse, d_out):
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    return torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*leaves), leaves, d_out)
+    return torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*leaves), leaves,
+                               d_out)
 
 
 def by_storages(B, H, T, E, itemsize, flash):
-    heads = torch.empty(B, H, T, E, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize], device="meta")
+    heads = torch.empty(B, H, T, E, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize],
+                        device="meta")
     scores = torch.empty(B, H, T, T, dtype=heads.dtype, device="meta")
     kept = [heads] * 4 + [heads[..., 0].float()] if flash else [heads] * 3 + [scores]
     return sum(t.numel() * t.element_size() for t in kept)
@@ -180,10 +189,13 @@ RIGHT = {
     "02.flops": by_counter,
     "02.smallest_square": lambda peak, speed, itemsize: math.ceil(1.5 * itemsize * peak / speed),
     "03.cast": by_ml_dtypes,
-    "03.mx_cast": lambda x: quantise(x[None], Cast(format="e4m3fn", block=(1, 32), scale="power-of-two-floor")).dequantise()[0],
+    "03.mx_cast": lambda x: quantise(x[None],
+                                     Cast(format="e4m3fn", block=(1, 32),
+                                          scale="power-of-two-floor")).dequantise()[0],
     "03.stochastic_bf16": by_neighbours,
     "04.int8_db": lambda crest: 10.7918125 + 42.0760744 - 20 * math.log10(crest),
-    "05.is_lost": lambda w, update: bool(torch.tensor(w).bfloat16() + torch.tensor(update).bfloat16() == torch.tensor(w).bfloat16()),
+    "05.is_lost": lambda w, update: bool(torch.tensor(w).bfloat16()
+        + torch.tensor(update).bfloat16() == torch.tensor(w).bfloat16()),
     "05.loss_scaler": by_grad_scaler,
     "06.fp8_backward": by_numbers,
     "06.speedup": by_numpy,
@@ -192,19 +204,23 @@ RIGHT = {
     "08.moment": by_python,
     "08.recomputed": by_checkpoint,
     "13.window_pairs": lambda T, window: sum(min(i + 1, window) for i in range(T)),
-    "13.document_mask": lambda lengths: torch.block_diag(*(torch.ones(n, n).tril() for n in lengths.tolist())).bool(),
+    "13.document_mask": lambda lengths: torch.block_diag(
+        *(torch.ones(n, n).tril() for n in lengths.tolist())).bool(),
     "09.reduce_scatter": lambda values, turns: [
-        [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns))) for chunk in range(len(values))
+        [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns)))
+         for chunk in range(len(values))
          for gone in [(rank - chunk) % len(values)]] for rank in range(len(values))],
     "15.interval": lambda save, apart, devices: (2 * save / (devices / apart)) ** 0.5,
     "15.pieces": lambda rows, wrote, reads, rank: [
         (writer, mine[0], mine[-1] + 1) for writer in range(wrote)
-        if (mine := [row for row in range(rows) if row // -(-rows // reads) == rank and row // -(-rows // wrote) == writer])],
+        if (mine := [row for row in range(rows) if row // -(-rows // reads) == rank
+                     and row // -(-rows // wrote) == writer])],
     "12.backward": by_autograd_of_attention,
     "12.kept_bytes": by_storages,
     "12.merge": by_whole_sums,
     "12.step": by_softmax,
-    "12.tiles": lambda T, tile, window: sum(len(keys) for _, keys in tiles(Rule(window=window), T, tile)),
+    "12.tiles": lambda T, tile, window: sum(len(keys)
+        for _, keys in tiles(Rule(window=window), T, tile)),
 }
 
 
@@ -216,7 +232,8 @@ def in_place_softmax(m, l, acc, scores, v):
     m_new = torch.cat((m[:, None], scores), 1).max(1)[0]
     scores.sub_(m_new.unsqueeze(1)).exp_()
     old = torch.exp(m - m_new)
-    return m_new, torch.addcmul(scores.sum(-1), l, old), torch.addmm(acc.mul_(old.view(-1, 1)), scores, v)
+    return m_new, torch.addcmul(scores.sum(-1), l, old), torch.addmm(acc.mul_(old.view(-1, 1)),
+        scores, v)
 
 
 def by_stack(a, lse_a, b, lse_b):
@@ -230,12 +247,14 @@ def by_sigmoid(a, lse_a, b, lse_b):
 
 
 def by_the_softmax_s_gradient(q, k, v, out, lse, d_out):
-    """With a p of its own, in float64, and the row's sum taken from p dp, as the paper's first form has it."""
+    """With a p of its own, in float64, and the row's sum taken from p dp, as the paper's first form
+    has it."""
     q, k, v, d_out = (t.double() for t in (q, k, v, d_out))
     p = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
     dp = torch.einsum("qe,ke->qk", d_out, v)
     ds = (p * dp - p * (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    return torch.einsum("qk,ke->qe", ds, k), torch.einsum("qk,qe->ke", ds, q), torch.einsum("qk,qe->ke", p, d_out)
+    return torch.einsum("qk,ke->qe", ds, k), torch.einsum("qk,qe->ke", ds,
+        q), torch.einsum("qk,qe->ke", p, d_out)
 
 
 def row_by_row(q, k, v, out, lse, d_out):
@@ -253,8 +272,10 @@ def by_convolution(gains):
     """How many ways there are to each sum."""
     ways = {0: 1}
     for gain in gains:
-        ways = {total: ways.get(total - gain, 0) + ways.get(total + gain, 0) for last in ways for total in (last - gain, last + gain)}
-    return sum(count for total, count in ways.items() if abs(total) >= abs(sum(gains))) / sum(ways.values())
+        ways = {total: ways.get(total - gain, 0) + ways.get(total + gain, 0) for last in ways
+                for total in (last - gain, last + gain)}
+    return (sum(count for total, count in ways.items() if abs(total) >= abs(sum(gains)))
+            / sum(ways.values()))
 
 
 def by_the_kit(name, w, g, slots, lr, decay, update=1):
@@ -271,7 +292,8 @@ def by_the_kits_adafactor(rows, columns, g, share):
     rows, columns, g = rows.double().clone(), columns.double().clone(), g.double()
     update, w = 2, torch.zeros_like(g)
     settings = SimpleNamespace(lr=1.0, weight_decay=0.0, least=1.0, decay=-math.log2(share))
-    adafactor(w, g, [rows, columns, torch.empty(0)], settings, update, Parameter("", tuple(g.shape)))
+    adafactor(w, g, [rows, columns, torch.empty(0)], settings, update,
+              Parameter("", tuple(g.shape)))
     v = rows[:, None] * columns / rows.mean()
     step = g / v.sqrt()
     length = step.square().mean().sqrt().clamp(min=1)
@@ -304,12 +326,14 @@ def by_walking(ahead, behind):
     """One pair after another: a coin moves the lead up or down."""
     leads = {0: Fraction(1)}
     for _ in range(ahead + behind):
-        leads = {lead: (leads.get(lead - 1, 0) + leads.get(lead + 1, 0)) / 2 for lead in {one + step for one in leads for step in (-1, 1)}}
+        leads = {lead: (leads.get(lead - 1, 0) + leads.get(lead + 1, 0)) / 2
+                 for lead in {one + step for one in leads for step in (-1, 1)}}
     return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
 
 
 def by_the_kits_lora(w, A, B, alpha):
-    layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A), LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
+    layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A),
+                 LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
     for own, t in ((layer.base, w), (layer.A, A), (layer.B[0], B)):
         own.weight.data = t
     return layer(torch.eye(w.shape[1], dtype=w.dtype)).mT
@@ -321,17 +345,20 @@ def by_the_kits_stochastic_depth(layers, rate):
 
 def by_the_kits_progressive(layers, steps, theta, gamma):
     asked = Progressive(theta=theta, gamma=gamma)
-    return sum(sum(progressive(asked, layers, steps, step)) for step in range(steps)) / steps / layers
+    return (sum(sum(progressive(asked, layers, steps, step)) for step in range(steps)) / steps
+            / layers)
 
 
 def by_geometric_sum(layers, steps, theta, gamma):
-    return 1 - (1 - theta) * (layers + 1) / (2 * layers) * (1 - math.expm1(-gamma * steps) / math.expm1(-gamma) / steps)
+    return (1 - (1 - theta) * (layers + 1) / (2 * layers)
+            * (1 - math.expm1(-gamma * steps) / math.expm1(-gamma) / steps))
 
 
 def by_the_kits_partly(x, w, kept):
     """With these tokens instead of the kit's own draw."""
     partly = Partly(torch.nn.Identity(), 0.5, 1.0, 0)
-    partly.block.forward = lambda some, *_: some + (some.cumsum(1) / torch.arange(1, some.shape[1] + 1)[:, None]) @ w
+    partly.block.forward = lambda some, *_: some + (some.cumsum(1) / torch.arange(1,
+        some.shape[1] + 1)[:, None]) @ w
     partly.kept = lambda tokens: kept
     return partly(x[None])[0]
 
@@ -415,7 +442,9 @@ def by_vjp(block, x, dy):
 
 
 def one_number_at_a_time(q, k, v):
-    state, total, out = torch.zeros(k.shape[1], v.shape[1]), (q * k.cumsum(0)).sum(-1), torch.empty(len(q), v.shape[1])
+    state, total, out = torch.zeros(k.shape[1],
+                                    v.shape[1]), (q * k.cumsum(0)).sum(-1), torch.empty(len(q),
+                                        v.shape[1])
     for i, (key, value) in enumerate(zip(k, v)):
         state.addr_(key, value)
         out[i] = state.T.mv(q[i]) / total[i]
@@ -438,14 +467,17 @@ def one_after_another(values, turns):
     values = [row[:] for row in values]
     for turn in range(turns):
         for rank, row in enumerate(values):
-            values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn) % len(values)]
+            values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn)
+                % len(values)]
     return values
 
 
 def by_compare(x, exponent_bits, mantissa_bits, largest):
-    """All values of the format, and the nearest: of two that are as near the one with an even code."""
+    """All values of the format, and the nearest: of two that are as near the one with an even
+    code."""
     codes = torch.arange(2 ** (exponent_bits + mantissa_bits))
-    values = torch.tensor([EXERCISES["03.value_of"].spec(c, exponent_bits, mantissa_bits) for c in codes.tolist()], dtype=torch.float64)
+    values = torch.tensor([EXERCISES["03.value_of"].spec(c, exponent_bits, mantissa_bits)
+                           for c in codes.tolist()], dtype=torch.float64)
     codes, values = codes[values <= largest], values[values <= largest]
     distance = (x.double().abs().clamp(max=largest)[:, None] - values).abs()
     near = distance == distance.amin(1, keepdim=True)
@@ -453,7 +485,8 @@ def by_compare(x, exponent_bits, mantissa_bits, largest):
 
 
 def by_bits(x, dice):
-    return torch.tensor([struct.unpack("f", struct.pack("I", (struct.unpack("I", struct.pack("f", one))[0] + d) & 0xFFFF0000))[0]
+    return torch.tensor([struct.unpack("f",
+        struct.pack("I", (struct.unpack("I", struct.pack("f", one))[0] + d) & 0xFFFF0000))[0]
                          for one, d in zip(x.tolist(), dice.tolist())])
 
 
@@ -471,7 +504,8 @@ def by_events(lives):
 
 
 def by_sorted_noise(samples, budget):
-    found = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name) for name in dict.fromkeys(name for name, _ in samples)]
+    found = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name)
+             for name in dict.fromkeys(name for name, _ in samples)]
     return [name for _, name in sorted(found)[:budget]]
 
 
@@ -539,133 +573,212 @@ def by_passes(orders, forward, backward):
 
 # one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
 OTHERS = {
-    "00.uniform_loss": [lambda vocab: -math.log(1 / vocab), lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64), torch.tensor([0])).item()],
+    "00.uniform_loss": [lambda vocab: -math.log(1 / vocab),
+                        lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64),
+                            torch.tensor([0])).item()],
     "00.bits_per_byte": [lambda loss, size: math.log2(math.exp(loss)) / size],
     "00.step_seconds": [lambda N, tokens, peak, mfu: (2 + 4) * N * tokens / peak / mfu],
-    "00.cross_entropy": [lambda logits, targets: (logits.logsumexp(1) - logits[range(len(targets)), targets]).mean(),
-                         lambda logits, targets: -logits.double().log_softmax(-1)[torch.arange(len(targets)), targets].mean(),
-                         lambda logits, targets: -(logits.log_softmax(1) * F.one_hot(targets, logits.shape[1])).sum() / len(targets)],
-    "00.clip": [lambda grads, most: [g * min(1, most / (math.sqrt(sum(float((g * g).sum()) for g in grads)) + 1e-6)) for g in grads],
-                lambda grads, most: torch._foreach_mul(grads, (most / (torch.cat(grads).norm() + 1e-12)).clamp(max=1))],
-    "01.state_bytes": [lambda N, devices, stage: {0: 16 * N, 1: 4 * N + 12 * N / devices, 2: 2 * N + 14 * N / devices, 3: 16 * N / devices}[stage]],
+    "00.cross_entropy": [lambda logits, targets: (logits.logsumexp(1) - logits[range(len(targets)),
+        targets]).mean(),
+                         lambda logits, targets: -logits.double().log_softmax(-1)[
+                             torch.arange(len(targets)), targets].mean(),
+                         lambda logits, targets: -(logits.log_softmax(1) * F.one_hot(targets,
+                             logits.shape[1])).sum() / len(targets)],
+    "00.clip": [lambda grads, most: [g * min(1,
+        most / (math.sqrt(sum(float((g * g).sum()) for g in grads)) + 1e-6)) for g in grads],
+                lambda grads, most: torch._foreach_mul(grads,
+                    (most / (torch.cat(grads).norm() + 1e-12)).clamp(max=1))],
+    "01.state_bytes": [lambda N, devices, stage: {0: 16 * N, 1: 4 * N + 12 * N / devices,
+        2: 2 * N + 14 * N / devices, 3: 16 * N / devices}[stage]],
     "01.loss_bytes": [lambda B, T, V: 12.0 * B * T * V],
     "01.score_bytes": [lambda B, H, T, size: B * H * T * T * size - 4 * B * H * T],
-    "01.saved_bytes": [lambda tensors: sum({t.untyped_storage()._cdata: t.untyped_storage().size() for t in tensors}.values())],
+    "01.saved_bytes": [lambda tensors: sum({t.untyped_storage()._cdata: t.untyped_storage().size()
+        for t in tensors}.values())],
     "01.peak_bytes": [by_events],
     "02.intensity": [lambda M, N, K, size: 2 / size / (1 / N + 1 / M + 1 / K)],
     "02.smallest_square": [lambda peak, speed, size: round(peak / speed * size * 3 / 2)],
-    "02.attention_share": [lambda D, T: 4 * T * D / (24 * D * D + 4 * T * D), lambda D, T: 1 / (1 + 6 * D / T)],
-    "02.flops": [lambda a, b: 2 * (a.expand(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]) + a.shape[-2:])).numel() * b.shape[-1]],
-    "02.roofline_seconds": [lambda ops, peak, speed: math.fsum(f / peak if f / b > peak / speed else b / speed for f, b in ops if b) + sum(
+    "02.attention_share": [lambda D, T: 4 * T * D / (24 * D * D + 4 * T * D),
+                           lambda D, T: 1 / (1 + 6 * D / T)],
+    "02.flops": [lambda a, b: 2
+                 * (a.expand(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+                             + a.shape[-2:])).numel() * b.shape[-1]],
+    "02.roofline_seconds": [lambda ops, peak, speed: math.fsum(f / peak if f / b > peak / speed
+        else b / speed for f, b in ops if b) + sum(
         f / peak for f, b in ops if not b)],
-    "03.value_of": [lambda code, e, m: math.ldexp(code % 2**m + 2**m * (code >= 2**m), max(code >> m, 1) - 2 ** (e - 1) + 1 - m)],
-    "03.stochastic": [lambda x, step, u: (math.floor(x / step) + (1 if u < x / step % 1 else 0)) * step,
-                      lambda x, step, u: math.ceil(x / step - u) * step if u else math.ceil(x / step) * step],
+    "03.value_of": [lambda code, e, m: math.ldexp(code % 2**m + 2**m * (code >= 2**m),
+        max(code >> m, 1) - 2 ** (e - 1) + 1 - m)],
+    "03.stochastic": [lambda x, step, u: (math.floor(x / step) + (1 if u < x / step % 1 else 0))
+                      * step,
+                      lambda x, step, u: math.ceil(x / step - u) * step if u
+                      else math.ceil(x / step) * step],
     "03.mx_exponent": [lambda amax, largest: math.floor(math.log2(amax)) - largest],
     "03.cast": [by_compare],
-    "03.mx_cast": [lambda x: (x.double() * 2.0 ** -(e := torch.floor(torch.log2(x.abs().max().double().clamp(min=1e-300))) - 8)).clamp(-448, 448).to(
+    "03.mx_cast": [lambda x: (x.double()
+                              * 2.0 ** -(e := torch.floor(
+                                  torch.log2(x.abs().max().double().clamp(min=1e-300))) - 8)).clamp(
+                                      -448, 448).to(
         torch.float8_e4m3fn).double().mul(2.0**e).float() if x.any() else x],
-    "03.stochastic_bf16": [by_bits, lambda x, dice: (x.clone().view(torch.int32).add_(dice) >> 16 << 16).view(torch.float32)],
+    "03.stochastic_bf16": [by_bits,
+                           lambda x, dice: (x.clone().view(torch.int32).add_(
+                               dice) >> 16 << 16).view(torch.float32)],
     "04.shared_by": [lambda R, C, high, wide: (high if high else R) * (wide if wide > 0 else C)],
-    "04.int8_db": [lambda crest: 52.9 - 20 * math.log10(crest), lambda crest: 10 * math.log10(12) + 20 * math.log10(127 / crest)],
-    "04.delayed_scale": [lambda history, margin, largest: sorted(history)[-1] / (largest / 2**margin)],
-    "04.block_scales": [lambda x, block: torch.tensor([[max(map(abs, row[i:i + block])) / 448 or 1.0 for i in range(0, len(row), block)] for row in x.tolist()]),
-                        lambda x, block: x.reshape(len(x), -1, block).abs().max(2).values.div(448).masked_fill_(
+    "04.int8_db": [lambda crest: 52.9 - 20 * math.log10(crest),
+                   lambda crest: 10 * math.log10(12) + 20 * math.log10(127 / crest)],
+    "04.delayed_scale": [lambda history, margin, largest: sorted(history)[-1]
+                         / (largest / 2**margin)],
+    "04.block_scales": [lambda x, block: torch.tensor(
+        [[max(map(abs, row[i:i + block])) / 448 or 1.0 for i in range(0, len(row), block)]
+         for row in x.tolist()]),
+                        lambda x, block: x.reshape(len(x), -1,
+                            block).abs().max(2).values.div(448).masked_fill_(
                             ~x.reshape(len(x), -1, block).any(2), 1)],
     "04.delayed": [by_deque],
     "05.is_lost": [lambda w, update: 2 * update < 2.0 ** (math.frexp(w)[1] - 8)],
     "05.scale_for": [lambda g: next(2.0**e for e in range(99) if g * 2.0**e >= 2**-14)],
     "05.state_bytes": [lambda N, low: 14 * N if low else 12 * N],
-    "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates, weight.float()).bfloat16()],
+    "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates,
+        weight.float()).bfloat16()],
     "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
     "19.seeds": [lambda effect, sigma: math.ceil(15.6977586 * (sigma / effect) ** 2)],
     "19.sign_flip": [by_convolution],
-    "20.adamw": [lambda w, g, m, v, update, lr, decay: by_the_kit("adamw", w, g, (m, v), lr, decay, update)],
+    "20.adamw": [lambda w, g, m, v, update, lr, decay: by_the_kit("adamw", w, g, (m, v), lr, decay,
+        update)],
     "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
     "20.factored": [by_the_kits_adafactor],
-    "21.noise_scale": [lambda small, large, b, B: b * B * (small - large) / (B * large - b * small)],
+    "21.noise_scale": [lambda small, large, b, B: b * B * (small - large)
+                       / (B * large - b * small)],
     "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
-    "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5, *(beta * k + 1 - k for beta in (beta1, beta2)))],
-    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])], dim=-2)],
+    "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5,
+        *(beta * k + 1 - k for beta in (beta1, beta2)))],
+    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])],
+                                      dim=-2)],
     "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
-    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]), 0.0).view_as(w)],
-    "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril() / torch.ones_like(G).tril().sum(1, keepdim=True))
+    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]),
+        0.0).view_as(w)],
+    "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril()
+                                      / torch.ones_like(G).tril().sum(1, keepdim=True))
                 @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
-    "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1, dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
+    "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1,
+        dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
     "23.area": [by_geometric_sum, by_the_kits_progressive],
     "23.some_tokens": [by_the_kits_partly, by_mean_of_each],
     "23.split": [by_index, by_the_kits_wider],
-    "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None], alpha=alpha / B.shape[1])[0], by_the_kits_lora],
-    "24.trained": [lambda weights, rank: sum(t.numel() for w in weights for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
-    "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank, alpha=alpha).scale, alpha * math.sqrt(rank))],
+    "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None],
+        alpha=alpha / B.shape[1])[0], by_the_kits_lora],
+    "24.trained": [lambda weights, rank: sum(t.numel() for w in weights
+        for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
+    "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank,
+        alpha=alpha).scale, alpha * math.sqrt(rank))],
     "24.pissa": [by_eigenvectors],
     "24.c_attn": [by_gpt2s_names],
-    "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights) if not any(w is one for one in weights[:i])),
-                    lambda weights: sum(p.numel() for p in torch.nn.ParameterList(map(torch.nn.Parameter, set(weights))).parameters())],
-    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items() if side // block * block < side]],
+    "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights)
+        if not any(w is one for one in weights[:i])),
+                    lambda weights: sum(p.numel()
+                                        for p in torch.nn.ParameterList(map(torch.nn.Parameter,
+                                            set(weights))).parameters())],
+    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items()
+        if side // block * block < side]],
     "25.input_db": [by_the_kits_int8],
-    "25.speedup": [lambda products, rest, casts, times: 1 / (products / (products + rest) / times + (rest + casts) / (products + rest))],
+    "25.speedup": [lambda products, rest, casts, times: 1
+                   / (products / (products + rest) / times + (rest + casts) / (products + rest))],
     "26.step": [by_the_kits_muon, by_singular_values],
     "26.overhead": [by_counted_products],
     "27.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
-    "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)), list(map(math.log, changes))).slope],
-    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p), lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
+    "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)),
+        list(map(math.log, changes))).slope],
+    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p),
+                  lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
     "28.coin": [by_walking, lambda ahead, behind: sum(
-        math.comb(ahead + behind, k) for k in range(ahead + behind + 1) if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
-    "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)), lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
+        math.comb(ahead + behind, k) for k in range(ahead + behind + 1)
+        if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
+    "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)),
+                      lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
     "06.keep": [by_sorted_noise],
     "06.speedup": [by_segments],
-    "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx * sw,
-                       lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx, fp8(w, sw).float() * sw),
-                       lambda x, w, sx, sw: torch.stack([(fp8(row, sx) * fp8(w, sw)).sum(-1) for row in x]) * (sx * sw)],
-    "06.fp8_backward": [lambda x, w, dy, sx, sw, sdy: ((fp8(dy, sdy, torch.float8_e5m2) * sdy) @ (fp8(w, sw) * sw),
-                                                       ((sx * fp8(x, sx)).T @ (sdy * fp8(dy, sdy, torch.float8_e5m2))).T)],
+    "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
+                       * sw,
+                       lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
+                           fp8(w, sw).float() * sw),
+                       lambda x, w, sx, sw: torch.stack([(fp8(row, sx) * fp8(w, sw)).sum(-1)
+                           for row in x]) * (sx * sw)],
+    "06.fp8_backward": [lambda x, w, dy, sx, sw, sdy: ((fp8(dy, sdy, torch.float8_e5m2) * sdy)
+        @ (fp8(w, sw) * sw),
+                                                       ((sx * fp8(x, sx)).T
+                                                        @ (sdy * fp8(dy, sdy,
+                                                            torch.float8_e5m2))).T)],
     "07.sqnr_db": [lambda x, y: 20 * math.log10(math.hypot(*x) / math.dist(x, y)),
-                   lambda x, y: 10 * np.log10(np.square(x).sum() / np.square(np.subtract(x, y)).sum()).item()],
-    "07.saturated": [lambda x, amax: np.mean([abs(a) * 448 / amax > 448 + 16 for a in x if a != 0]).item()],
+                   lambda x, y: 10 * np.log10(np.square(x).sum()
+                       / np.square(np.subtract(x, y)).sum()).item()],
+    "07.saturated": [lambda x, amax: np.mean([abs(a) * 448 / amax > 448 + 16 for a in x
+        if a != 0]).item()],
     "07.margin": [lambda growth: max(0, math.ceil(math.log(growth, 2)))],
-    "07.worst_row": [lambda x, y: max(range(len(x)), key=lambda i: ((x[i] - y[i]).norm() / x[i].norm()).nan_to_num(0).item()),
-                     lambda x, y: torch.nan_to_num((x - y).pow(2).mean(1) / x.pow(2).mean(1)).argmax()],
+    "07.worst_row": [lambda x, y: max(range(len(x)),
+                                      key=lambda i: ((x[i] - y[i]).norm() / x[i].norm()).nan_to_num(
+                                          0).item()),
+                     lambda x, y: torch.nan_to_num((x - y).pow(2).mean(1)
+                         / x.pow(2).mean(1)).argmax()],
     "07.bisect": [right_half_first],
-    "08.every": [lambda layers, block, kept, budget: next((n for n in range(layers, 0, -1) if kept * len(range(0, layers - 1, n)) + block * (
+    "08.every": [lambda layers, block, kept, budget: next(
+        (n for n in range(layers, 0, -1) if kept * len(range(0, layers - 1, n)) + block * (
         layers - len(range(0, layers - 1, n))) <= budget), 0)],
     "08.moment_bytes": [lambda N, block: 2 * N + 8 * -(-N // block)],
-    "08.segment": [lambda layers, block, kept: min((-(-layers // n) * kept + n * block, n) for n in range(1, layers + 1))[1]],
+    "08.segment": [lambda layers, block, kept: min((-(-layers // n) * kept + n * block, n)
+        for n in range(1, layers + 1))[1]],
     "08.recomputed": [by_vjp],
     "08.chunked_loss": [by_softmax_of_chunks, logits_in_place],
-    "09.micro_batches": [lambda stages, most: next(m for m in itertools.count(1) if (stages - 1) / (m + stages - 1) <= most)],
+    "09.micro_batches": [lambda stages, most: next(m for m in itertools.count(1)
+        if (stages - 1) / (m + stages - 1) <= most)],
     "09.tokens": [lambda dollars, price, peak, mfu, N: 600 * dollars * peak * mfu / (price * N)],
-    "09.tensor_ranks": [lambda states, device, heads: next((n for n in range(1, heads + 1) if not heads % n and states / n <= device), 0)],
+    "09.tensor_ranks": [lambda states, device, heads: next(
+        (n for n in range(1, heads + 1) if not heads % n and states / n <= device), 0)],
     "09.reduce_scatter": [sums_of_ring, one_after_another],
-    "09.micro_batch": [lambda states, each, device, batch: next((n for n in range(batch, 0, -1) if not batch % n and n * each <= device - states), 0)],
-    "12.kept_bytes": [lambda B, H, T, E, size, flash: B * H * T * ((3 * E + (E if flash else T)) * size + 4 * flash)],
-    "12.tiles": [lambda T, tile, window: sum(-(-(min(first + tile, T) - max(0, first + 1 - window)) // tile) for first in range(0, T, tile))],
+    "09.micro_batch": [lambda states, each, device, batch: next(
+        (n for n in range(batch, 0, -1) if not batch % n and n * each <= device - states), 0)],
+    "12.kept_bytes": [lambda B, H, T, E, size, flash: B * H * T
+                      * ((3 * E + (E if flash else T)) * size + 4 * flash)],
+    "12.tiles": [lambda T, tile, window: sum(
+        -(-(min(first + tile, T) - max(0, first + 1 - window)) // tile)
+        for first in range(0, T, tile))],
     "12.step": [in_place_softmax],
     "12.merge": [by_stack, by_sigmoid],
     "12.backward": [by_the_softmax_s_gradient, row_by_row],
-    "13.window_pairs": [lambda T, window: T * min(T, window) - min(T, window) * (min(T, window) - 1) / 2],
-    "13.document_mask": [lambda lengths: torch.tensor([[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
-                                                      if (ids := [d for d, n in enumerate(lengths.tolist()) for _ in range(n)]) else [])],
+    "13.window_pairs": [lambda T, window: T * min(T, window) - min(T, window) * (min(T, window) - 1)
+                        / 2],
+    "13.document_mask": [lambda lengths: torch.tensor(
+        [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
+                                                      if (ids := [d for d, n
+                                                          in enumerate(lengths.tolist())
+                                                          for _ in range(n)]) else [])],
     "13.linear_attention": [by_cumsum, in_chunks, one_number_at_a_time],
-    "14.sent_bytes": [lambda nbytes, ranks, stage, m: nbytes * (1 - 1 / ranks) * {0: 2, 1: 2, 2: 2 * m, 3: 3 * m}[stage]],
+    "14.sent_bytes": [lambda nbytes, ranks, stage, m: nbytes * (1 - 1 / ranks) * {0: 2, 1: 2,
+        2: 2 * m, 3: 3 * m}[stage]],
     "14.rows": [by_counting],
     "14.buckets": [from_the_last],
-    "14.clip": [lambda parts, most: [min(1.0, most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6)) for _ in parts]],
-    "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks) for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
-                                            and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step and b <= a]],
+    "14.clip": [lambda parts, most: [min(1.0,
+        most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6))
+        for _ in parts]],
+    "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks)
+        for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
+                                            and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
+        and b <= a]],
     "17.bubble": [lambda ranks, m, chunks: 1 - m * chunks / (m * chunks + ranks - 1)],
     "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
         f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
     "17.step": [by_passes],
     "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
-    "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
+    "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C
+        * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
     "15.interval": [lambda save, apart, devices: math.sqrt(save) * math.sqrt(2 * apart / devices)],
-    "15.pieces": [lambda rows, wrote, reads, rank: [(file, low, high) for file in range(wrote) if (low := max(
-        by_counting(rows, reads, rank)[0], file * -(-rows // wrote))) < (high := min(by_counting(rows, reads, rank)[1], (file + 1) * -(-rows // wrote)))]],
+    "15.pieces": [lambda rows, wrote, reads, rank: [(file, low, high) for file in range(wrote)
+        if (low := max(
+        by_counting(rows, reads, rank)[0], file * -(-rows // wrote)))
+        < (high := min(by_counting(rows, reads, rank)[1], (file + 1) * -(-rows // wrote)))]],
 }
 
 
-@pytest.mark.parametrize("name, attempt", [pytest.param(name, one, id=f"{name}-{i}") for name in {**RIGHT, **OTHERS} for i, one in enumerate(
+@pytest.mark.parametrize("name, attempt",
+                         [pytest.param(name, one, id=f"{name}-{i}") for name in {**RIGHT, **OTHERS}
+                          for i, one in enumerate(
     [RIGHT[name] for _ in range(name in RIGHT)] + OTHERS.get(name, []))])
 def test_right_answers_of_another_kind(name, attempt):
     assert check(EXERCISES[name], attempt) == Verdict("right")
@@ -676,9 +789,11 @@ def test_each_exercise_has_another_right_form():
     assert sum(map(len, OTHERS.values())) + len(RIGHT) >= 105
 
 
-@pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance and name not in PUZZLES and name not in ON_RANKS])
+@pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance
+                                  and name not in PUZZLES and name not in ON_RANKS])
 def test_a_processor_that_rounds_otherwise_does_not_decide(name):
-    """The definition in float32, each operation off by a last place: where terms cancel, something near 0 is left of 0."""
+    """The definition in float32, each operation off by a last place: where terms cancel, something
+    near 0 is left of 0."""
     exercise, seeds = EXERCISES[name], itertools.count(100)
 
     def elsewhere(*case):
@@ -690,13 +805,16 @@ def test_a_processor_that_rounds_otherwise_does_not_decide(name):
 
 def test_an_answer_may_be_off_by_a_share_of_its_terms():
     """12.backward with one key: the gradient is 0, and a difference of equal terms."""
-    exercise = Exercise(spec=lambda x, y: x @ y - (x * y).sum(), cases=((torch.ones(3), torch.full((3,), 2.0)),))
+    exercise = Exercise(spec=lambda x, y: x @ y - (x * y).sum(),
+                        cases=((torch.ones(3), torch.full((3,), 2.0)),))
     for right in (0.0, -2.7e-8, 5e-7):
         assert check(exercise, lambda x, y, right=right: torch.tensor(right)) == Verdict("right")
     for wrong in (1e-4, -1e-4, 6.0, math.nan):
         assert check(exercise, lambda x, y, wrong=wrong: torch.tensor(wrong)).status == "wrong"
-    assert check(EXERCISES["12.backward"], lambda q, k, v, out, lse, d_out: [x * (len(q) > 1) if i < 2 else x for i, x in enumerate(
-        EXERCISES["12.backward"].spec(q, k, v, out, lse, d_out))]) == Verdict("right")
+    assert (check(EXERCISES["12.backward"],
+                  lambda q, k, v, out, lse, d_out: [x * (len(q) > 1) if i < 2 else x
+                      for i, x in enumerate(
+        EXERCISES["12.backward"].spec(q, k, v, out, lse, d_out))]) == Verdict("right"))
 
 
 @pytest.mark.parametrize("name", EXERCISES)
@@ -705,11 +823,13 @@ def test_exercise_is_asked_in_its_notebook(name):
     assert book is None or name in book.read_text(), f"{book.name} does not use EXERCISES[{name!r}]"
 
 
-squares = Exercise(spec=lambda x: x * x, cases=((2.0,), (3.0,)), mistakes={"that is twice x": lambda x: 2 * x})
+squares = Exercise(spec=lambda x: x * x, cases=((2.0,), (3.0,)),
+                   mistakes={"that is twice x": lambda x: 2 * x})
 
 
 def test_the_first_case_that_fails_is_named():
-    assert check(squares, lambda x: 2 * x) == Verdict("wrong", "for x=3 expected 9, got 6; that is twice x")
+    assert (check(squares, lambda x: 2 * x) == Verdict("wrong",
+        "for x=3 expected 9, got 6; that is twice x"))
 
 
 @pytest.mark.parametrize("attempt, said", [
@@ -720,8 +840,10 @@ def test_the_first_case_that_fails_is_named():
     (lambda x: x > 1, "got True"),
     (lambda x: math.nan, "got nan"),
     (lambda x: [4.0], "got [4]"),
-    (lambda x: torch.zeros(2, device="meta"), "it raised NotImplementedError: Cannot copy out of meta tensor"),
-    (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2, dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
+    (lambda x: torch.zeros(2, device="meta"), "it raised NotImplementedError: Cannot copy out of "
+                                              "meta tensor"),
+    (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2,
+        dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
 ])
 def test_whatever_an_attempt_does_is_a_verdict(attempt, said):
     verdict = check(squares, attempt)
@@ -766,39 +888,51 @@ def test_a_tolerance_of_zero_asks_for_the_sign_of_zero():
 
 
 @pytest.mark.parametrize("given, change", [
-    ([1, 2], lambda x: x.append(0)), ([2, 1], lambda x: x.sort()), ([[1], [2]], lambda x: x[1].pop()), ({"a": 1.0}, lambda x: x.update(a=2.0)),
-    ([1, 2], lambda x: x.__setitem__(0, 1.0)), (torch.zeros(2), lambda x: x.neg_()), (torch.ones(2, 3), lambda x: x.t_()),
-    (torch.tensor(1.0), lambda x: x.mul_(2)), (torch.ones(2, dtype=torch.bfloat16), lambda x: x[1:].zero_()),
-    ([torch.ones(3)[::2]], lambda x: x[0].add_(1)), (torch.ones(2), lambda x: setattr(x, "data", x.data.double())),
+    ([1, 2], lambda x: x.append(0)), ([2, 1], lambda x: x.sort()),
+    ([[1], [2]], lambda x: x[1].pop()), ({"a": 1.0}, lambda x: x.update(a=2.0)),
+    ([1, 2], lambda x: x.__setitem__(0, 1.0)), (torch.zeros(2), lambda x: x.neg_()),
+    (torch.ones(2, 3), lambda x: x.t_()),
+    (torch.tensor(1.0), lambda x: x.mul_(2)),
+    (torch.ones(2, dtype=torch.bfloat16), lambda x: x[1:].zero_()),
+    ([torch.ones(3)[::2]], lambda x: x[0].add_(1)),
+    (torch.ones(2), lambda x: setattr(x, "data", x.data.double())),
 ])
 def test_an_attempt_that_changes_its_argument_is_told_so(given, change):
     exercise = Exercise(spec=lambda x: 3, cases=((given,),))
     verdict = check(exercise, lambda x: (change(x), 3)[1])
-    assert verdict.status == "wrong" and "it changes its argument `x`: change a copy (`" in verdict.detail
+    assert (verdict.status == "wrong" and "it changes its argument `x`: change a copy (`"
+            in verdict.detail)
     assert check(exercise, lambda x: 3) == Verdict("right")
 
 
 @pytest.mark.parametrize("given, change", [
-    (torch.ones(2), lambda x: x.requires_grad_().square().sum().backward()), ([math.nan], len), (torch.tensor([math.nan]), torch.relu),
+    (torch.ones(2), lambda x: x.requires_grad_().square().sum().backward()), ([math.nan], len),
+    (torch.tensor([math.nan]), torch.relu),
     (deque([1]), lambda x: x.append(2)), (torch.zeros(0, 2), lambda x: x.add_(1)),
 ])
 def test_what_is_no_change(given, change):
-    """Gradients and NaN; and an object that is no number, tensor, list or dict, such as a function that counts its calls."""
-    assert check(Exercise(spec=lambda x: 3, cases=((given,),)), lambda x: (change(x), 3)[1]) == Verdict("right")
+    """Gradients and NaN; and an object that is no number, tensor, list or dict, such as a function
+    that counts its calls."""
+    assert (check(Exercise(spec=lambda x: 3, cases=((given,),)), lambda x: (change(x), 3)[1])
+            == Verdict("right"))
 
 
 def test_an_exercise_may_ask_for_the_change():
-    exercise = Exercise(spec=lambda x, y: x.add_(y), cases=((torch.zeros(2), torch.ones(2)),), in_place=("x",),
+    exercise = Exercise(spec=lambda x, y: x.add_(y), cases=((torch.zeros(2), torch.ones(2)),),
+                        in_place=("x",),
                         mistakes={"the other one": lambda x, y: x.sub_(y)})
-    assert check(exercise, lambda x, y: x.copy_(x + y)) == check(exercise, lambda x, y: (x.add_(y), None)[1]) == Verdict("right")
-    assert "expected 1 at [0, 0], got 0" in check(exercise, lambda x, y: x + y).detail      # a new tensor
+    assert (check(exercise, lambda x, y: x.copy_(x + y)) == check(exercise,
+        lambda x, y: (x.add_(y), None)[1]) == Verdict("right"))
+    # a new tensor
+    assert "expected 1 at [0, 0], got 0" in check(exercise, lambda x, y: x + y).detail
     assert check(exercise, lambda x, y: x.sub_(y)).detail.endswith("the other one")
     assert "its argument `y`" in check(exercise, lambda x, y: x.add_(y.neg_().neg())).detail
 
 
 def test_an_index_is_written_as_one_types_it():
     exercise = Exercise(spec=lambda: {"a": torch.tensor([[1, 2], [3, 4]])}, cases=((),))
-    assert check(exercise, lambda: {"a": [[1, 2], [5, 4]]}).detail == "for  expected 3 at ['a', 1, 0], got 5"
+    assert (check(exercise, lambda: {"a": [[1, 2], [5, 4]]}).detail
+            == "for  expected 3 at ['a', 1, 0], got 5")
 
 
 def test_the_solution_is_the_definition_s_source():

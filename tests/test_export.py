@@ -13,12 +13,16 @@ from lpkit.exchange.export import export
 from lpkit.training.runs import Run
 from lpkit.training.sampling import trained
 
-SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6, "model.context": 32, "global_batch": 2, "steps": 2,
-                          "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1, "eval_batches": 1})
-LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False, "model.kv_heads": 2,
+SMALL = Config().replace({"model.layers": 2, "model.width": 48, "model.heads": 6,
+                          "model.context": 32, "global_batch": 2, "steps": 2,
+                          "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1,
+                          "eval_batches": 1})
+LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
+         "model.bias": False, "model.kv_heads": 2,
          "model.mlp_width": 64}
 MODELS = {
-    "GPT2LMHeadModel": {}, "LlamaForCausalLM": LLAMA | {"model.tied": False}, "Qwen2ForCausalLM": LLAMA | {"model.qkv_bias": True},
+    "GPT2LMHeadModel": {}, "LlamaForCausalLM": LLAMA | {"model.tied": False},
+    "Qwen2ForCausalLM": LLAMA | {"model.qkv_bias": True},
     "Qwen3ForCausalLM": LLAMA | {"model.qk_norm": True, "model.head_dim": 10}}
 
 
@@ -29,8 +33,10 @@ def logits_agree(run: Run, folder) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokens = torch.randint(256, (2, run.config.model.T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, trained(run).logits(tokens), rtol=0, atol=2e-5)
-    assert type(theirs).__name__ == json.loads((folder / "config.json").read_text())["architectures"][0]
+        torch.testing.assert_close(theirs(tokens).logits, trained(run).logits(tokens), rtol=0,
+                                   atol=2e-5)
+    assert (type(theirs).__name__ == json.loads((folder / "config.json").read_text())[
+        "architectures"][0])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,9 +54,12 @@ def test_transformers_has_the_same_logits(name, tmp_path):
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"model.attention": "window"}, r"transformers has no model with model.attention=window.*; the nearest, GPT2LMHeadModel, has full attention"),
-    (LLAMA | {"model.norm": "layernorm"}, r"no model with model.norm=layernorm; the nearest, LlamaForCausalLM, has model.norm=rmsnorm"),
-    ({"model.tied": False}, r"no model with model.tied=False; the nearest, GPT2LMHeadModel, has model.tied=True")])
+    ({"model.attention": "window"}, r"transformers has no model with model.attention=window.*; the "
+                                    r"nearest, GPT2LMHeadModel, has full attention"),
+    (LLAMA | {"model.norm": "layernorm"}, r"no model with model.norm=layernorm; the nearest, "
+                                          r"LlamaForCausalLM, has model.norm=rmsnorm"),
+    ({"model.tied": False}, r"no model with model.tied=False; the nearest, GPT2LMHeadModel, has "
+                            r"model.tied=True")])
 def test_what_transformers_does_not_have(changes, sentence, tmp_path):
     run = train(SMALL.replace({"steps": 1, **changes}), out=tmp_path / "run")
     with pytest.raises(ConfigError, match=sentence):

@@ -1,4 +1,5 @@
-"""The failure lab: each fault shows in the telemetry where its row says, and the search finds what was planted."""
+"""The failure lab: each fault shows in the telemetry where its row says, and the search finds what
+was planted."""
 
 import math
 import random
@@ -38,37 +39,47 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.training.training import Training
 
 TINY = Config().replace({
-    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8, "steps": 60,
-    "schedule.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1, "system.compile": False})
+    "model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 32, "global_batch": 8,
+    "steps": 60,
+    "schedule.warmup_steps": 4, "optimizer.lr": 5e-3, "system.device": "cpu", "system.threads": 1,
+    "system.compile": False})
 LAYER = "blocks.0.attention.qkv"
 # Whose every layer matters to its loss before long: notebook 07's.
 LLAMA = TINY.replace({
-    "global_batch": 16, "optimizer.lr": 5e-3, "model.mlp_width": 128, "model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
+    "global_batch": 16, "optimizer.lr": 5e-3, "model.mlp_width": 128, "model.norm": "rmsnorm",
+    "model.position": "rope", "model.mlp": "swiglu",
     "model.bias": False, "model.init": "llama"})
-SEEN, UNSEEN = ([name for name, row in FAULTS.items() if bool(row.unseen) == unseen] for unseen in (False, True))
-PLACES = [f"blocks.{i}.{part}" for i in range(2) for part in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")]
+SEEN, UNSEEN = ([name for name, row in FAULTS.items() if bool(row.unseen) == unseen]
+                for unseen in (False, True))
+PLACES = [f"blocks.{i}.{part}" for i in range(2) for part in ("attention.qkv", "attention.out",
+    "mlp.gate_up", "mlp.down")]
 
 
 @pytest.fixture(scope="module")
 def starts():
-    """Two models of 121 steps, for every case of this file: what is looked at first is the first step after that."""
+    """Two models of 121 steps, for every case of this file: what is looked at first is the first
+    step after that."""
     return Starts(LLAMA, steps=121)
 
 
 def training_with(fault: str | None, recipe: str, *, cured: bool = False, **settings):
-    training = Training.build(TINY.replace({"precision.recipe": recipe, "precision.recipe.high_precision_layers": "head", "precision.backend": "emulated"}))
+    training = Training.build(TINY.replace({"precision.recipe": recipe,
+        "precision.recipe.high_precision_layers": "head", "precision.backend": "emulated"}))
     if fault is not None:
         planted = Injection(fault=fault, layers=(LAYER,))
         inject(training.model, planted)
         if cured:
             cure(training.model, planted)
-    return training, telemetry.attach(training, None, every=1, rows=None, layers=(LAYER,), counterfactuals=(), **settings)
+    return training, telemetry.attach(training, None, every=1, rows=None, layers=(LAYER,),
+                                      counterfactuals=(), **settings)
 
 
 def seen(fault: str | None, recipe: str, role: str, number: str, **settings) -> list[float]:
-    """Step by step. The batches are the same in each, so that steps can be compared one by one: a mean hangs on a single spike."""
+    """Step by step. The batches are the same in each, so that steps can be compared one by one: a
+    mean hangs on a single spike."""
     training, watched = training_with(fault, recipe, roles=(role,), **settings)
-    train(training, 0, 36)      # some only show when a tensor happens to grow from one step to the next
+    # some only show when a tensor happens to grow from one step to the next
+    train(training, 0, 36)
     return [getattr(sample.own, number) for sample in watched.samples if sample.own]
 
 
@@ -77,9 +88,11 @@ def test_a_fault_shows_where_its_row_says_and_not_under_its_cure(name):
     fault = FAULTS[name]
     role, number, sign = fault.shows
     without, with_it = (seen(planted, fault.recipe, role, number) for planted in (None, name))
-    cured = seen(name, fault.recipe, role, number, cured=True) if fault.cure != fault.recipe else without
+    cured = (seen(name, fault.recipe, role, number, cured=True) if fault.cure != fault.recipe
+             else without)
     steps = [step for step in zip(without, with_it, cured) if None not in step]
-    moved = statistics.fmean((sign * (bad - good) > 0) - (sign * (bad - good) < 0) for good, bad, _ in steps)
+    moved = statistics.fmean((sign * (bad - good) > 0) - (sign * (bad - good) < 0)
+                             for good, bad, _ in steps)
     assert moved > 0.2, f"{number} of {role}: {without} without, {with_it} with it"
     nearer = statistics.fmean(sign * (bad - well) > abs(well - good) for good, bad, well in steps)
     assert nearer > 0.2, f"{number} of {role}: {cured} under {fault.cure}"
@@ -116,7 +129,8 @@ def test_a_plant_that_cannot_be(settings, said):
         inject(model, settings)
 
 
-# ---- where a NaN came from ---------------------------------------------------------------------------------------------------
+# ---- where a NaN came from
+# ---------------------------------------------------------------------------------------------------
 
 def samples_of(training: Training, steps: int = 1, **settings):
     watched = telemetry.attach(training, every=1, counterfactuals=(), **settings)
@@ -141,7 +155,8 @@ def test_a_nan_is_followed_to_the_layer_that_made_it(layer):
 def test_a_nan_of_backward_is_followed_the_other_way(layer):
     training = Training.build(LLAMA.replace({"precision.recipe": "fp8-tensorwise"}))
     module = training.model.get_submodule(layer)
-    module.register_forward_pre_hook(lambda module, args: args[0].register_hook(lambda dx: dx * math.nan) and None)
+    module.register_forward_pre_hook(lambda module, args: args[0].register_hook(lambda dx: dx
+        * math.nan) and None)
     assert source_of_nonfinite(samples_of(training)) == layer
 
 
@@ -153,13 +168,17 @@ def test_a_nan_that_was_there_before_the_look_accuses_nobody():
     assert source_of_nonfinite(samples) == "" and "already there" in nonfinite_report(samples)
 
 
-# ---- the case ----------------------------------------------------------------------------------------------------------------
+# ---- the case
+# ----------------------------------------------------------------------------------------------------------------
 
 def solved(case: Case):
-    well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True, every=5)
-    assert {sample.step for sample in ill.samples} == {sample.step for sample in cured.samples} == {1, 6}
+    well, ill, cured = case.run(6, faulty=False), case.run(6, every=5), case.run(6, cured=True,
+        every=5)
+    assert ({sample.step for sample in ill.samples} == {sample.step for sample in cured.samples}
+            == {1, 6})
     finding = bisect(case.starts, case.injection, seeds=2, steps=3)
-    return standing_out(ill.samples), finding, case.recovered(well, ill, cured), case.outcome(well, ill, cured)
+    return standing_out(ill.samples), finding, case.recovered(well, ill, cured), case.outcome(well,
+        ill, cured)
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -168,8 +187,10 @@ def test_a_seen_fault_is_named_by_both_witnesses_and_its_cure_cures(starts, name
     case = Case.open(starts, name, seed=0)
     (first, second, *_), finding, recovered, said = solved(case)
     assert first[0] == case.layer and first[1] > 0.5 + second[1]
-    assert {layer for layer, _ in finding.culprits} == {case.layer} and finding.certainty != "low" and finding.effect > 20, str(finding)
-    assert recovered == pytest.approx(1, abs=0.1) and f"With {case.layer} in {FAULTS[name].cure}" in said
+    assert ({layer for layer, _ in finding.culprits} == {case.layer} and finding.certainty != "low"
+            and finding.effect > 20), str(finding)
+    assert (recovered == pytest.approx(1, abs=0.1)
+            and f"With {case.layer} in {FAULTS[name].cure}" in said)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -192,7 +213,8 @@ def test_wherever_it_is_hidden_the_telemetry_names_it(starts, name, layer):
 
 def test_a_case_is_drawn_by_seed_from_what_can_be_seen(starts):
     drawn = [Case.open(starts, "unknown", seed) for seed in range(10)]
-    assert {case.injection.fault for case in drawn} == set(SEEN) and len({case.layer for case in drawn}) > len(PLACES) / 2
+    assert ({case.injection.fault for case in drawn} == set(SEEN)
+            and len({case.layer for case in drawn}) > len(PLACES) / 2)
     assert drawn[:2] == [Case.open(starts, "unknown", seed) for seed in range(2)]
     with pytest.raises(ConfigError, match="stale-amax"):
         Case.open(starts, "stale-max", seed=0)
@@ -223,19 +245,23 @@ def test_an_accusation_is_a_click_a_choice_and_a_lock_and_is_kept(starts, tmp_pa
 
     accusation = asked()
     accusation.button.click()
-    assert not accusation.locked and accusation.answer is None          # neither a layer nor a fault yet
+    # neither a layer nor a fault yet
+    assert not accusation.locked and accusation.answer is None
     accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[0]}   # the menu shows it already
     assert accusation.value is None and accusation.fault.description == PLACES[0]
-    accusation.figure.clicked = {"curve": 1, "x": 3, "y": 3}            # a bar of the histogram is no layer
+    # a bar of the histogram is no layer
+    accusation.figure.clicked = {"curve": 1, "x": 3, "y": 3}
     accusation.fault.value = "zero-amax-block"
     assert accusation.value == f"zero-amax-block in {PLACES[0]}"
     accusation.figure.clicked = {"curve": 0, "x": "1", "y": case.layer}
     accusation.button.click()
-    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[-1]}      # looking on changes nothing
+    # looking on changes nothing
+    accusation.figure.clicked = {"curve": 0, "x": "1", "y": PLACES[-1]}
     assert accusation.answer == f"zero-amax-block in {case.layer}" and accusation.fault.disabled
     accusation.judged(case.answers)
     again = asked()         # another day
-    assert again.answer == accusation.answer and (again.fault.value, again.layer) == ("zero-amax-block", case.layer)
+    assert (again.answer == accusation.answer and (again.fault.value,
+        again.layer) == ("zero-amax-block", case.layer))
     again.judged(case.answers)
     assert "That is right." in again.status.value and learner.read().guesses[0].held
     late = Accusation("Who was it?", telemetry_explorer(samples), FAULTS)
@@ -253,17 +279,20 @@ def test_a_run_that_breaks_says_so_in_the_figure():
 
 def test_the_path_of_the_search_is_drawn_as_it_was_walked():
     loss, _ = made_up({})
-    assert "no loss to search for" in search_figure(search("it", UNITS, loss), LAYERS)["layout"]["annotations"][0]["text"]
+    assert ("no loss to search for" in search_figure(search("it", UNITS, loss),
+        LAYERS)["layout"]["annotations"][0]["text"])
     loss, _ = made_up({UNITS[4]: 0.1})
     finding = search("it", UNITS, loss)
     (cells,) = search_figure(finding, LAYERS)["data"]
     for column, trial in enumerate(finding.path):
         promoted = {layer for layer, _ in trial.promoted}
-        assert {layer for row, layer in enumerate(LAYERS) if cells["z"][row][column] is not None} == promoted
+        assert ({layer for row, layer in enumerate(LAYERS) if cells["z"][row][column] is not None}
+                == promoted)
         assert cells["x"][column].endswith(f"<br>{trial.recovery:.0%}".replace("-0%", "0%"))
 
 
-# ---- the search, on losses made up ---------------------------------------------------------------------------------------
+# ---- the search, on losses made up
+# ---------------------------------------------------------------------------------------
 
 LAYERS = [f"blocks.{i}.{part}" for i in range(3) for part in ("qkv", "out", "up", "down")]
 UNITS = [(layer, product) for layer in LAYERS for product in ("y", "dx", "dw")]
@@ -275,7 +304,8 @@ def made_up(damage: dict, noise: float = 1e-3):
 
     def loss(promoted, seed, nudge):
         calls.append(promoted)
-        return 2 + 0.1 * seed + sum(cost for unit, cost in damage.items() if unit not in promoted) + noise * (-1) ** nudge * (nudge > 0)
+        return (2 + 0.1 * seed + sum(cost for unit, cost in damage.items() if unit not in promoted)
+                + noise * (-1) ** nudge * (nudge > 0))
 
     return loss, calls
 
@@ -285,7 +315,8 @@ def test_every_single_culprit_is_found(unit):
     loss, calls = made_up({unit: 0.1})
     found = search("it", UNITS, loss)
     assert found.culprits == (unit,) and found.certainty == "high"
-    assert found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3) and found.alone.recovery == pytest.approx(1)
+    assert (found.gap == pytest.approx(0.1) and found.noise == pytest.approx(1e-3)
+            and found.alone.recovery == pytest.approx(1))
     assert found.runs == len(calls) <= 3 * (5 + 2 * math.ceil(math.log2(len(LAYERS))) + 4)
     assert unit[0] in str(found) and f"({unit[1]})" in str(found)
 
@@ -375,7 +406,8 @@ def test_what_seeds_do_not_agree_on_cannot_be_told():
     assert "12 layers, blocks.0.qkv to blocks.2.down" in str(found)
 
 
-# ---- on real runs ----------------------------------------------------------------------------------------------------------
+# ---- on real runs
+# ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_bisect_finds_nothing_where_nothing_is(starts):

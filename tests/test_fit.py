@@ -1,5 +1,5 @@
-"""Whether a step fits and what would make it, before and after: by formula against what is measured, and runs whose memory
-ends in spite of it."""
+"""Whether a step fits and what would make it, before and after: by formula against what is
+measured, and runs whose memory ends in spite of it."""
 
 import json
 import math
@@ -31,7 +31,8 @@ from tests.attack import leaks
 
 SMALL = Config().replace({
     "model.layers": 3, "model.width": 32, "model.heads": 2, "model.context": 64, "global_batch": 4,
-    "precision.recipe": "bf16", "system.attention": "sdpa", "system.device": "cpu", "system.compile": False})
+    "precision.recipe": "bf16", "system.attention": "sdpa", "system.device": "cpu",
+    "system.compile": False})
 
 
 def room(nbytes: float):
@@ -55,11 +56,13 @@ def test_every_way_that_is_named_is_one_when_it_is_measured():
     asked = fit(SMALL, room(0.7 * whole))
     assert asked.refused and len(asked.ways) >= 3
     for way in asked.ways:
-        assert measure.memory(SMALL.replace(way.settings), device="cpu").peak_bytes <= 0.7 * whole, str(way)
+        assert (measure.memory(SMALL.replace(way.settings), device="cpu").peak_bytes <= 0.7
+                * whole), str(way)
     slowdowns = [way.slowdown for way in asked.ways]
     assert slowdowns == sorted(slowdowns)
     named = [set(way.settings) for way in asked.ways]
-    assert all(len(keys) == 1 for keys in named) and {"memory.recompute"} in named and {"grad_accum_steps"} in named
+    assert (all(len(keys) == 1 for keys in named) and {"memory.recompute"} in named
+            and {"grad_accum_steps"} in named)
 
 
 def test_where_no_single_setting_does_several_are_named_and_each_is_needed():
@@ -81,14 +84,17 @@ def test_what_moves_is_named_only_where_nothing_else_does():
 
 def test_where_nothing_makes_it_fit_it_is_said():
     asked = fit(SMALL, room(1e5))
-    assert asked.ways == () and "no technique of memory makes it fit; choose a smaller preset" in asked.sentence(1e5)
+    assert (asked.ways == () and "no technique of memory makes it fit; choose a smaller preset"
+            in asked.sentence(1e5))
 
 
 def test_the_margin_is_the_error_of_the_formula():
     whole = peak(SMALL)
-    assert not fit(SMALL, room((1 - ERROR + 0.001) * whole)).refused and fit(SMALL, room((1 - ERROR - 0.001) * whole)).refused
+    assert (not fit(SMALL, room((1 - ERROR + 0.001) * whole)).refused
+            and fit(SMALL, room((1 - ERROR - 0.001) * whole)).refused)
     away = SMALL.replace({"memory.activation_offload": "int8"})
-    assert not fit(away, room(0.91 * peak(away))).refused and fit(away, room(0.89 * peak(away))).refused
+    assert (not fit(away, room(0.91 * peak(away))).refused
+            and fit(away, room(0.89 * peak(away))).refused)
 
 
 def test_a_way_has_the_room_that_a_plan_wants():
@@ -102,30 +108,40 @@ def test_a_way_has_the_room_that_a_plan_wants():
 def test_auto_is_one_precision_for_bytes_and_for_seconds(device):
     """A T4 has no bf16: what is computed in float32 there is also stored so."""
     name = {"t4": "fp32", "h200": "bf16"}[device]
-    auto, named = (memory(SMALL.replace({"precision.recipe": recipe}), device) for recipe in ("auto", name))
-    assert auto == named != memory(SMALL.replace({"precision.recipe": {"fp32": "bf16", "bf16": "fp32"}[name]}), device)
+    auto, named = (memory(SMALL.replace({"precision.recipe": recipe}), device)
+                   for recipe in ("auto", name))
+    assert (auto == named
+            != memory(SMALL.replace({"precision.recipe": {"fp32": "bf16", "bf16": "fp32"}[name]}),
+                      device))
 
 
 def test_what_the_ledger_does_not_know_counts_as_nothing(monkeypatch):
     count = parameter_count(SMALL.model)
     compiled = fit(SMALL, room(1), compiled=True)
-    assert compiled.rows == {"weights": 4 * count, "gradients": 4 * count, "optimizer state": 8 * count}
-    assert "at least" in compiled.sentence(1) and "not counting activations, which torch.compile fuses" in compiled.sentence(1)
+    assert (compiled.rows == {"weights": 4 * count, "gradients": 4 * count,
+                              "optimizer state": 8 * count})
+    assert ("at least" in compiled.sentence(1)
+            and "not counting activations, which torch.compile fuses" in compiled.sentence(1))
     monkeypatch.setitem(GOVERNORS, "toy", Row())
     governed = fit(SMALL.replace({"governors": "toy"}), room(1))
-    assert governed.rows == {"weights": 4 * count} and "what its transforms and governors make of it" in governed.sentence(1)
-    monkeypatch.setitem(fits.fit.__globals__, "memory", lambda *_, **__: (_ for _ in ()).throw(ConfigError("no row")))
+    assert (governed.rows == {"weights": 4 * count}
+            and "what its transforms and governors make of it" in governed.sentence(1))
+    monkeypatch.setitem(fits.fit.__globals__, "memory",
+                        lambda *_, **__: (_ for _ in ()).throw(ConfigError("no row")))
     asked = fit(SMALL, room(1))
     assert asked.rows == compiled.rows and "there is no formula (no row)" in asked.sentence(1)
 
 
 @pytest.mark.parametrize("changes, each", [
-    ({}, 16), ({"memory.param_dtype": "bf16", "precision.recipe": "bf16"}, 12), ({"memory.moment_format": "int8"}, 8 + 2 + 8 / 256),
-    ({"memory.param_dtype": "bf16", "precision.recipe": "bf16", "memory.moment_format": "int8", "optimizer.clip": 0,
+    ({}, 16), ({"memory.param_dtype": "bf16", "precision.recipe": "bf16"}, 12),
+    ({"memory.moment_format": "int8"}, 8 + 2 + 8 / 256),
+    ({"memory.param_dtype": "bf16", "precision.recipe": "bf16", "memory.moment_format": "int8",
+      "optimizer.clip": 0,
       "memory.optimizer_step": "in-backward"}, 2 + 2 + 8 / 256)], ids=str)
 def test_states_of_a_compiled_run_by_arithmetic(changes, each):
     config = SMALL.replace(changes)
-    assert fit(config, room(1), compiled=True).peak_bytes == pytest.approx(each * parameter_count(config.model))
+    assert (fit(config, room(1), compiled=True).peak_bytes
+            == pytest.approx(each * parameter_count(config.model)))
 
 
 def test_a_run_of_its_own_is_not_refused_for_what_another_stack_holds():
@@ -138,7 +154,8 @@ def test_a_run_of_its_own_is_not_refused_for_what_another_stack_holds():
 
 def test_it_is_asked_of_what_a_run_uses_here():
     """Not of what "auto" might be: casts that are asked for and not kept, attention, precision."""
-    config = SMALL.replace({"precision.recipe": "mxfp8", "precision.cache_weight_casts": True, "system.attention": "auto"})
+    config = SMALL.replace({"precision.recipe": "mxfp8", "precision.cache_weight_casts": True,
+                            "system.attention": "auto"})
     decisions = decide(config)
     used = {key: choice.used for key, choice in decisions.choices.items()}
     asked = fit_here(config, decisions).config
@@ -146,11 +163,13 @@ def test_it_is_asked_of_what_a_run_uses_here():
     assert asked.system.attention == used["attention"] != "auto"
 
 
-REFUSED = r"takes .* at its peak \(.*\), by a formula that was 1\.5% too high at worst in measured steps, and cpu has .* left of .*; the largest of it: " \
-          r".*; it would fit with --set .*=.* \(.*B\)"
+REFUSED = (r"takes .* at its peak \(.*\), by a formula that was 1\.5% too high at worst in "
+           r"measured steps, and cpu has .* left of .*; the largest of it: " \
+          r".*; it would fit with --set .*=.* \(.*B\)")
 
 
-def test_train_and_measure_refuse_by_the_ledger_and_not_by_states_alone(left, tmp_path, monkeypatch):
+def test_train_and_measure_refuse_by_the_ledger_and_not_by_states_alone(left, tmp_path,
+        monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     left(0.8 * peak(SMALL))
     assert 16 * parameter_count(SMALL.model) < 0.8 * peak(SMALL)
@@ -168,7 +187,8 @@ def test_train_and_measure_refuse_by_the_ledger_and_not_by_states_alone(left, tm
 
 def test_predict_measure_refuses_in_one_sentence(left, capsys):
     left(1e5)
-    assert cli.main(["predict", "cpu-3m", "--measure", "--set", "system.device=cpu", "--set", "precision.recipe=fp32"]) == 2
+    assert (cli.main(["predict", "cpu-3m", "--measure", "--set", "system.device=cpu", "--set",
+                      "precision.recipe=fp32"]) == 2)
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1 and "at its peak" in said.err
 
@@ -187,7 +207,8 @@ def test_what_is_left_is_the_least_of_machine_container_and_process(tmp_path, mo
 
     free = machine_facts.available_bytes()
     assert 0 < free <= psutil.virtual_memory().total + psutil.swap_memory().total
-    files = {"memory.max": 3 * 10**8, "memory.current": 2 * 10**8, "memory.stat": "anon 1\ninactive_file 30000000\nactive_file 5\n"}
+    files = {"memory.max": 3 * 10**8, "memory.current": 2 * 10**8,
+             "memory.stat": "anon 1\ninactive_file 30000000\nactive_file 5\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(f"{text}\n")
     monkeypatch.setattr(machine_facts, "CONTAINER_LIMITS", (tmp_path / "memory.max",))
@@ -197,7 +218,8 @@ def test_what_is_left_is_the_least_of_machine_container_and_process(tmp_path, mo
     assert machine_facts.available_bytes() > 2 * 10**8
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (machine_facts.status_bytes("VmSize") + 10**8, before[1]))
+        resource.setrlimit(resource.RLIMIT_AS,
+                           (machine_facts.status_bytes("VmSize") + 10**8, before[1]))
         assert 0 < machine_facts.available_bytes() <= 10**8
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -206,8 +228,10 @@ def test_what_is_left_is_the_least_of_machine_container_and_process(tmp_path, mo
 # ---- when it happens anyway
 
 ENDS = {
-    "forward": ("lpkit.nn.mlps.GeluMLP.forward", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore")),
-    "optimizer": ("torch.optim.AdamW.step", RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")),
+    "forward": ("lpkit.nn.mlps.GeluMLP.forward",
+                torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore")),
+    "optimizer": ("torch.optim.AdamW.step", RuntimeError("[enforce fail] DefaultCPUAllocator: "
+                                                         "can't allocate memory: you tried")),
     "evaluation": ("lpkit.training.training.Training.evaluate", MemoryError()),
 }
 
@@ -215,7 +239,8 @@ ENDS = {
 @pytest.mark.parametrize("where", ENDS)
 def test_a_run_whose_memory_ends_says_what_it_held_and_goes_on(tmp_path, monkeypatch, where):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config = leaks.config(tmp_path).replace({"steps": 8, "checkpoint_every": 2, "eval_every": 5, "grad_accum_steps": 1})
+    config = leaks.config(tmp_path).replace({"steps": 8, "checkpoint_every": 2, "eval_every": 5,
+        "grad_accum_steps": 1})
     whole = train(config, out=tmp_path / "whole")
     (target, error), step = ENDS[where], [0]
 
@@ -233,38 +258,47 @@ def test_a_run_whose_memory_ends_says_what_it_held_and_goes_on(tmp_path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run, count = Run.open(tmp_path / "run"), parameter_count(config.model)
     summary, report = run.summary, run.summary["out_of_memory"]
-    assert summary["status"] == "failed" and summary["error"] == str(raised.value) and "\n" not in summary["error"]
-    assert summary["steps"] == 4 and report["last_checkpoint"] == summary["last_checkpoint"] == "step-00000004"
+    assert (summary["status"] == "failed" and summary["error"] == str(raised.value)
+            and "\n" not in summary["error"])
+    assert (summary["steps"] == 4 and report["last_checkpoint"] == summary["last_checkpoint"]
+            == "step-00000004")
     assert report["error"].startswith(type(error).__name__) and report["peak_bytes"] > 0
     held = report["held"]
     assert held["weights"] == 4 * count and held["optimizer state"] >= 8 * count
     assert held.get("gradients", 0) == (4 * count if where == "optimizer" else 0)
     assert report["held_bytes"] == sum(held.values())
     said = memory(config, room(1e12), attention=summary["chosen"]["attention"]["used"])
-    assert report["predicted"]["rows"] == said.at(said.peak_moment) and report["predicted"]["peak_bytes"] == said.peak_bytes
+    assert (report["predicted"]["rows"] == said.at(said.peak_moment)
+            and report["predicted"]["peak_bytes"] == said.peak_bytes)
     assert report["ways"] and all(way["peak_bytes"] < said.peak_bytes for way in report["ways"])
-    for words in ("out of memory after step 4", "held were", "predicted", "it would fit with --set", "kept: step-00000004", "--resume"):
+    for words in ("out of memory after step 4", "held were", "predicted", "it would fit with --set",
+                  "kept: step-00000004", "--resume"):
         assert words in summary["error"]
     assert dict(described(summary))["error"].startswith("out of memory after step 4")
     again = train(config, out=tmp_path / "run", resume=True)
-    assert again.summary["out_of_memory"] is None and [line["loss"] for line in again.metrics] == [line["loss"] for line in whole.metrics]
+    assert (again.summary["out_of_memory"] is None
+            and [line["loss"] for line in again.metrics]
+            == [line["loss"] for line in whole.metrics])
 
 
 def test_a_process_that_may_have_no_more_memory(tmp_path, monkeypatch):
     """The allocator's own error: no more address space than there is, from the third step on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = leaks.config(tmp_path).replace({
-        "model.vocab": 4096, "model.context": 256, "global_batch": 16, "grad_accum_steps": 1, "steps": 3, "checkpoint_every": 1,
+        "model.vocab": 4096, "model.context": 256, "global_batch": 16, "grad_accum_steps": 1,
+        "steps": 3, "checkpoint_every": 1,
         "eval_every": 0, "model.layers": 1, "precision.recipe": "fp32"})
     before = resource.getrlimit(resource.RLIMIT_AS)
     logits = 16 * 256 * 4096 * 4
 
     def no_more(record):
         if record.step == 2:
-            resource.setrlimit(resource.RLIMIT_AS, (machine_facts.status_bytes("VmSize") + logits // 2, before[1]))
+            resource.setrlimit(resource.RLIMIT_AS,
+                               (machine_facts.status_bytes("VmSize") + logits // 2, before[1]))
 
     try:
-        with pytest.raises(RunFailedError, match=r"out of memory after step 2.*DefaultCPUAllocator"):
+        with pytest.raises(RunFailedError,
+                           match=r"out of memory after step 2.*DefaultCPUAllocator"):
             train(config, out=tmp_path / "run", observers=[no_more])
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -281,7 +315,9 @@ def test_memory_that_ends_before_a_run_has_begun_is_a_sentence(tmp_path, monkeyp
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("lpkit.training.build.made", fail)
-    with pytest.raises(RunFailedError, match=r"this run ran out of memory on cpu \(OutOfMemoryError: CUDA out of memory\); "
+    with pytest.raises(RunFailedError,
+                       match=r"this run ran out of memory on cpu \(OutOfMemoryError: CUDA out of "
+                             r"memory\); "
                                              r"predicted .* at the peak .*; it would fit with --set"):
         train(leaks.config(tmp_path), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -292,7 +328,8 @@ def test_a_run_that_is_complete_stays_so_where_its_mfu_cannot_be_measured(tmp_pa
     monkeypatch.setattr(hardware, "peak_flops", lambda *_: torch.full((2**60,), 0.0))
     summary = train(leaks.config(tmp_path).replace({"steps": 1}), out=tmp_path / "run").summary
     assert (summary["status"], summary["mfu"]) == ("complete", None)
-    assert summary["observer_errors"][0].startswith("the peak FLOP/s for the MFU: RuntimeError: [enforce fail")
+    assert summary["observer_errors"][0].startswith(
+        "the peak FLOP/s for the MFU: RuntimeError: [enforce fail")
 
 
 def test_what_is_held_on_the_device_counts_once():

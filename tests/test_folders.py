@@ -1,4 +1,5 @@
-"""Folders of transformers and adapters of peft, key by key: `tests/inputs/folders.py` has the cases, and here is why no key is missing there."""
+"""Folders of transformers and adapters of peft, key by key: `tests/inputs/folders.py` has the
+cases, and here is why no key is missing there."""
 
 import pytest
 import torch
@@ -25,18 +26,23 @@ def test_a_missing_key_means_the_default_of_the_class(family):
     assert dict(family.also) == getattr(kind, "attribute_map", {}) and kind.default_theta == 1e4
 
 
-# Attributes that transformers reads of a config and that cannot change logits: what it makes itself, plans of layouts, forms of outputs,
+# Attributes that transformers reads of a config and that cannot change logits: what it makes
+# itself, plans of layouts, forms of outputs,
 # and names that other classes have. Those with a "_" are its own.
-NEUTRAL = {"base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "sub_configs", "is_heterogeneous", "name_or_path",
-           "gradient_checkpointing", "output_attentions", "output_cross_attentions", "return_dict", "model_type", "vision_aspect_ratio",
+NEUTRAL = {"base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan",
+           "sub_configs", "is_heterogeneous", "name_or_path",
+           "gradient_checkpointing", "output_attentions", "output_cross_attentions", "return_dict",
+           "model_type", "vision_aspect_ratio",
            "vision_feature_layer", "vision_feature_select_strategy"}
 # With these, transformers loads no model of the five families, or the same.
-OF_OTHER_CLASSES = ("text_config", "text_encoder", "decoder", "generator", "fusion_config", "kv_sharing_modes")
+OF_OTHER_CLASSES = ("text_config", "text_encoder", "decoder", "generator", "fusion_config",
+                    "kv_sharing_modes")
 
 
 @pytest.mark.parametrize("kind", folders.FAMILIES)
 def test_whatever_transformers_reads_of_a_config_is_known(kind, monkeypatch):
-    """Also keys that are no field of the class, as is_causal: whoever sets them changes what is computed."""
+    """Also keys that are no field of the class, as is_causal: whoever sets them changes what is
+    computed."""
     [family] = [one for one in FAMILIES if one.model_type == kind]
     folder, read = folders.base(kind), set()
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -47,15 +53,19 @@ def test_whatever_transformers_reads_of_a_config_is_known(kind, monkeypatch):
 
     with folders.quiet(), torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(transformers.PreTrainedConfig, "__getattribute__", spied)
-        transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()(folders.tokens())
-    read = {key for key in read if not key.startswith("_") and not callable(getattr(type(config), key, None))}
+        transformers.AutoModelForCausalLM.from_pretrained(folder, config=config,
+            dtype=torch.float32).eval()(folders.tokens())
+    read = {key for key in read if not key.startswith("_")
+            and not callable(getattr(type(config), key, None))}
     assert {"is_causal", "tie_word_embeddings", "num_hidden_layers"} <= read
-    known = {*family.sizes.values(), *family.means, *family.defaults, *family.also, *folders.HARMLESS, *NEUTRAL, *OF_OTHER_CLASSES, "rope_parameters", "layer_types"}
+    known = {*family.sizes.values(), *family.means, *family.defaults, *family.also,
+             *folders.HARMLESS, *NEUTRAL, *OF_OTHER_CLASSES, "rope_parameters", "layer_types"}
     of_generation = transformers.GenerationConfig().to_dict().keys()
     assert not read - known - of_generation
 
 
-@pytest.mark.parametrize("value", [True, 2, "x", [1], {}, {"model_type": "llama", "num_hidden_layers": 1}], ids=str)
+@pytest.mark.parametrize("value", [True, 2, "x", [1], {},
+                                   {"model_type": "llama", "num_hidden_layers": 1}], ids=str)
 @pytest.mark.parametrize("key", OF_OTHER_CLASSES)
 def test_keys_of_other_classes_make_no_other_model(key, value):
     with folders.copied("llama") as folder:
@@ -69,12 +79,14 @@ def test_keys_of_other_classes_make_no_other_model(key, value):
 
 
 def test_a_window_of_llama_changes_what_is_generated():
-    """Why a sliding_window that the forward pass of Llama ignores is refused: the cache of `generate` reads it."""
+    """Why a sliding_window that the forward pass of Llama ignores is refused: the cache of
+    `generate` reads it."""
     found, text = [], folders.tokens()[:, :12]
     for window in (None, 4):
         with folders.copied("llama") as folder, folders.quiet(), torch.no_grad():
             folders.changed(sliding_window=window)(folder)
             model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-            found.append((model(text).logits, model.generate(text, max_new_tokens=4, min_new_tokens=4, do_sample=False, pad_token_id=0)))
+            found.append((model(text).logits, model.generate(text, max_new_tokens=4,
+                min_new_tokens=4, do_sample=False, pad_token_id=0)))
     (whole, long), (cut, short) = found
     assert torch.equal(whole, cut) and not torch.equal(long, short)

@@ -1,5 +1,6 @@
-"""A notebook runs by papermill, jupyter execute, nbconvert, nbval and the kit, whatever the folder. Only here do these commands run on the
-course itself, as somebody types them; the runner's own tests use throwaway notebooks."""
+"""A notebook runs by papermill, jupyter execute, nbconvert, nbval and the kit, whatever the folder.
+Only here do these commands run on the course itself, as somebody types them; the runner's own tests
+use throwaway notebooks."""
 
 import os
 import subprocess
@@ -17,22 +18,29 @@ from lpkit.course.claims import FAILS, cards
 from tests import NOTEBOOKS, smoke_copies
 
 ROOT, BIN = Path(NOTEBOOKS).parent, Path(sys.executable).parent
-PARAMETRISED = {"papermill": ["papermill", "{theirs}", "{out}/papermill.ipynb", "-p", "tier", "smoke", "--no-progress-bar"],
+PARAMETRISED = {"papermill": ["papermill", "{theirs}", "{out}/papermill.ipynb", "-p", "tier",
+                              "smoke", "--no-progress-bar"],
                 "lpkit": ["lpkit", "notebook", "{theirs}", "--tier", "smoke", "--out", "{out}"]}
 # those that take no parameter get a copy at the smoke size, in which a claim that fails is an error
 COPIED = {"execute": ["jupyter", "execute", "{copy}", "--output", "{out}/execute.ipynb"],
-          "nbconvert": ["jupyter", "nbconvert", "--to", "notebook", "--execute", "{copy}", "--output-dir", "{out}", "--output", "nbconvert.ipynb"],
-          "nbval": ["pytest", "-q", "--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "{copy}"]}
+          "nbconvert": ["jupyter", "nbconvert", "--to", "notebook", "--execute", "{copy}",
+                        "--output-dir", "{out}", "--output", "nbconvert.ipynb"],
+          "nbval": ["pytest", "-q", "--nbval-lax", "--nbval-current-env",
+                    "--nbval-cell-timeout=600", "-p", "no:cacheprovider", "{copy}"]}
 PLACES = {"root": ROOT, "notebooks": Path(NOTEBOOKS), "elsewhere": None}
-# papermill from everywhere, each front end from elsewhere, and three notebooks: these are the course's first drawings, a plan, and runs of one's own model
-MATRIX = [("papermill", "root", "03"), ("papermill", "notebooks", "03"), ("papermill", "elsewhere", "09"), ("papermill", "elsewhere", "25"),
-          ("execute", "elsewhere", "03"), ("nbconvert", "elsewhere", "03"), ("nbval", "elsewhere", "03"), ("lpkit", "elsewhere", "03")]
+# papermill from everywhere, each front end from elsewhere, and three notebooks: these are the
+# course's first drawings, a plan, and runs of one's own model
+MATRIX = [("papermill", "root", "03"), ("papermill", "notebooks", "03"),
+          ("papermill", "elsewhere", "09"), ("papermill", "elsewhere", "25"),
+          ("execute", "elsewhere", "03"), ("nbconvert", "elsewhere", "03"),
+          ("nbval", "elsewhere", "03"), ("lpkit", "elsewhere", "03")]
 
 
 @pytest.mark.prove
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("front", "place", "number"), MATRIX, ids=["-".join(one) for one in MATRIX])
+@pytest.mark.parametrize(("front", "place", "number"), MATRIX,
+                         ids=["-".join(one) for one in MATRIX])
 def test_a_notebook_runs_by_each_front_end_from_any_folder(front, place, number, tmp_path):
     [theirs] = Path(NOTEBOOKS).glob(f"{number}_*.ipynb")
     out, elsewhere = tmp_path / "out", tmp_path / "a folder with spaces"
@@ -41,24 +49,31 @@ def test_a_notebook_runs_by_each_front_end_from_any_folder(front, place, number,
     copy = elsewhere / theirs.name
     if front in COPIED:
         nbformat.write(smoke_copies.copy_of(theirs), copy)
-    command, *words = [word.format(theirs=theirs, out=out, copy=copy) for word in (PARAMETRISED | COPIED)[front]]
-    done = subprocess.run([BIN / command, *words], cwd=PLACES[place] or elsewhere, text=True, capture_output=True, timeout=850)
+    command, *words = [word.format(theirs=theirs, out=out, copy=copy)
+                       for word in (PARAMETRISED | COPIED)[front]]
+    done = subprocess.run([BIN / command, *words], cwd=PLACES[place] or elsewhere, text=True,
+                          capture_output=True, timeout=850)
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     if front == "nbval":
         return
     [made] = out.glob("*.ipynb")
     cells = [cell for cell in nbformat.read(made, as_version=4).cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in cells) and any('tier = "smoke"' in cell.source or "tier = 'smoke'" in cell.source for cell in cells)
+    assert (all(cell.execution_count for cell in cells)
+            and any('tier = "smoke"' in cell.source or "tier = 'smoke'" in cell.source
+                    for cell in cells))
     claimed = [card for cell in cells for card in cards(cell.outputs)]
     assert claimed and FAILS not in {card["state"] for card in claimed}, claimed
-    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert not [output for cell in cells for output in cell.outputs
+                if output.output_type == "error"]
 
 
 @pytest.mark.parametrize("whose", ["learner", "course"])
 def test_the_lessons_of_the_kernels_own_folder_come_first(whose, tmp_path, monkeypatch):
     """docs/slides_and_grading.md says so of papermill's --cwd."""
-    book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}, cells=[
-        new_code_cell("from lpkit.course.notebooks import begin\nbegin()\nimport lessons\nprint(lessons.__path__[0])")])
+    book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3",
+        "language": "python"}}, cells=[
+        new_code_cell("from lpkit.course.notebooks import begin\nbegin()\nimport "
+                      "lessons\nprint(lessons.__path__[0])")])
     nbformat.write(book, tmp_path / "a.ipynb")
     (tmp_path / "mine" / "lessons").mkdir(parents=True)
     (tmp_path / "mine" / "lessons" / "__init__.py").write_text("")

@@ -1,4 +1,5 @@
-"""Lines that only a GPU executes are executed on a fake one, but for few; which, `python -m tests.gpu_lines` says."""
+"""Lines that only a GPU executes are executed on a fake one, but for few; which, `python -m
+tests.gpu_lines` says."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""What a GPU would be handed, under CUDA's own checks (tests/strict_cuda.py): every recipe at every preset's shapes, and its numbers."""
+"""What a GPU would be handed, under CUDA's own checks (tests/strict_cuda.py): every recipe at every
+preset's shapes, and its numbers."""
 
 import copy
 from collections.abc import Callable
@@ -42,12 +43,13 @@ def runs(recipe: str, major: int, backend: str = "scaled_mm") -> bool:
         return not BACKENDS[backend].why_not(recipe, RECIPES[recipe], torch.device("cuda"))
 
 
-PAIRS = [pytest.param(major, recipe, id=f"{GPUS[major]}-{recipe}") for major in GPUS for recipe in CAST if runs(recipe, major)]
+PAIRS = [pytest.param(major, recipe, id=f"{GPUS[major]}-{recipe}") for major in GPUS
+         for recipe in CAST if runs(recipe, major)]
 
 
 def of_presets() -> set[tuple[int, int, int]]:
-    """(M, K, N) of every Linear, the head too; of those that no check can tell apart, one. A check knows a size by its rest: the coarsest
-    unit is four blocks of 128."""
+    """(M, K, N) of every Linear, the head too; of those that no check can tell apart, one. A check
+    knows a size by its rest: the coarsest unit is four blocks of 128."""
     found = {}
     for config in PRESETS.values():
         ops = operations(MicroBatch(model=config.model))
@@ -61,13 +63,16 @@ def blocks_of(recipe: str) -> list[tuple[int, tuple[int, int]]]:
     return [(cast.bits, cast.block) for cast in RECIPES[recipe].all_casts]
 
 
-ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 128, 128), (256, 128, 16), (640, 384, 640), (1040, 528, 144),
+ODD = {(128, 512, 1536), (128, 1536, 512), (256, 16, 16), (384, 48, 80), (128, 128, 128),
+       (256, 128, 16), (640, 384, 640), (1040, 528, 144),
        (16, 256, 256), (17, 256, 256), (5, 72, 40), (1, 128, 128), (130, 640, 384)}
 
 
-def gradients(layer: nn.Module, M: int, N: int, *, call: Callable | None = None) -> list[torch.Tensor]:
+def gradients(layer: nn.Module, M: int, N: int, *,
+              call: Callable | None = None) -> list[torch.Tensor]:
     """y, dx and dw in bf16, as autocast has them. call: the layer, compiled."""
-    draw = lambda rows, columns, seed: torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    draw = lambda rows, columns, seed: torch.randn(rows, columns,
+        generator=torch.Generator().manual_seed(seed)).bfloat16()
     x = draw(M, layer.in_features, 1).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(x) if call is None else call(x)
@@ -77,7 +82,8 @@ def gradients(layer: nn.Module, M: int, N: int, *, call: Callable | None = None)
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize(("major", "recipe"), PAIRS)
 def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
-    """Shapes and strides alone. What does not tile is refused by the kit, in words, and never by CUDA."""
+    """Shapes and strides alone. What does not tile is refused by the kit, in words, and never by
+    CUDA."""
     row, refusals = resolve(recipe, pad=pad), 0
 
     def trained():
@@ -91,7 +97,8 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
     with FakeTensorMode(allow_non_fake_inputs=True), strict(major) as gpu:
         # what runs on both has the same operands there, as recipes with the same blocks have
         first = next(name for name in CAST if blocks_of(name) == blocks_of(recipe)) == recipe
-        presets = of_presets() if first and not pad and (major == 9 or not runs(recipe, 9)) else set()
+        presets = (of_presets() if first and not pad and (major == 9 or not runs(recipe, 9))
+                   else set())
         for M, K, N in ODD | presets:
             layer = BACKENDS["scaled_mm"].wrap(nn.Linear(K, N), row, name="layer", seed=0)
             x = torch.empty(M, K, dtype=torch.bfloat16).requires_grad_()
@@ -104,10 +111,12 @@ def test_cuda_takes_every_product_of_every_preset(major, recipe, pad):
     assert len(gpu.seen) > 15 and (refusals == 0) == pad
 
 
-@pytest.mark.parametrize(("M", "K", "N"), [(128, 128, 128), (256, 512, 1536), (128, 640, 384), (384, 256, 128)])
+@pytest.mark.parametrize(("M", "K", "N"),
+                         [(128, 128, 128), (256, 512, 1536), (128, 640, 384), (384, 256, 128)])
 @pytest.mark.parametrize(("major", "recipe"), PAIRS)
 def test_what_cuda_reads_is_the_recipe(major, recipe, M, K, N):
-    """Both multiply in float64: what differs is one rounding of the result to bf16, or two for int8."""
+    """Both multiply in float64: what differs is one rounding of the result to bf16, or two for
+    int8."""
     multiplied_as_defined(RECIPES[recipe], major, M, K, N)
 
 
@@ -120,7 +129,8 @@ def multiplied_as_defined(row: Recipe, major: int, M: int, K: int, N: int):
     for _ in range(2 if row.delayed else 1):        # the second with the history of the first
         with strict(major) as gpu:
             got = gradients(native, M, N)
-        for name, ours, theirs in zip(("y", "dx", "dw"), got, gradients(defined, M, N), strict=True):
+        for name, ours, theirs in zip(("y", "dx", "dw"), got, gradients(defined, M, N),
+                                      strict=True):
             error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
             assert error < 2.0**-8, (name, error)
         advance(native)
@@ -129,12 +139,14 @@ def multiplied_as_defined(row: Recipe, major: int, M: int, K: int, N: int):
 
 
 VARIED = {name: resolve(name, gradient_rounding="stochastic", transform="hadamard")
-          for name in ("fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4", "int8")}
+          for name in ("fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "mxfp8",
+                       "nvfp4", "int8")}
 
 
 @pytest.mark.parametrize("recipe", VARIED)
 def test_noise_and_transforms_reach_cuda_too(recipe):
-    """Each product draws as the recipe says, and scales lie as hardware reads them whoever rounded."""
+    """Each product draws as the recipe says, and scales lie as hardware reads them whoever
+    rounded."""
     multiplied_as_defined(VARIED[recipe], 9 if runs(recipe, 9) else 10, 256, 128, 384)
 
 
@@ -151,8 +163,10 @@ def by_triton(layer: nn.Module) -> nn.Module:
     return layer
 
 
-READS = {"fp8-tensorwise": 3, "fp8-delayed": 3, "fp8-rowwise": 6, "fp8-blockwise": 3, "fp8-blockwise-pow2": 3, "mxfp8": 3, "int8": 6,
-         "nvfp4": 5, "nvfp4-published": 5}       # of x, w and the gradient: six where one does not serve two products
+READS = {"fp8-tensorwise": 3, "fp8-delayed": 3, "fp8-rowwise": 6, "fp8-blockwise": 3,
+         "fp8-blockwise-pow2": 3, "mxfp8": 3, "int8": 6,
+         # of x, w and the gradient: six where one does not serve two products
+         "nvfp4": 5, "nvfp4-published": 5}
 
 
 @triton
@@ -177,15 +191,18 @@ def test_kernels_are_operators_of_one_graph_and_have_the_definitions_bits(recipe
     call = torch.compile(traced, backend=aot_autograd(fw_compiler=kept), fullgraph=True)
     with strict(9 if runs(recipe, 9) else 10):
         for _ in range(2):
-            results = [gradients(defined, 128, 256), gradients(fused, 128, 256), gradients(traced, 128, 256, call=call)]
+            results = [gradients(defined, 128, 256), gradients(fused, 128, 256),
+                       gradients(traced, 128, 256, call=call)]
             for others in results[1:]:
                 assert all(map(torch.equal, results[0], others))
             for one in (defined, fused, traced):
                 advance(one)
             assert all(map(torch.equal, defined.buffers(), fused.buffers()))
             assert all(map(torch.equal, defined.buffers(), traced.buffers()))
-    casts = [target for graph in graphs for target in graph if str(target).startswith("lpkit.cast_")]
-    assert len(casts) == (max(READS[recipe], 5) if varied else READS[recipe])      # a transform is of dw's operands alone
+    casts = [target for graph in graphs for target in graph
+             if str(target).startswith("lpkit.cast_")]
+    # a transform is of dw's operands alone
+    assert len(casts) == (max(READS[recipe], 5) if varied else READS[recipe])
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-rowwise"])
@@ -211,23 +228,28 @@ def test_a_backend_that_the_stack_refuses_says_so(major, recipe):
         why = BACKENDS["scaled_mm"].refusal(RECIPES[recipe], torch.device("cpu"))
     assert bool(why) == (recipe == "fp8-rowwise")
     if why:
-        assert "refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT_SUPPORTED" in why and "fp8-tensorwise" in why
+        assert ("refuses y's product of e4m3fn in blocks of (1, 0) (CUBLAS_STATUS_NOT_SUPPORTED"
+                in why and "fp8-tensorwise" in why)
 
 
 @pytest.mark.parametrize("recipe", CAST)
 def test_fast_sums_are_asked_for_where_the_recipe_says(recipe):
-    """y alone by default; blocks have scales inside the sum, and tensor cores cannot keep it to themselves."""
+    """y alone by default; blocks have scales inside the sum, and tensor cores cannot keep it to
+    themselves."""
     row = RECIPES[recipe]
-    asked = {"y": True, "dx": False, "dw": False} if hasattr(row.settings, "fast_accumulation") else dict.fromkeys(("y", "dx", "dw"), False)
+    asked = ({"y": True, "dx": False, "dw": False} if hasattr(row.settings, "fast_accumulation")
+             else dict.fromkeys(("y", "dx", "dw"), False))
     cases = [(row, asked)]
     if any(asked.values()):
-        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")), {"y": False, "dx": True, "dw": True}))
+        cases.append((resolve(recipe, fast_accumulation=("dx", "dw")),
+                      {"y": False, "dx": True, "dw": True}))
     for changed, expected in cases:
         layer = BACKENDS["scaled_mm"].wrap(nn.Linear(128, 256), changed, name="layer", seed=0)
         with strict(9 if runs(recipe, 9) else 10) as gpu:
             gradients(layer, 128, 256)
         assert [product.fast for product in gpu.seen] == list(expected.values())
-    assert {"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"} == {name for name in CAST if RECIPES[name].fast_accumulation}
+    assert ({"fp8-tensorwise", "fp8-delayed", "fp8-rowwise"}
+            == {name for name in CAST if RECIPES[name].fast_accumulation})
 
 
 @pytest.mark.slow
@@ -264,8 +286,8 @@ class SwiGLU(nn.Module):
     pytest.param(partial(RMSNorm, 512), 512, 7, id="a norm: sums of squares 2, amax 2, cast 2 + 1"),
     pytest.param(SwiGLU, 1024, 11, id="SwiGLU: 4 + 2, then amax 2, cast 2 + 1")])
 def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between(before, width, most):
-    """An element of a bf16 result that is written would be 2 bytes, and read 2 each by the amax and the cast. A Linear alone casts x.T
-    in forward, behind these it is cast in backward."""
+    """An element of a bf16 result that is written would be 2 bytes, and read 2 each by the amax and
+    the cast. A Linear alone casts x.T in forward, behind these it is cast in backward."""
     assert forward_per_element(before(), width) == pytest.approx(most, abs=0.1)
 
 
@@ -273,14 +295,18 @@ def test_the_compiler_quantises_a_norm_without_its_16_bits_in_between(before, wi
 
 def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
     aten, kinds = torch.ops.aten, torch.nn.functional.ScalingType
-    assert {aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default} < set(PRODUCTS)
-    assert aten._scaled_mm_v2.default in PRODUCTS and aten._scaled_dot_product_cudnn_attention.default in ATTENTION
+    assert ({aten._scaled_mm.default, aten._scaled_mm_v2.default, aten._int_mm.default}
+            < set(PRODUCTS))
+    assert (aten._scaled_mm_v2.default in PRODUCTS
+            and aten._scaled_dot_product_cudnn_attention.default in ATTENTION)
     a, b = eight(128, 512).to("meta"), eight(256, 512).to("meta")
     ones = partial(torch.ones, device="meta")
     calls = {
-        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(a, b.T, ones(4, 128).T, kinds.BlockWise1x128, ones(2, 4).T,
+        2 * 128 * 512 * 256: lambda: torch.nn.functional.scaled_mm(a, b.T, ones(4, 128).T,
+            kinds.BlockWise1x128, ones(2, 4).T,
                                                                    kinds.BlockWise128x128),
-        2 * 32 * 64 * 48: lambda: torch._int_mm(torch.ones(32, 64, dtype=torch.int8), torch.ones(64, 48, dtype=torch.int8))}
+        2 * 32 * 64 * 48: lambda: torch._int_mm(torch.ones(32, 64, dtype=torch.int8),
+            torch.ones(64, 48, dtype=torch.int8))}
     for flops, call in calls.items():
         with FlopCounterMode(display=False) as counter:
             call()
@@ -288,13 +314,17 @@ def test_recomputation_keeps_and_counts_products_of_8_and_4_bits():
 
 
 @pytest.mark.parametrize(("operation", "shapes"), [
-    ("aten::_scaled_mm", [[256, 128], [128, 512], [256, 1], [1, 512], [], [], []]), ("aten::_int_mm", [[256, 128], [128, 512]]),
-    ("aten::_scaled_mm_v2", [[256, 64], [64, 512], [], [], []]), ("aten::addmm", [[512], [256, 128], [128, 512], [], []])])
+    ("aten::_scaled_mm", [[256, 128], [128, 512], [256, 1], [1, 512], [], [], []]),
+    ("aten::_int_mm", [[256, 128], [128, 512]]),
+    ("aten::_scaled_mm_v2", [[256, 64], [64, 512], [], [], []]),
+    ("aten::addmm", [[512], [256, 128], [128, 512], [], []])])
 def test_the_profiler_s_products_are_rows_of_the_model(operation, shapes):
     """By their sizes, whatever scales come after them; FP4 is packed, two along the sum."""
-    config = Config().replace({"model.width": 128, "model.heads": 2, "model.mlp_width": 512, "model.context": 64, "global_batch": 4})
+    config = Config().replace({"model.width": 128, "model.heads": 2, "model.mlp_width": 512,
+                               "model.context": 64, "global_batch": 4})
     spent = SimpleNamespace(key=operation, input_shapes=shapes, self_cpu_time_total=2e6)
-    attention = SimpleNamespace(key="aten::_cudnn_attention_forward", input_shapes=[], self_cpu_time_total=1e6)
+    attention = SimpleNamespace(key="aten::_cudnn_attention_forward", input_shapes=[],
+                                self_cpu_time_total=1e6)
     profiler = SimpleNamespace(key_averages=lambda group_by_input_shape: [spent, attention])
     rows = _rows_of(profiler, config, torch.device("cpu"), 3.0)
     (product,) = rows.keys() - {"attention", REST}
@@ -307,25 +337,37 @@ def eight(rows: int, columns: int) -> torch.Tensor:
     return torch.ones(rows, columns).to(torch.float8_e4m3fn)
 
 
-def blocks128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+def blocks128(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor,
+              scale_b: torch.Tensor) -> torch.Tensor:
     kinds = torch.nn.functional.ScalingType
-    return torch.nn.functional.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128)
+    return torch.nn.functional.scaled_mm(a, b, scale_a, kinds.BlockWise1x128, scale_b,
+        kinds.BlockWise128x128)
 
 
 ONE = torch.ones(())
 BAD = {
-    "row-major and column-major": (9, lambda: torch._scaled_mm(eight(32, 64), eight(64, 32), ONE, ONE, out_dtype=torch.bfloat16)),
-    "divisible by 16": (10, lambda: torch._scaled_mm(eight(32, 72), eight(32, 72).T, ONE, ONE, out_dtype=torch.bfloat16)),
-    "Invalid scaling": (9, lambda: torch._scaled_mm(eight(32, 64), eight(48, 64).T, torch.ones(32, 1), torch.ones(48, 1),
+    "row-major and column-major": (9, lambda: torch._scaled_mm(eight(32, 64), eight(64, 32), ONE,
+        ONE, out_dtype=torch.bfloat16)),
+    "divisible by 16": (10, lambda: torch._scaled_mm(eight(32, 72), eight(32, 72).T, ONE, ONE,
+        out_dtype=torch.bfloat16)),
+    "Invalid scaling": (9, lambda: torch._scaled_mm(eight(32, 64), eight(48, 64).T,
+        torch.ones(32, 1), torch.ones(48, 1),
                                                     out_dtype=torch.bfloat16)),
-    "two Float8_e5m2|e5m2 matrices": (9, lambda: torch._scaled_mm(eight(32, 64).to(torch.float8_e5m2), eight(32, 64).to(torch.float8_e5m2).T,
-                                                                  ONE, ONE, out_dtype=torch.bfloat16)),
-    "greater than 16": (9, lambda: torch._int_mm(torch.ones(16, 32, dtype=torch.int8), torch.ones(32, 32, dtype=torch.int8))),
+    "two Float8_e5m2|e5m2 matrices": (9, lambda: torch._scaled_mm(eight(32,
+        64).to(torch.float8_e5m2), eight(32, 64).to(torch.float8_e5m2).T,
+                                                                  ONE, ONE,
+                                                                  out_dtype=torch.bfloat16)),
+    "greater than 16": (9, lambda: torch._int_mm(torch.ones(16, 32, dtype=torch.int8),
+        torch.ones(32, 32, dtype=torch.int8))),
     # as they lie: the last rows of a transposed scale have the strides of what was transposed
-    "scale_b strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(4, 128).T, torch.ones(4, 2))),
-    "scale_a strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(128, 4), torch.ones(2, 4).T)),
-    "scale_b must have shape": (9, lambda: blocks128(eight(128, 256), eight(256, 256).T, torch.ones(2, 128).T, torch.ones(2, 2))),
-    "only supported in CUDA for SM90": (10, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(4, 128).T, torch.ones(2, 4).T)),
+    "scale_b strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T,
+        torch.ones(4, 128).T, torch.ones(4, 2))),
+    "scale_a strides": (9, lambda: blocks128(eight(128, 512), eight(256, 512).T, torch.ones(128, 4),
+        torch.ones(2, 4).T)),
+    "scale_b must have shape": (9, lambda: blocks128(eight(128, 256), eight(256, 256).T,
+        torch.ones(2, 128).T, torch.ones(2, 2))),
+    "only supported in CUDA for SM90": (10, lambda: blocks128(eight(128, 512), eight(256, 512).T,
+        torch.ones(4, 128).T, torch.ones(2, 4).T)),
 }
 
 

@@ -24,10 +24,13 @@ from lpkit.training.training import Training
 @pytest.fixture
 def tiny(corpus, monkeypatch) -> Config:
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
-    monkeypatch.setattr(graphs, "captured", graphs.captured)      # until the test ends, whatever it puts there
+    # until the test ends, whatever it puts there
+    monkeypatch.setattr(graphs, "captured", graphs.captured)
     return Config().replace({
-        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 9, "global_batch": 4, "eval_every": 0, "eval_batches": 1, "schedule.warmup_steps": 2, "precision.recipe": "fp32",
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 9, "global_batch": 4, "eval_every": 0, "eval_batches": 1,
+        "schedule.warmup_steps": 2, "precision.recipe": "fp32",
         "system.device": "cpu", "system.compile": False})
 
 
@@ -67,7 +70,9 @@ def graphed(training: Training) -> tuple[Training, list[Tape]]:
     return replace(training, executor=Graphs()), tapes
 
 
-@pytest.mark.parametrize("parts, changes", [        # a second part adds to gradients, whatever made them; of one part, a recipe without and with a history
+# a second part adds to gradients, whatever made them; of one part, a recipe without and with a
+# history
+@pytest.mark.parametrize("parts, changes", [
     (2, {"precision.recipe": "fp32"}),
     (2, {"precision.recipe": "bf16", "model.mlp": "swiglu", "memory.recompute": "block"}),
     (2, {"precision.recipe": "fp8-tensorwise", "memory.cross_entropy": "chunked"}),
@@ -77,7 +82,8 @@ def graphed(training: Training) -> tuple[Training, list[Tape]]:
     (1, {"precision.recipe": "fp8-delayed", "optimizer.name": "lion"}),
 ], ids=lambda one: one if isinstance(one, int) else one["precision.recipe"])
 def test_an_update_that_runs_again_is_an_update(tiny, changes, parts, monkeypatch):
-    monkeypatch.setattr(scaled, "product_pytorch", wide_product.addmm)    # the former asks for a number of the tensor
+    # the former asks for a number of the tensor
+    monkeypatch.setattr(scaled, "product_pytorch", wide_product.addmm)
     config = tiny.replace({**changes, "grad_accum_steps": parts, "steps": 9})
     plain, (again, tapes) = Training.build(config), graphed(Training.build(config))
     called = []
@@ -125,7 +131,8 @@ def test_a_copy_records_its_own(tiny):
     for step in range(graphs.WARM_UP + 1):
         first.update(step)
     copied = first.copy()
-    assert len(tapes) == 1 and copied.executor.recorded is None and copied.executor is not first.executor
+    assert (len(tapes) == 1 and copied.executor.recorded is None
+            and copied.executor is not first.executor)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
@@ -139,24 +146,31 @@ def test_where_nothing_can_be_captured_kernels_start_one_by_one_and_it_is_said(t
     graphs.captured = no_room
     for step in range(graphs.WARM_UP + 3):
         assert torch.equal(plain.update(step).loss, again.update(step).loss)
-    asked = replace(Training.build(tiny), config=tiny.replace({"system.cuda_graphs": True}), executor=Graphs())
-    with pytest.raises(ConfigError, match=r"system\.cuda_graphs=true: no CUDA graph could be captured \(planted\); set it to auto"):
+    asked = replace(Training.build(tiny), config=tiny.replace({"system.cuda_graphs": True}),
+                    executor=Graphs())
+    with pytest.raises(ConfigError,
+                       match=r"system\.cuda_graphs=true: no CUDA graph could be captured "
+                             r"\(planted\); set it to auto"):
         for step in range(graphs.WARM_UP + 3):
             asked.update(step)
-    assert capsys.readouterr().err.count("no CUDA graph could be captured (planted); this run's kernels") == 1
+    assert (capsys.readouterr().err.count("no CUDA graph could be captured (planted); this run's "
+                                          "kernels") == 1)
     torch.testing.assert_close(dict(plain.state_dict()), dict(again.state_dict()), rtol=0, atol=0)
 
 
 def test_a_run_on_a_cpu_starts_kernels_one_by_one_and_says_so(tiny):
     choice = Training.build(tiny).decisions.choices["cuda_graphs"]
     assert (choice.asked, choice.used, choice.why) == ("auto", "off", "a CPU has none")
-    with pytest.raises(ConfigError, match=r"system\.cuda_graphs=true: a CPU has none; set system\.cuda_graphs=auto"):
+    with pytest.raises(ConfigError,
+                       match=r"system\.cuda_graphs=true: a CPU has none; set "
+                             r"system\.cuda_graphs=auto"):
         Training.build(tiny.replace({"system.cuda_graphs": True}))
 
 
 @pytest.mark.parametrize("changes, why", [
     ({"precision.recipe": "fp16"}, "the loss's scale is decided by the host"),
-    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0}, "memory.optimizer_step lets the host act"),
+    ({"memory.optimizer_step": "in-backward", "optimizer.clip": 0}, "memory.optimizer_step lets "
+        "the host act"),
     ({"memory.activation_offload": "cpu"}, "memory.activation_offload lets the host act"),
     ({"data.policy": "random-documents"}, "where documents end differs"),
     ({"precision.telemetry_every": 5}, "telemetry watches"), ({}, "")], ids=str)
@@ -168,23 +182,29 @@ def test_what_a_graph_cannot_hold_is_said(tiny, changes, why):
     assert graphs.why_not(config, recipe, torch.device("cuda"), 2)
     if why:
         with pytest.raises(ConfigError, match=rf"system\.cuda_graphs=true: {why}"):
-            graphs.choose(config.replace({"system.cuda_graphs": True}), recipe, torch.device("cuda"), 1)
+            graphs.choose(config.replace({"system.cuda_graphs": True}), recipe,
+                          torch.device("cuda"), 1)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("changes", [{"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed"}, {
+@pytest.mark.parametrize("changes", [{"precision.recipe": "bf16"},
+    {"precision.recipe": "fp8-delayed"}, {
     "precision.recipe": "fp8-tensorwise", "memory.recompute": "block"}, {
-    "precision.recipe": "bf16", "memory.cross_entropy": "chunked"}], ids=lambda changes: "-".join(changes.values()))
+    "precision.recipe": "bf16", "memory.cross_entropy": "chunked"}],
+    ids=lambda changes: "-".join(changes.values()))
 def test_on_a_gpu_a_graph_has_the_bits_of_its_kernels(tiny, changes, compiled):
-    config = tiny.replace({**changes, "model.width": 256, "model.context": 256, "model.heads": 4, "grad_accum_steps": 2,
-                           "system.device": "cuda", "system.compile": compiled, "system.kernels": "reference",
+    config = tiny.replace({**changes, "model.width": 256, "model.context": 256, "model.heads": 4,
+                           "grad_accum_steps": 2,
+                           "system.device": "cuda", "system.compile": compiled,
+                           "system.kernels": "reference",
                            "system.attention": "sdpa"})
     runs = [Training.build(config.replace({"system.cuda_graphs": used})) for used in (True, False)]
     for step in range(graphs.WARM_UP + 4):
         one, two = (run.update(step) for run in runs)
         assert torch.equal(one.loss, two.loss) and torch.equal(one.grad_norm, two.grad_norm)
     assert runs[0].executor.recorded and runs[0].evaluate() == runs[1].evaluate()
-    torch.testing.assert_close(*({name: t for name, t in run.state_dict().items() if not name.startswith("rng")} for run in runs),
+    torch.testing.assert_close(*({name: t for name, t in run.state_dict().items()
+                                  if not name.startswith("rng")} for run in runs),
                                rtol=0, atol=0)

@@ -1,5 +1,5 @@
-"""Puzzles: definitions held against other libraries, the judge against planted bugs, against right kernels that are written
-otherwise, and against kernels that do not end well."""
+"""Puzzles: definitions held against other libraries, the judge against planted bugs, against right
+kernels that are written otherwise, and against kernels that do not end well."""
 
 from __future__ import annotations
 
@@ -91,8 +91,10 @@ def test_nvfp4_is_the_kits():
     found = quantise(x, Cast(format="e2m1", block=(1, 16), scale="e4m3-normal"))
     packed, scales = PUZZLES["11.nvfp4"].spec(x, x.abs().amax()[None] / (6 * 448))
     codes = torch.stack([packed & 15, packed >> 4], -1).view(8, 64)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])[(codes & 7).long()] * torch.where(codes > 7, -1, 1)
-    by = scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * x.abs().amax() / (6 * 448)
+    values = (torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])[(codes & 7).long()]
+              * torch.where(codes > 7, -1, 1))
+    by = (scales.view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * x.abs().amax()
+          / (6 * 448))
     torch.testing.assert_close(values * by, found.dequantise(), rtol=1e-6, atol=0)
 
 
@@ -107,16 +109,21 @@ def test_block_scales_are_the_kits():
 
 def test_a_dequantised_product_is_the_product_of_its_values():
     for a, codes, scales, block in drawn("11.dequant_matmul"):
-        values = np.array([[float(codes[n, k].numpy().view(ml_dtypes.float8_e4m3fn)) * scales[n, k // block].item()
+        values = np.array([[float(codes[n, k].numpy().view(ml_dtypes.float8_e4m3fn)) * scales[n,
+            k // block].item()
                             for k in range(codes.shape[1])] for n in range(len(codes))])
-        assert np.array_equal(PUZZLES["11.dequant_matmul"].spec(a, codes, scales, block).numpy(), a.double().numpy() @ values.T)
+        assert np.array_equal(PUZZLES["11.dequant_matmul"].spec(a, codes, scales, block).numpy(),
+                              a.double().numpy() @ values.T)
 
 
 def test_the_simple_ones():
     for (x,) in drawn("11.online_softmax"):
-        e = np.exp(x.double().numpy() - x.double().numpy().max(-1, keepdims=True)) if x.numel() else x.numpy()
-        np.testing.assert_allclose(PUZZLES["11.online_softmax"].spec(x), e / e.sum(-1, keepdims=True), rtol=1e-4, atol=1e-7)
-    assert PUZZLES["10.amax"].spec(EXTREME).item() == torch.inf and PUZZLES["10.amax"].spec(EXTREME[:0]).item() == 0
+        e = (np.exp(x.double().numpy() - x.double().numpy().max(-1, keepdims=True)) if x.numel()
+             else x.numpy())
+        np.testing.assert_allclose(PUZZLES["11.online_softmax"].spec(x),
+                                   e / e.sum(-1, keepdims=True), rtol=1e-4, atol=1e-7)
+    assert (PUZZLES["10.amax"].spec(EXTREME).item() == torch.inf
+            and PUZZLES["10.amax"].spec(EXTREME[:0]).item() == 0)
     codes, turned, top = PUZZLES["10.cast_both"].spec(MATRICES[1], ONE)
     assert torch.equal(turned, codes.T) and top.item() == 13 and len(BETWEEN) == 504
 
@@ -124,10 +131,12 @@ def test_the_simple_ones():
 def test_there_are_twelve_with_awkward_shapes():
     assert len(PUZZLES) == 12 and all(EXERCISES[name] is puzzle for name, puzzle in PUZZLES.items())
     for name, puzzle in PUZZLES.items():
-        assert puzzle.stars in (1, 2, 3) and puzzle.minutes >= 5 and puzzle.drawn and len(puzzle.mistakes) >= 3
+        assert (puzzle.stars in (1, 2, 3) and puzzle.minutes >= 5 and puzzle.drawn
+                and len(puzzle.mistakes) >= 3)
         assert all(old in puzzle.solution for old, _ in puzzle.mistakes.values()), name
         assert "tl.float8" not in puzzle.solution and "bfloat16" not in puzzle.solution
-        shapes = [tuple(value.shape) for case in puzzle.all_cases() for value in case if isinstance(value, torch.Tensor)]
+        shapes = [tuple(value.shape) for case in puzzle.all_cases() for value in case
+                  if isinstance(value, torch.Tensor)]
         assert any(1 in shape for shape in shapes), name
 
 
@@ -156,7 +165,8 @@ BUGS = [
     ("10.scaled_cast", "(120 << 3)", "(119 << 3)"),
     ("10.scaled_cast", "(20 << 23)", "(19 << 23)"),
     ("10.cast_both", "[:, None] & (c", "[:, None] | (c"),
-    ("10.cast_both", "turned + c[None, :] * R + r[:, None]", "turned + r[:, None] * C + c[None, :]"),
+    ("10.cast_both", "turned + c[None, :] * R + r[:, None]",
+     "turned + r[:, None] * C + c[None, :]"),
     ("10.cast_both", "tl.atomic_max", "tl.atomic_add"),
     ("10.cast_both", "e4m3(v * tl.load(scale))", "(v * tl.load(scale)).to(tl.uint8)"),
     ("11.matmul", "& (n < N)[None, :], other", "& (n < n + 1)[None, :], other"),
@@ -164,7 +174,8 @@ BUGS = [
     ("11.matmul", "tl.dot(left, right)", "tl.dot(right, left)"),
     ("11.matmul", "tl.dot(left, right)", "tl.dot(left, right).to(tl.float16)"),
     ("11.block_scale", "tl.max(tl.abs(v), 0)", "tl.max(v, 0)"),
-    ("11.block_scale", "scales + row * tl.num_programs(1) + block", "scales + block * tl.num_programs(0) + row"),
+    ("11.block_scale", "scales + row * tl.num_programs(1) + block",
+     "scales + block * tl.num_programs(0) + row"),
     ("11.block_scale", "i = block * BLOCK + ", "i = "),
     ("11.e8m0", "(254 - s)", "(255 - s)"),
     ("11.e8m0", "tl.maximum(field - 8, 0)", "field - 8"),
@@ -190,7 +201,8 @@ def test_planted_bugs_are_caught():
         right = PUZZLES[name].solution
         assert right.count(old) >= 1, (name, old)
         sources.append((name, right.replace(old, new, 1)))
-    missed = [bug for bug, found in zip(BUGS, run(sources), strict=True) if found["status"] != "wrong" or not found["detail"]]
+    missed = [bug for bug, found in zip(BUGS, run(sources), strict=True)
+              if found["status"] != "wrong" or not found["detail"]]
     assert not missed
 
 
@@ -206,16 +218,19 @@ ONLY_SMALL = [      # right for what one tries by hand; and a part of what is sa
     ("10.scaled_cast", "BLOCK + tl.arange(0, BLOCK)", "32 + tl.arange(0, 32)", "x=(8389,)"),
     ("10.cast_both", "BR + tl.arange(0, BR)", "4 + tl.arange(0, 4)", "x=(150, 190)"),
     ("10.cast_both", "e4m3(v *", "e4m3(v.to(tl.float16).to(tl.float32) *", "x=(150, 190)"),
-    ("11.matmul", "tl.dot(left, right)", "tl.dot(left.to(tl.float16), right.to(tl.float16))", "c[0, 0] should be"),
+    ("11.matmul", "tl.dot(left, right)", "tl.dot(left.to(tl.float16), right.to(tl.float16))",
+     "c[0, 0] should be"),
     ("11.matmul", "range(0, K, B)", "range(0, tl.minimum(K, 64), B)", "b=(200, 40)"),
     ("11.matmul", "m, n = tl.program_id(0) *", "m, n = tl.program_id(0) % 6 *", "a=(600, 5)"),
     ("11.matmul", "tl.program_id(1) *", "tl.program_id(1) % 8 *", "b=(5, 200)"),
     ("11.block_scale", "tl.program_id(1)\n", "tl.program_id(1) % 8\n", "x=(1, 400)"),
     ("11.e8m0", "other=0.0)", "other=0.0).to(tl.float16).to(tl.float32)", "codes["),
     ("11.nvfp4", "tl.program_id(0),", "tl.program_id(0) % 6,", "codes[6, 0]"),
-    ("11.dequant_matmul", "tl.dot(left, e4m3_value(w))", "tl.dot(left.to(tl.float16), e4m3_value(w).to(tl.float16))", "a=(150, 5)"),
+    ("11.dequant_matmul", "tl.dot(left, e4m3_value(w))",
+     "tl.dot(left.to(tl.float16), e4m3_value(w).to(tl.float16))", "a=(150, 5)"),
     ("11.dequant_matmul", "range(0, K, B)", "range(0, tl.minimum(K, 64), B)", "a=(2, 300)"),
-    ("11.online_softmax", "range(0, columns, BLOCK)", "range(0, tl.minimum(columns, 128), BLOCK)", "x=(1, 200)"),
+    ("11.online_softmax", "range(0, columns, BLOCK)", "range(0, tl.minimum(columns, 128), BLOCK)",
+     "x=(1, 200)"),
 ]
 
 
@@ -231,7 +246,8 @@ def test_what_is_right_for_small_cases_alone_is_wrong():
 def test_solutions_are_right_and_mistakes_recognised():
     jobs = [(name, hint, source) for name, puzzle in PUZZLES.items()
             for hint, source in {"": puzzle.solution, **puzzle.mistaken()}.items()]
-    for (name, hint, _), found in zip(jobs, run([(name, source) for name, _, source in jobs]), strict=True):
+    for (name, hint, _), found in zip(jobs, run([(name, source) for name, _, source in jobs]),
+                                      strict=True):
         assert found["status"] == ("wrong" if hint else "right"), (name, hint, found)
         assert found["detail"].endswith(hint), (name, hint, found)
 
@@ -247,7 +263,8 @@ def amax(x, out, n, BLOCK: tl.constexpr):
     if tl.program_id(0) == 0:
         most = 0.0
         for start in range(0, n, BLOCK):
-            v = tl.load(x + start + tl.arange(0, BLOCK), mask=start + tl.arange(0, BLOCK) < n, other=0.0)
+            v = tl.load(x + start + tl.arange(0, BLOCK), mask=start + tl.arange(0, BLOCK) < n,
+                        other=0.0)
             most = tl.maximum(most, tl.maximum(tl.max(v, 0), tl.max(-v, 0)))
         tl.store(out, most)
 
@@ -280,7 +297,8 @@ def scaled_cast(x, scale, codes, n, BLOCK: tl.constexpr):
     tl.store(codes + i, (code + tl.where(bits < 0, 128, 0)).to(tl.uint8), mask=i < n)
 
 
-def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr, BC: tl.constexpr):
+def cast_both(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr,
+              BC: tl.constexpr):
     r = (tl.program_id(0) * BR + tl.arange(0, BR))[:, None]
     c = (tl.program_id(1) * BC + tl.arange(0, BC))[None, :]
     v = tl.load(x + r * x_stride + c, (r < R) & (c < C), 0.0)
@@ -294,7 +312,8 @@ def matmul(a, b, c, a_stride, M, N, K, B: tl.constexpr):
     m, n = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B)
     total = tl.zeros((B, B), tl.float32)
     for k in range(K):
-        total += tl.load(a + m * a_stride + k, m < M, 0.0)[:, None] * tl.load(b + k * N + n, n < N, 0.0)[None, :]
+        total += (tl.load(a + m * a_stride + k, m < M, 0.0)[:, None] * tl.load(b + k * N + n, n < N,
+            0.0)[None, :])
     tl.store(c + m[:, None] * N + n[None, :], total, (m < M)[:, None] & (n < N)[None, :])
 
 
@@ -316,7 +335,8 @@ def e8m0(x, codes, scales, x_stride, columns):
     v = tl.load(x + row * x_stride + start + i, mask=inside, other=0.0)
     field = tl.max(v.to(tl.int32, bitcast=True) & 0x7F800000, 0) >> 23
     s = tl.where(field > 8, field - 8, 0)
-    tl.store(codes + row * columns + start + i, e4m3(v * tl.exp2((127 - s).to(tl.float32))), mask=inside)
+    tl.store(codes + row * columns + start + i, e4m3(v * tl.exp2((127 - s).to(tl.float32))),
+             mask=inside)
     tl.store(scales + row * tl.cdiv(columns, 32) + tl.program_id(1), s.to(tl.uint8))
 
 
@@ -327,7 +347,8 @@ def nvfp4(x, top, codes, scales, x_stride, columns):
     by = e4m3_value(s) * tl.load(top)
     code = tl.where(by > 0, e2m1(tl.div_rn(v, by)), 0)
     low, high = tl.split(tl.reshape(code, (8, 2)))
-    tl.store(codes + (row * columns + block * 16) // 2 + tl.arange(0, 8), (low + high * 16).to(tl.uint8))
+    tl.store(codes + (row * columns + block * 16) // 2 + tl.arange(0, 8),
+             (low + high * 16).to(tl.uint8))
     tl.store(scales + row * (columns // 16) + block, s)
 
 
@@ -357,7 +378,8 @@ def online_softmax(x, y, x_stride, columns, BLOCK: tl.constexpr):
     top = tl.max(most, 0)
     whole = tl.sum(total * tl.exp(most - top), 0)
     for i in range(0, columns, BLOCK):
-        tl.store(y + i + j, tl.exp(tl.load(x + i + j, i + j < columns, 0.0) - top) / whole, i + j < columns)
+        tl.store(y + i + j, tl.exp(tl.load(x + i + j, i + j < columns, 0.0) - top) / whole,
+                 i + j < columns)
 
 
 @pytest.mark.parametrize("compiled", (False, True))
@@ -365,7 +387,8 @@ def test_right_kernels_that_are_written_otherwise(compiled):
     others = {name: globals()[name.partition(".")[2]] for name in PUZZLES}
     found = run([(name, source_of(kernel)) for name, kernel in others.items()], compiled=compiled)
     assert [one["status"] for one in found] == ["right"] * len(PUZZLES), found
-    assert not compiled or all("compiles" in one["detail"] or torch.cuda.is_available() for one in found)
+    assert (not compiled or all("compiles" in one["detail"] or torch.cuda.is_available()
+                                for one in found))
 
 
 def clamped(x, y, n, BLOCK: tl.constexpr):
@@ -391,7 +414,8 @@ def amax_clamped(x, out, n, BLOCK: tl.constexpr):
 
 def softmax_in_two_axes(x, y, x_stride, columns, BLOCK: tl.constexpr):
     row, i = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
-    v = tl.where(i < columns, tl.load(x + row * x_stride + tl.minimum(i, columns - 1)), float("-inf"))
+    v = tl.where(i < columns, tl.load(x + row * x_stride + tl.minimum(i, columns - 1)),
+                 float("-inf"))
     e = tl.exp(v - tl.max(v, 1)[:, None])
     tl.store(y + row * columns + i, e / tl.sum(e, 1)[:, None], mask=i < columns)
 
@@ -406,7 +430,8 @@ def add_norm_clamped(x, r, w, h, y, x_stride, columns, eps, BLOCK: tl.constexpr)
     tl.store(y + begin + i, v * tl.load(w + at), i < columns)
 
 
-def cast_both_wrapped(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr, BC: tl.constexpr):
+def cast_both_wrapped(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl.constexpr,
+                      BC: tl.constexpr):
     r, c = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1) * BC + tl.arange(0, BC)
     inside = (r < R)[:, None] & (c < C)[None, :]
     v = tl.load(x + (r % R)[:, None] * x_stride + (c % C)[None, :])
@@ -417,11 +442,13 @@ def cast_both_wrapped(x, scale, codes, turned, next_amax, x_stride, R, C, BR: tl
 
 
 def matmul_wrapped(a, b, c, a_stride, M, N, K, B: tl.constexpr):
-    m, n, j = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0, B), tl.arange(0, B)
+    m, n, j = tl.program_id(0) * B + tl.arange(0, B), tl.program_id(1) * B + tl.arange(0,
+        B), tl.arange(0, B)
     total = tl.zeros((B, B), tl.float32)
     for part in range(tl.cdiv(K, B)):
         k = tl.minimum(part * B + j, K - 1)
-        left = tl.where((part * B + j < K)[None, :], tl.load(a + (m % M)[:, None] * a_stride + k[None, :]), 0.0)
+        left = tl.where((part * B + j < K)[None, :],
+                        tl.load(a + (m % M)[:, None] * a_stride + k[None, :]), 0.0)
         total += tl.dot(left, tl.load(b + k[:, None] * N + (n % N)[None, :]))
     tl.store(c + m[:, None] * N + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -429,10 +456,12 @@ def matmul_wrapped(a, b, c, a_stride, M, N, K, B: tl.constexpr):
 def block_scale_clamped(x, codes, scales, x_stride, columns, BLOCK: tl.constexpr):
     row, block = tl.program_id(0), tl.program_id(1)
     i = block * BLOCK + tl.arange(0, BLOCK)
-    v = tl.load(x + row * x_stride + tl.minimum(i, columns - 1))        # the last one again: the largest stays
+    # the last one again: the largest stays
+    v = tl.load(x + row * x_stride + tl.minimum(i, columns - 1))
     s = tl.div_rn(tl.max(tl.abs(v), 0), 448.0)
     tl.store(scales + row * tl.num_programs(1) + block, s)
-    tl.store(codes + row * columns + i, e4m3(tl.div_rn(v, tl.where(s > 0, s, 1.0))), mask=i < columns)
+    tl.store(codes + row * columns + i, e4m3(tl.div_rn(v, tl.where(s > 0, s, 1.0))),
+             mask=i < columns)
 
 
 def online_in_blocks_of_64(x, y, x_stride, columns, BLOCK: tl.constexpr):
@@ -445,11 +474,14 @@ def online_in_blocks_of_64(x, y, x_stride, columns, BLOCK: tl.constexpr):
         total, most = total * tl.exp(most - new) + tl.sum(tl.exp(v - new), 0), new
     for start in range(0, columns, 64):
         i = start + tl.arange(0, 64)
-        tl.store(y + i, tl.exp(tl.load(x + tl.minimum(i, columns - 1)) - most) / total, mask=i < columns)
+        tl.store(y + i, tl.exp(tl.load(x + tl.minimum(i, columns - 1)) - most) / total,
+                 mask=i < columns)
 
 
-OTHERS = [("10.copy", clamped), ("10.copy", clamped_twice), ("10.copy", in_eights), ("10.amax", amax_clamped), ("10.softmax", softmax_in_two_axes),
-          ("10.add_norm", add_norm_clamped), ("10.cast_both", cast_both_wrapped), ("11.matmul", matmul_wrapped),
+OTHERS = [("10.copy", clamped), ("10.copy", clamped_twice), ("10.copy", in_eights),
+          ("10.amax", amax_clamped), ("10.softmax", softmax_in_two_axes),
+          ("10.add_norm", add_norm_clamped), ("10.cast_both", cast_both_wrapped),
+          ("11.matmul", matmul_wrapped),
           ("11.block_scale", block_scale_clamped), ("11.online_softmax", online_in_blocks_of_64)]
 
 
@@ -460,10 +492,13 @@ def test_an_index_may_be_clamped_and_a_block_another():
 
 @pytest.mark.parametrize("name, old, new, said", [
     ("10.copy", "tl.load(x + i, mask=i < n)", "tl.load(x + tl.minimum(i, n))", "reads x["),
-    ("10.copy", "tl.load(x + i, mask=i < n)", "tl.load(x + tl.maximum(tl.minimum(i, n - 1), i - 1))", "reads x["),
+    ("10.copy", "tl.load(x + i, mask=i < n)",
+     "tl.load(x + tl.maximum(tl.minimum(i, n - 1), i - 1))", "reads x["),
     ("10.copy", "tl.store(y + i,", "tl.store(y + n - i,", "writes y["),
-    ("10.softmax", "    v = tl.exp", "    v += 0.0 * tl.load(x + row * x_stride + i, mask=i < columns, other=0.0)\n    v = tl.exp", "reads x 2 times"),
-    ("10.amax", "    tl.atomic", "    v = tl.maximum(v, tl.load(x + i, mask=i < n, other=0.0))\n    tl.atomic", "reads x 2 times"),
+    ("10.softmax", "    v = tl.exp", "    v += 0.0 * tl.load(x + row * x_stride + i, mask=i < "
+                                     "columns, other=0.0)\n    v = tl.exp", "reads x 2 times"),
+    ("10.amax", "    tl.atomic", "    v = tl.maximum(v, tl.load(x + i, mask=i < n, other=0.0))\n   "
+                                 " tl.atomic", "reads x 2 times"),
 ])
 def test_what_lies_outside_and_what_is_read_twice_is_refused(name, old, new, said):
     right = PUZZLES[name].solution
@@ -486,8 +521,10 @@ ENDS = {
     hostile("import os", "os._exit(3)"): "it ended its process",
     hostile("import sys", "sys.exit(1)"): "it ended its process",
     hostile("import ctypes", "ctypes.string_at(8)"): "it ended its process (SIGSEGV)",
-    hostile("raise ValueError('no')"): "it raised ValueError: no, in line 2: `raise ValueError('no')`",
-    hostile("all = []", "while True:", "    all.append(bytearray(1 << 26))"): "it took more than 1024 MB",
+    hostile("raise ValueError('no')"): "it raised ValueError: no, in line 2: `raise "
+                                       "ValueError('no')`",
+    hostile("all = []", "while True:", "    all.append(bytearray(1 << 26))"): "it took more than "
+        "1024 MB",
     hostile("tl.store(y + (1 << 40), 1.0)"): "far outside of every tensor",
     hostile("tl.store(x, 1.0)"): "it writes to x[0], and x is not its to write",
     hostile("helper(x)"): "NameError: name 'helper' is not defined",
@@ -499,7 +536,8 @@ ENDS = {
 
 
 def judging():
-    """The processes below the warm judges of this process; one that ends while it is looked at is gone."""
+    """The processes below the warm judges of this process; one that ends while it is looked at is
+    gone."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -509,7 +547,8 @@ def judging():
 
 
 def test_whatever_a_kernel_does_is_a_sentence_and_nothing_stays():
-    found = run([("10.copy", source) for source in LOOPS], seconds=2) + run([("10.copy", source) for source in ENDS])
+    found = (run([("10.copy", source) for source in LOOPS],
+                 seconds=2) + run([("10.copy", source) for source in ENDS]))
     for (source, said), one in zip({**LOOPS, **ENDS}.items(), found, strict=True):
         assert one["status"] == "wrong" and said in one["detail"], (source, one)
     deadline = time.monotonic() + 10 * patience()
@@ -521,7 +560,8 @@ def test_whatever_a_kernel_does_is_a_sentence_and_nothing_stays():
 def test_what_the_interpreter_accepts_must_compile():
     source = PUZZLES["10.copy"].solution + "\n    try:\n        pass\n    finally:\n        pass"
     accepted, compiled = run([("10.copy", source)])[0], run([("10.copy", source)], compiled=True)[0]
-    assert accepted["status"] == "right" and compiled["status"] == "wrong" and "unsupported AST node" in compiled["detail"]
+    assert (accepted["status"] == "right" and compiled["status"] == "wrong"
+            and "unsupported AST node" in compiled["detail"])
 
 
 def test_margins_alone_find_what_lies_outside():
@@ -541,7 +581,8 @@ def test_margins_alone_find_what_lies_outside():
             answers = k.answers(puzzle, cases, puzzle.solution.replace(old, new), False)
             print(next(why for case, one in zip(cases, answers)
                        if (why := one.why or difference(one.value["left"], puzzle, case))))"""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "TRITON_INTERPRET": "1"},
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)],
+                          env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True, check=True)
     copied, softmaxed, normed, both = done.stdout.splitlines()
     assert "it wrote to y[5], which is outside" in copied
@@ -552,7 +593,8 @@ def test_margins_alone_find_what_lies_outside():
 # where the interpreter is at fault
 
 def judged_within(planted, *attempts):
-    """What the judge finds of (puzzle, source) in a process in which something was done to the interpreter."""
+    """What the judge finds of (puzzle, source) in a process in which something was done to the
+    interpreter."""
     program = f"""
         import json
         import numpy as np
@@ -561,7 +603,8 @@ def judged_within(planted, *attempts):
         from tests.course import PUZZLES
         for name, source in {attempts!r}:
             print(json.dumps(PUZZLES[name].found(dict(source=source, compiled=False, elements=0, seconds=30), -1)))"""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "TRITON_INTERPRET": "1"},
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)],
+                          env={**os.environ, "TRITON_INTERPRET": "1"},
                           capture_output=True, text=True)
     assert not done.returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -572,8 +615,9 @@ TRITON_36 = """plain = interpreter._patch_lang_tensor
             plain(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data))
         interpreter._patch_lang_tensor = patch"""
-BY_INDEX = "def copy(x, y, n, BLOCK):\n    for i in range(tl.program_id(0) * BLOCK, tl.minimum(n, (tl.program_id(0) + 1) * BLOCK)):\n" \
-           "        tl.store(y + i, tl.load(x + i))"
+BY_INDEX = ("def copy(x, y, n, BLOCK):\n    for i in range(tl.program_id(0) * BLOCK, tl.minimum(n, "
+            "(tl.program_id(0) + 1) * BLOCK)):\n" \
+           "        tl.store(y + i, tl.load(x + i))")
 
 
 def test_loops_run_in_the_interpreter_of_triton_36():
@@ -583,14 +627,20 @@ def test_loops_run_in_the_interpreter_of_triton_36():
 
 
 @pytest.mark.parametrize("planted, said", [
-    ("def exp(self, arg):\n            raise TypeError('planted')\n        interpreter.InterpreterBuilder.create_exp = exp", "it raised TypeError: planted"),
-    ("interpreter.InterpreterBuilder.create_exp = lambda self, arg: self.unary_op(arg, np.exp2)", "y[0, 0] should be"),
+    ("def exp(self, arg):\n            raise TypeError('planted')\n        "
+     "interpreter.InterpreterBuilder.create_exp = exp", "it raised TypeError: planted"),
+    ("interpreter.InterpreterBuilder.create_exp = lambda self, arg: self.unary_op(arg, np.exp2)",
+     "y[0, 0] should be"),
 ])
 def test_where_the_interpreter_fails_nobody_else_is_at_fault(planted, said):
-    ours, theirs, copied, missed = judged_within(planted, ("10.softmax", PUZZLES["10.softmax"].solution), ("10.softmax", source_of(softmax)),
-                                                 ("10.copy", PUZZLES["10.copy"].solution), ("10.copy", hostile("pass")))
-    assert ours["status"] == "to do" and ours["detail"].startswith("Triton's interpreter failed, not your kernel: ") and said in ours["detail"]
-    assert theirs["status"] == copied["status"] == "right" and missed["status"] == "wrong" and "interpreter" not in missed["detail"]
+    ours, theirs, copied, missed = judged_within(planted,
+        ("10.softmax", PUZZLES["10.softmax"].solution), ("10.softmax", source_of(softmax)),
+                                                 ("10.copy", PUZZLES["10.copy"].solution),
+        ("10.copy", hostile("pass")))
+    assert (ours["status"] == "to do" and ours["detail"].startswith("Triton's interpreter failed, "
+        "not your kernel: ") and said in ours["detail"])
+    assert (theirs["status"] == copied["status"] == "right" and missed["status"] == "wrong"
+            and "interpreter" not in missed["detail"])
 
 
 def test_the_verdict_says_whose_fault_it_is(monkeypatch):
@@ -598,17 +648,24 @@ def test_the_verdict_says_whose_fault_it_is(monkeypatch):
     monkeypatch.setattr(puzzles, "run", lambda attempts, **how: [says])
     verdict = check(EXERCISES["10.copy"], copy)
     assert (verdict.status, verdict.detail) == ("to do", says["detail"])
-    monkeypatch.setattr(puzzles, "defects", lambda: ("a loop does not run: planted words", "tl.dot does not run: others", "a cast is wrong"))
-    says = {"status": "wrong", "detail": "for x=(5,): it raised TypeError: planted words, in line 2"}
+    monkeypatch.setattr(puzzles, "defects",
+                        lambda: ("a loop does not run: planted words",
+                                 "tl.dot does not run: others", "a cast is wrong"))
+    says = {"status": "wrong",
+            "detail": "for x=(5,): it raised TypeError: planted words, in line 2"}
     verdict = check(EXERCISES["10.copy"], copy)
-    assert verdict.status == "wrong" and verdict.detail.endswith("Not your fault, perhaps: a loop does not run: planted words.")
+    assert (verdict.status == "wrong" and verdict.detail.endswith("Not your fault, perhaps: a loop "
+        "does not run: planted words."))
 
 
 def test_the_oldest_triton_is_what_the_oldest_pytorch_brings(monkeypatch):
-    """PyTorch 2.11 for CUDA wants Triton 3.6.0 and no other, so a newer bound could not be installed beside it."""
+    """PyTorch 2.11 for CUDA wants Triton 3.6.0 and no other, so a newer bound could not be
+    installed beside it."""
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     project = tomllib.loads(text)["project"]
-    assert "torch>=2.11" in project["dependencies"] and project["optional-dependencies"]["kernels"] == ["triton>=3.6; sys_platform == 'linux'"]
+    assert ("torch>=2.11" in project["dependencies"]
+            and project["optional-dependencies"]["kernels"]
+            == ["triton>=3.6; sys_platform == 'linux'"])
     monkeypatch.setattr(jit, "triton", None)
     assert "pip install 'triton>=3.6'" in jit.why_no_triton()
 
@@ -622,7 +679,8 @@ def test_a_stub_is_to_do_and_starts_nothing(monkeypatch, tmp_path):
     assert verdict.status == "to do" and "★, about 5 minutes" in verdict.detail and verdict.held
 
 
-@pytest.mark.parametrize("attempt, said", [(3, "write it as a function"), (len, "write it as a function"),
+@pytest.mark.parametrize("attempt, said",
+                         [(3, "write it as a function"), (len, "write it as a function"),
                                            (eval("lambda x: x"), "write it as a function"),
                                            (lambda x: x, "write it as a function")])
 def test_what_is_no_kernel(attempt, said):
@@ -639,20 +697,25 @@ def test_a_right_kernel_and_a_wrong_one_in_a_notebook():
         tl.store(y + i, tl.load(x + i, mask=i < n).to(tl.float8e4nv).to(tl.float32), mask=i < n)
 
     verdict = check(EXERCISES["10.copy"], copy_by_e4m3)
-    assert verdict.status == "wrong" and "y[" in verdict.detail and "Not your fault, perhaps: a cast to E4M3" in verdict.detail
+    assert (verdict.status == "wrong" and "y[" in verdict.detail
+            and "Not your fault, perhaps: a cast to E4M3" in verdict.detail)
 
 
 def test_bytes_are_those_of_the_arithmetic():
-    amax, both = puzzles.moved([(name, EXERCISES[name].kernel) for name in ("10.amax", "10.cast_both")])
+    amax, both = puzzles.moved([(name, EXERCISES[name].kernel)
+                                for name in ("10.amax", "10.cast_both")])
     assert amax["x"] == (4, 0) and amax["out"] == (0, 4 / 1024)
-    assert (both["x"], both["codes"], both["turned"]) == ((4, 0), (0, 1), (0, 1)) and both["scale"] == both["next_amax"][::-1]
+    assert ((both["x"], both["codes"], both["turned"]) == ((4, 0), (0, 1), (0, 1))
+            and both["scale"] == both["next_amax"][::-1])
 
 
 def test_compiled_and_interpreted_must_agree(monkeypatch):
-    answers = iter([{"status": "right", "detail": ""}, {"status": "wrong", "detail": "c[0, 0] should be 1 and is 2"}])
+    answers = iter([{"status": "right", "detail": ""},
+                    {"status": "wrong", "detail": "c[0, 0] should be 1 and is 2"}])
     monkeypatch.setattr(puzzles, "run", lambda attempts, **how: [next(answers)])
     verdict = check(EXERCISES["11.matmul"], matmul)
-    assert verdict.status == "wrong" and verdict.detail.startswith("the interpreter accepts it") and "c[0, 0]" in verdict.detail
+    assert (verdict.status == "wrong" and verdict.detail.startswith("the interpreter accepts it")
+            and "c[0, 0]" in verdict.detail)
 
 
 def test_without_triton_the_lesson_runs_on(monkeypatch):
@@ -673,19 +736,23 @@ def test_without_triton_the_lesson_runs_on(monkeypatch):
 def test_the_self_test_names_what_is_known_to_be_broken():
     """3.7.1; where a later one is mended, take the sentence away."""
     said = "\n".join(defects.defects())
-    assert "a cast to E4M3 is wrong" in said and "tl.dot of bf16 numbers is wrong" in said and "a store out of bounds is silent" in said
+    assert ("a cast to E4M3 is wrong" in said and "tl.dot of bf16 numbers is wrong" in said
+            and "a store out of bounds is silent" in said)
     assert "float32" not in said and "a loop" not in said and "{" not in said
 
 
 def test_figures_put_kernels_where_the_ceilings_end_them():
     h200 = CATALOGUE["h200"]
-    spec = bounds_figure(h200, {"a": (1, 2, "fp32"), "b": (2, 4, "fp32"), "c": (100, 1, "fp32"), "d": (1e4, 1, "bf16")}, title="t")
+    spec = bounds_figure(h200, {"a": (1, 2, "fp32"), "b": (2, 4, "fp32"), "c": (100, 1, "fp32"),
+                                "d": (1e4, 1, "bf16")}, title="t")
     go.Figure(plain(spec), skip_invalid=False)
     marks = spec["data"][-1]
-    assert marks["text"] == ["a, b", "c", "d"] and marks["y"] == [0.5 * h200.bytes_per_second, 67e12, h200.peak_flops("bf16")]
+    assert (marks["text"] == ["a, b", "c", "d"] and marks["y"] == [0.5 * h200.bytes_per_second,
+        67e12, h200.peak_flops("bf16")])
     spec = moved_figure({"plain": (21, 14), "fused": (4, 2)}, title="t")
     go.Figure(plain(spec), skip_invalid=False)
-    assert [bar["x"] for bar in spec["data"]] == [[21, 4], [14, 2]] and spec["data"][1]["text"] == ["35", "6"]
+    assert ([bar["x"] for bar in spec["data"]] == [[21, 4], [14, 2]]
+            and spec["data"][1]["text"] == ["35", "6"])
 
 
 def test_operations_are_counted_and_views_are_not():
@@ -695,7 +762,8 @@ def test_operations_are_counted_and_views_are_not():
         x[:2].add_(1)
     assert moved.rows == [("add", 128, 128), ("sum", 128, 4), ("add_", 32, 32)]
     codes, turned, amax = cast_both_layouts(torch.tensor([[1.0, -4.0], [0.5, 3.0], [0, 0]]))
-    assert torch.equal(codes.float(), torch.tensor([[112.0, -448], [56, 320], [0, 0]])) and torch.equal(turned.float(), codes.float().T) and amax == 4
+    assert (torch.equal(codes.float(), torch.tensor([[112.0, -448], [56, 320], [0, 0]]))
+            and torch.equal(turned.float(), codes.float().T) and amax == 4)
 
 
 def test_the_file_of_a_kernel_holds_nothing_else():

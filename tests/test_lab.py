@@ -1,4 +1,5 @@
-"""The lab is this machine's alone: proved on a real server, against a user's Jupyter settings that would open it."""
+"""The lab is this machine's alone: proved on a real server, against a user's Jupyter settings that
+would open it."""
 
 import http.client
 import json
@@ -66,7 +67,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="POSIX: modes, s
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("project")
-    (root / lab.FIRST).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    (root / lab.FIRST).write_text(json.dumps({"cells": [], "metadata": {}, "nbformat": 4,
+        "nbformat_minor": 5}))
     return root
 
 
@@ -81,7 +83,8 @@ def state(tmp_path_factory) -> Path:
 
 
 class Impostor:
-    """Another user of this machine, who takes a port as soon as the lab has chosen it, and listens to what comes."""
+    """Another user of this machine, who takes a port as soon as the lab has chosen it, and listens
+    to what comes."""
 
     def __init__(self):
         with socket.create_server((lab.LOCAL, 0)) as free:
@@ -115,14 +118,16 @@ def server(project, state, impostor):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", Popen)
-        with (user(state, {"LabApp": {"expose_app_in_browser": True}}, {TRACKER: {"windowingMode": "none"}}),
+        with (user(state, {"LabApp": {"expose_app_in_browser": True}},
+                   {TRACKER: {"windowingMode": "none"}}),
               lab.serve(project, port=impostor.port) as server):
             yield server
 
 
 def ask(server, path, *, token=None, method="GET", body=None):
     with closing(http.client.HTTPConnection(lab.LOCAL, server.port, timeout=60)) as connection:
-        connection.request(method, path, body=body, headers={"Authorization": f"token {token}"} if token else {})
+        connection.request(method, path, body=body, headers={"Authorization": f"token {token}"}
+                           if token else {})
         answer = connection.getresponse()
         return answer.status, answer.read()
 
@@ -131,7 +136,8 @@ def test_an_impostor_does_not_get_the_port_nor_the_token(server, impostor):
     assert server.port == impostor.port and not impostor.threads and impostor.heard == b""
 
 
-@pytest.mark.parametrize("path", ["/api/contents", "/api/kernels", "/api/sessions", "/api/status", "/lab/api/settings",
+@pytest.mark.parametrize("path", ["/api/contents", "/api/kernels", "/api/sessions", "/api/status",
+                                  "/lab/api/settings",
                                   "/terminals/websocket/1", "/lsp/ws/pylsp"])
 def test_a_stranger_is_refused(server, path):
     assert ask(server, path)[0] in (401, 403)
@@ -153,7 +159,8 @@ def test_a_browser_is_not_told_the_token_on_its_command_line(server, monkeypatch
     monkeypatch.setattr(lab.webbrowser, "open", opened.put)
     server.open_browser()
     page = opened.get(timeout=10 * patience())
-    assert server.token not in page and server.token in Path(page.removeprefix("file://")).read_text()
+    assert (server.token not in page
+            and server.token in Path(page.removeprefix("file://")).read_text())
 
 
 def test_terminals_begin_in_the_course(server, project):
@@ -164,10 +171,12 @@ def test_terminals_begin_in_the_course(server, project):
 
 
 def test_the_token_is_in_no_arguments(server):
-    family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    family = [psutil.Process(server.process.pid),
+              *psutil.Process(server.process.pid).children(recursive=True)]
     words = []
     for process in family:
-        with suppress(psutil.NoSuchProcess):  # a helper that ended since, waited for or not, tells nobody anything
+        # a helper that ended since, waited for or not, tells nobody anything
+        with suppress(psutil.NoSuchProcess):
             words.append([*process.cmdline(), *process.environ().values()])
     assert len(words) > 1 and not any(server.token in word for said in words for word in said)
 
@@ -180,9 +189,12 @@ def test_it_listens_on_this_machine_only(server):
 
 def test_what_it_keeps_is_private(server):
     folder = server.token_file.parent
-    ours = [path for path in folder.rglob("*") if path.is_file() and folder / "runtime" not in path.parents]
-    assert server.token_file in ours and {stat.S_IMODE(path.stat().st_mode) for path in ours} == {0o600}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "config", folder / "runtime")} == {0o700}
+    ours = [path for path in folder.rglob("*") if path.is_file()
+            and folder / "runtime" not in path.parents]
+    assert (server.token_file in ours and {stat.S_IMODE(path.stat().st_mode) for path in ours}
+            == {0o600})
+    assert ({stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "config",
+        folder / "runtime")} == {0o700})
     assert server.token_file.read_text() == server.token
 
 
@@ -194,7 +206,8 @@ def test_settings_are_ours_and_the_users_files_are_untouched(server, state):
         return of_plugin(plugin)["schema"]["properties"][key]["default"]
 
     assert of_plugin(TRACKER)["settings"]["windowingMode"] == "none"
-    assert default(NOTIFICATION, "fetchNews") == "false" and default(NOTIFICATION, "checkForUpdates") is False
+    assert (default(NOTIFICATION, "fetchNews") == "false"
+            and default(NOTIFICATION, "checkForUpdates") is False)
     page = ask(server, "/lab", token=server.token)[1].decode()
     assert '"exposeAppInBrowser": true' in page and '"news": {"disabled": true}' in page
     assert all((state / "config" / name).read_text() == OPEN_DOORS for name in CONFIGS)
@@ -205,11 +218,14 @@ def test_the_users_settings_open_nothing(server, project):
     runtime = server.token_file.parent / "runtime"
     (info,) = [json.loads(path.read_text()) for path in runtime.glob("jpserver-*.json")]
     assert (info["root_dir"], info["base_url"], info["password"]) == (str(project), "/", False)
-    kernel = json.loads(ask(server, "/api/kernels", token=server.token, method="POST", body="{}")[1])["id"]
+    kernel = json.loads(ask(server, "/api/kernels", token=server.token, method="POST",
+                            body="{}")[1])["id"]
     connection = json.loads((runtime / f"kernel-{kernel}.json").read_text())
-    assert connection["ip"] == lab.LOCAL and len(connection["key"]) > 30 and connection["curve_publickey"]
+    assert (connection["ip"] == lab.LOCAL and len(connection["key"]) > 30
+            and connection["curve_publickey"])
     assert ask(server, f"/api/kernels/{kernel}", token=server.token, method="DELETE")[0] == 204
-    made = ask(server, "/api/contents", token=server.token, method="POST", body='{"type": "notebook"}')[1]
+    made = ask(server, "/api/contents", token=server.token, method="POST",
+               body='{"type": "notebook"}')[1]
     assert json.loads(made)["path"] == "Mine.ipynb" and (project / "Mine.ipynb").exists()
 
 
@@ -221,12 +237,14 @@ def execute(port: int, token: str, code: str) -> str:
     status, body = ask(where, "/api/kernels", token=token, method="POST", body="{}")
     assert status == 201
     kernel = f"/api/kernels/{json.loads(body)['id']}"
-    with closing(create_connection(f"ws://{lab.LOCAL}:{port}{kernel}/channels?session_id=1", timeout=60,
+    with closing(create_connection(f"ws://{lab.LOCAL}:{port}{kernel}/channels?session_id=1",
+                                   timeout=60,
                                    header=[f"Authorization: token {token}"])) as channels:
         channels.send(json.dumps({
             "channel": "shell", "parent_header": {}, "metadata": {}, "buffers": [],
             "content": {"code": code, "silent": True},
-            "header": {"msg_id": "1", "msg_type": "execute_request", "version": "5.3", "username": "", "session": "1",
+            "header": {"msg_id": "1", "msg_type": "execute_request", "version": "5.3",
+                       "username": "", "session": "1",
                        "date": ""}}))
         while (answer := json.loads(channels.recv()))["msg_type"] != "execute_reply":
             pass
@@ -237,52 +255,67 @@ def execute(port: int, token: str, code: str) -> str:
 def test_a_kernel_starts_without_a_warning(server):
     kernel = execute(server.port, server.token, "")
     assert ask(server, kernel, token=server.token, method="DELETE")[0] == 204
-    # The refusals that this file asks for are logged, as they should be. Nothing else may be, but what a kernel was
-    # importing when its end interrupted it: the names of categories count, not a line such as `import warnings`.
-    refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals", "elsewhere.example",
+    # The refusals that this file asks for are logged, as they should be. Nothing else may be, but
+    # what a kernel was
+    # importing when its end interrupted it: the names of categories count, not a line such as
+    # `import warnings`.
+    refusals = ("403", "Forbidden", "authenticate", "400 GET /lsp", "404 GET /terminals",
+                "elsewhere.example",
                 "disable the check", "404 GET /api/contents", "Not Found", "deprecated")
-    complaints = [line for line in server.log().splitlines() if re.search(r"Warning\b|WARNING|^\[[WE]", line)]
+    complaints = [line for line in server.log().splitlines()
+                  if re.search(r"Warning\b|WARNING|^\[[WE]", line)]
     assert [line for line in complaints if not any(words in line for words in refusals)] == []
 
 
 def test_a_notebook_runs_in_the_work_folder_where_its_runs_belong(server, project):
-    words = {"path": lab.FIRST, "name": lab.FIRST, "type": "notebook", "kernel": {"name": "python3"}}
-    status, body = ask(server, "/api/sessions", token=server.token, method="POST", body=json.dumps(words))
+    words = {"path": lab.FIRST, "name": lab.FIRST, "type": "notebook",
+             "kernel": {"name": "python3"}}
+    status, body = ask(server, "/api/sessions", token=server.token, method="POST",
+                       body=json.dumps(words))
     session = json.loads(body)
     family = psutil.Process(server.process.pid).children(recursive=True)
-    (kernel,) = [process for process in family if any(session["kernel"]["id"] in word for word in process.cmdline())]
+    (kernel,) = [process for process in family
+                 if any(session["kernel"]["id"] in word for word in process.cmdline())]
     assert status == 201 and Path(kernel.cwd()) == project
-    assert ask(server, f"/api/sessions/{session['id']}", token=server.token, method="DELETE")[0] == 204
+    assert (ask(server, f"/api/sessions/{session['id']}", token=server.token, method="DELETE")[0]
+            == 204)
 
 
 @pytest.mark.parametrize("sent, code", [(signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_the_command_prints_one_object_serves_and_stops(project, state, tmp_path, sent, code):
-    """With all that was started in it: a kernel, and what the kernel put into a session of its own."""
+    """With all that was started in it: a kernel, and what the kernel put into a session of its
+    own."""
     taken = socket.create_server((lab.LOCAL, 0))
     asked = taken.getsockname()[1]
     for name in ("tmp", "runtime"):
         (tmp_path / name).mkdir()
-    env = os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"), "TMPDIR": str(tmp_path / "tmp"),
-                        attack.MARK: str(tmp_path)}
+    env = (os.environ | {"JUPYTER_CONFIG_DIR": str(state / "config"),
+                         "TMPDIR": str(tmp_path / "tmp"),
+                        attack.MARK: str(tmp_path)})
     with taken, subprocess.Popen(
-            [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked), "--course", "work"], cwd=tmp_path,
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as it, ExitStack() as stack:
+            [sys.executable, "-m", "lpkit", "lab", "--json", "--no-browser", "--port", str(asked),
+             "--course", "work"], cwd=tmp_path,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=env) as it, ExitStack() as stack:
         stack.callback(it.kill)
         found = json.loads(it.stdout.readline())
         assert found["port"] != asked and Path(found["root"]) == tmp_path / "work"
-        assert len(found["changes"]) == len(list((tmp_path / "work").glob("*.ipynb"))) and (tmp_path / "work" / lab.FIRST).exists()
+        assert (len(found["changes"]) == len(list((tmp_path / "work").glob("*.ipynb")))
+                and (tmp_path / "work" / lab.FIRST).exists())
         assert f":{found['port']}/lab/tree/{lab.FIRST}?token=" in found["url"]
         assert f"-L {found['port']}:127.0.0.1:{found['port']}" in found["tunnel"]
         execute(found["port"], Path(found["token_file"]).read_text(),
                 "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
-        deadline = time.monotonic() + patience()        # Jupyter looks for language servers by children that end at once
+        # Jupyter looks for language servers by children that end at once
+        deadline = time.monotonic() + patience()
         while len(there := attack.processes(tmp_path)) > 5 and time.monotonic() < deadline:
             time.sleep(0.05)
         assert len(there) == 5      # the command, its keeper, Jupyter, the kernel, sleep
         begun = time.monotonic()
         it.send_signal(sent)
         out, err = it.communicate(timeout=30)
-        assert it.returncode == code and out == "" and f"port {asked} is taken; using {found['port']}" in err
+        assert (it.returncode == code and out == ""
+                and f"port {asked} is taken; using {found['port']}" in err)
     assert attack.until_nothing(tmp_path, begun + 2 * patience()) == []
 
 
@@ -306,11 +339,14 @@ handlers.JupyterHandler.check_xsrf_cookie = lambda *_: None
 
 
 @pytest.mark.parametrize("code, said", [
-    (OPENERS, ("200 without the token", "200 to a page of another site", "200 under another host name",
+    (OPENERS, ("200 without the token", "200 to a page of another site", "200 under another host "
+        "name",
                "404 to a write without the XSRF token")),
-    ("import re\nc.LabApp.settings = {'allow_origin_pat': re.compile('.*')}", ("changed allow_origin_pat",))])
+    ("import re\nc.LabApp.settings = {'allow_origin_pat': re.compile('.*')}",
+     ("changed allow_origin_pat",))])
 def test_a_server_that_lets_others_in_is_stopped(code, said, project, tmp_path):
-    """What only code of the user's can open, since the kit sets every setting: the proof finds it."""
+    """What only code of the user's can open, since the kit sets every setting: the proof finds
+    it."""
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "jupyter_lab_config.py").write_text(code)
     before = set(psutil.Process().children(recursive=True))

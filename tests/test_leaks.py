@@ -71,18 +71,23 @@ FITS = {    # what else a row wants
 
 def cases() -> dict[str, dict]:
     found = [{"precision.recipe": name} | FITS.get(name, {}) for name in recipes.RECIPES]
-    found += [{"precision.recipe": name, "precision.cache_weight_casts": True, "grad_accum_steps": 2}
+    found += [{"precision.recipe": name, "precision.cache_weight_casts": True,
+               "grad_accum_steps": 2}
               for name in ("mxfp8", "fp8-delayed")]
-    found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {}) for name in optimizers.OPTIMIZERS]
+    found += [{"optimizer": name, "memory.moment_format": "int8"} | FITS.get(name, {})
+              for name in optimizers.OPTIMIZERS]
     found += [{"schedule": name} for name in schedules.SCHEDULES]
     found += [{"system.attention": name} for name, row in ATTENTION.items()
               if not row.why_not(Attending(model=Config().model))]
-    found += [{"model.attention": name, "system.attention": backend} for name, row in KINDS.items() for backend in row.operations]
+    found += [{"model.attention": name, "system.attention": backend} for name, row in KINDS.items()
+              for backend in row.operations]
     found += [{"data.policy": name} | FITS.get(name, {}) for name in data.POLICIES]
     for key, field in MemoryConfig.__dataclass_fields__.items():
         table = field.metadata["table"]
-        found += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items() if not row.needs_compile]
-    found += [{"memory.recompute": "block", "memory.activation_offload": "disk", "precision.recipe": "fp8-delayed", "grad_accum_steps": 2}]
+        found += [{f"memory.{key}": name} | FITS.get(name, {}) for name, row in table.items()
+                  if not row.needs_compile]
+    found += [{"memory.recompute": "block", "memory.activation_offload": "disk",
+               "precision.recipe": "fp8-delayed", "grad_accum_steps": 2}]
     found += [{"transforms": "toy", "governors": "toy"}]
     return {", ".join(f"{key}={value}" for key, value in case.items()): case for case in found}
 
@@ -160,7 +165,8 @@ def test_nothing_of_a_run_stays(tiny, tmp_path, models):
     assert run.summary["status"] == "complete" and all_gone(models)
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
+                                   ZeroDivisionError(), KeyboardInterrupt()], ids=repr)
 def test_who_keeps_an_error_keeps_no_model(tiny, tmp_path, models, monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
@@ -182,7 +188,8 @@ def test_nothing_stays_after_ctrl_c(tiny, tmp_path, models):
 def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, monkeypatch):
     handle = lpkit.start(tiny, out=tmp_path / "run")
     handle.result()
-    series = lpkit.start_each({"one": tiny, "two": tiny.replace({"seed": 1})}, out=tmp_path / "series")
+    series = lpkit.start_each({"one": tiny, "two": tiny.replace({"seed": 1})},
+                              out=tmp_path / "series")
     series.result()
     assert len(models) == 3 and all_gone(models) and handle.done and series.done
     monkeypatch.setattr(loop.Training, "evaluate", lambda self, **more: 1 / 0)
@@ -195,10 +202,12 @@ def test_a_handle_and_a_series_keep_runs_and_no_models(tiny, tmp_path, models, m
 # ---- what a mode does not see
 
 def test_a_compiled_update_within_a_budget_gives_back_what_it_took(toys, monkeypatch):
-    """By PyTorch's own count of what the CPU's allocator gave out and took back in the third update."""
+    """By PyTorch's own count of what the CPU's allocator gave out and took back in the third
+    update."""
     monkeypatch.setitem(within.__kwdefaults__, "compiler", "aot_eager_decomp_partition")
     torch._dynamo.reset()
-    config = BASE.replace({"memory.recompute": "budget", "system.compile": True, "precision.recipe": "fp32"})
+    config = BASE.replace({"memory.recompute": "budget", "system.compile": True,
+                           "precision.recipe": "fp32"})
     training = Training.build(config, data=RandomTokens(config))
     for step in range(2):
         training.update(step)
@@ -206,7 +215,8 @@ def test_a_compiled_update_within_a_budget_gives_back_what_it_took(toys, monkeyp
         warnings.simplefilter("ignore")     # the profiler's own
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             training.update(2)
-    counted = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    counted = [event.nbytes() for event in profiler.profiler.kineto_results.events()
+               if event.name() == "[memory]"]
     assert sum(counted) == 0 < max(counted)
     model = weakref.ref(training.model)
     del training

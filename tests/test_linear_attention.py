@@ -1,4 +1,5 @@
-"""Attention without softmax: chunks against definitions, steps and literal loops; bytes and FLOPs against PyTorch's counts."""
+"""Attention without softmax: chunks against definitions, steps and literal loops; bytes and FLOPs
+against PyTorch's counts."""
 
 import math
 from dataclasses import replace
@@ -37,19 +38,23 @@ MODEL = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, vocab=60, context=1
 ROUNDED = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def given(name: str, T: int, *, heads: int = 4, groups: int = 2, E: int = 8, batch: int = 2, dtype=torch.float64):
+def given(name: str, T: int, *, heads: int = 4, groups: int = 2, E: int = 8, batch: int = 2,
+          dtype=torch.float64):
     """The kind, what it has beside q, k and v, and these."""
-    config = ModelConfig(width=32, heads=heads, kv_heads=groups, head_dim=E, context=max(T, 1), attention=name)
+    config = ModelConfig(width=32, heads=heads, kv_heads=groups, head_dim=E, context=max(T, 1),
+                         attention=name)
     torch.manual_seed(T + groups)
     kind, x = KINDS[name].load()(config).to(dtype), torch.randn(batch, T, 32, dtype=dtype)
     own = kind(4 * x)
     own = own.detach().requires_grad_() if own is not None and own.requires_grad else own
-    qkv = [torch.randn(batch, count, T, E, dtype=dtype, requires_grad=True) for count in (heads, groups, groups)]
+    qkv = [torch.randn(batch, count, T, E, dtype=dtype, requires_grad=True)
+           for count in (heads, groups, groups)]
     return kind, own, qkv
 
 
 def gradients(out: torch.Tensor, inputs: list[torch.Tensor], own) -> list[torch.Tensor]:
-    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(out.dtype)
+    d_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(0),
+                        dtype=torch.float64).to(out.dtype)
     inputs = [*inputs, own] if own is not None and own.requires_grad else inputs
     return torch.autograd.grad(out, inputs, d_out, retain_graph=True)
 
@@ -60,7 +65,8 @@ def gradients(out: torch.Tensor, inputs: list[torch.Tensor], own) -> list[torch.
 def test_chunks_steps_and_the_definition_are_one(name, T, groups):
     kind, own, qkv = given(name, T, groups=groups)
     want, chunked = kind.plain(*qkv, None, own), kind.chunked(*qkv, None, own)
-    state = kind.after(*(each[:, :, :0] for each in qkv[1:]), own[:, :0] if name == "delta" else own)
+    state = kind.after(*(each[:, :, :0] for each in qkv[1:]),
+                       own[:, :0] if name == "delta" else own)
     outs = []
     assert not state.any(), "that of no tokens"
     for t in range(T):
@@ -93,7 +99,8 @@ def test_linear_attention_by_its_formula():
 
 
 def test_the_delta_rule_by_a_literal_loop():
-    """Schlag et al. 2021, equations 22 to 24, a head and a token at a time: read, mix, write the difference."""
+    """Schlag et al. 2021, equations 22 to 24, a head and a token at a time: read, mix, write the
+    difference."""
     kind, gates, (q, k, v) = given("delta", 70, batch=1)
     out, beta = kind.chunked(q, k, v, None, gates), gates.sigmoid()
 
@@ -108,12 +115,14 @@ def test_the_delta_rule_by_a_literal_loop():
             old = W @ at
             new = beta[0, t, head // 2] * v[0, head // 2, t] + (1 - beta[0, t, head // 2]) * old
             W = W + torch.outer(new - old, at)
-            torch.testing.assert_close(out[0, head, t], W @ key(q[0, head, t]), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(out[0, head, t], W @ key(q[0, head, t]), rtol=1e-10,
+                                       atol=1e-10)
 
 
 def test_a_key_written_with_beta_1_reads_back_what_was_written():
     kind, _, (q, k, v) = given("delta", 30)
-    k = torch.eye(8, dtype=torch.float64)[torch.arange(30) % 8].expand(2, 2, 30, 8) * 50    # far from silu's bend
+    # far from silu's bend
+    k = torch.eye(8, dtype=torch.float64)[torch.arange(30) % 8].expand(2, 2, 30, 8) * 50
     q = k.repeat_interleave(2, dim=1)
     out = kind.chunked(q, k, v, None, torch.full((2, 30, 2), 50.0, dtype=torch.float64))
     torch.testing.assert_close(out, v.repeat_interleave(2, dim=1), rtol=1e-6, atol=1e-6)
@@ -132,29 +141,34 @@ def test_features_are_orthogonal_in_blocks_and_as_long_as_normal_vectors():
 
 
 def test_a_performers_error_falls_with_the_root_of_its_features():
-    """Over 12 draws, root mean square: 16 times the features, a quarter of the error, within a third of that; and with 16,384
-    below 0.01 of softmax's largest output. For q and k of length 1.4: the kernel's variance grows as the exponent of both."""
+    """Over 12 draws, root mean square: 16 times the features, a quarter of the error, within a
+    third of that; and with 16,384 below 0.01 of softmax's largest output. For q and k of length
+    1.4: the kernel's variance grows as the exponent of both."""
     _, _, (q, k, v) = given("performer", 40, groups=4, batch=1)
     q, k, v = q.detach() / 2, k.detach() / 2, v.detach()
     want, chunked = attention.plain(q, k, v), KINDS["performer"].load().chunked
 
     def error(count: int) -> float:
-        draws = [chunked(q, k, v, None, orthogonal_features(count, 8, seed).double()) - want for seed in range(12)]
+        draws = [chunked(q, k, v, None, orthogonal_features(count, 8, seed).double()) - want
+                 for seed in range(12)]
         return torch.stack(draws).square().mean().sqrt().item()
 
     few, more, many = error(64), error(1024), error(16384)
-    assert more / few == pytest.approx(0.25, rel=1 / 3) and many / more == pytest.approx(0.25, rel=1 / 3)
+    assert (more / few == pytest.approx(0.25, rel=1 / 3)
+            and many / more == pytest.approx(0.25, rel=1 / 3))
     assert many < 0.01 * want.abs().max()
 
 
 def test_features_estimate_the_kernel_without_bias():
-    """The mean of phi(q) phi(k) is exp(q k / sqrt(E)) once constants are put back, within six standard errors."""
+    """The mean of phi(q) phi(k) is exp(q k / sqrt(E)) once constants are put back, within six
+    standard errors."""
     torch.manual_seed(0)
     q, k = torch.randn(2, 8, dtype=torch.float64)
     w = orthogonal_features(1 << 16, 8, 0).double()
     scaled = q / 8**0.25
     of_q = (scaled @ w.mT).amax() - scaled.square().sum() / 2
-    products = (positive_features(q, w, keys=False) * positive_features(k, w, keys=True)) * of_q.exp()
+    products = ((positive_features(q, w, keys=False) * positive_features(k, w, keys=True))
+                * of_q.exp())
     standard_error = products.std().item() / 256
     assert products.mean().item() == pytest.approx(math.exp(q @ k / 8**0.5), abs=6 * standard_error)
 
@@ -181,17 +195,21 @@ def test_a_later_token_changes_nothing_before(name, dtype):
 @pytest.mark.parametrize("dtype", ROUNDED)
 @kinds
 def test_in_16_bits_only_the_ends_are_rounded(name, dtype):
-    """The state and all that is inside stay in float32. Features of FAVOR+ are given in 16 bits to both."""
+    """The state and all that is inside stay in float32. Features of FAVOR+ are given in 16 bits to
+    both."""
     kind, own, qkv = given(name, 300, E=16, dtype=dtype)
     wide = [x.detach().double().requires_grad_() for x in qkv]
     wide_own = own.detach().double().requires_grad_(own.requires_grad) if own is not None else None
     out, want = kind.chunked(*qkv, None, own), kind.plain(*wide, None, wide_own)
     assert out.dtype == dtype and kind.after(*qkv[1:], own).dtype == torch.float32
-    torch.testing.assert_close(out.double(), want, rtol=0, atol=ROUNDED[dtype] * want.abs().max().item())
-    for got, expected in zip(gradients(out, qkv, own), gradients(want, wide, wide_own), strict=True):
+    torch.testing.assert_close(out.double(), want, rtol=0,
+                               atol=ROUNDED[dtype] * want.abs().max().item())
+    for got, expected in zip(gradients(out, qkv, own), gradients(want, wide, wide_own),
+                             strict=True):
         assert got.dtype == dtype
         # d_out and the saved output were rounded too
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=4 * ROUNDED[dtype] * expected.abs().max().item())
+        torch.testing.assert_close(got.double(), expected, rtol=0,
+                                   atol=4 * ROUNDED[dtype] * expected.abs().max().item())
 
 
 @kinds
@@ -215,8 +233,10 @@ def test_large_numbers_stay_finite(name):
 
 
 # every style with every precision; each of them with both batches
-@pytest.mark.parametrize("style, precision, batch", [(style, precision, (1, 3)[(i + j) % 2]) for i, style in enumerate((
-    "gpt2", "one group", "qwen3", "three blocks of queries")) for j, precision in enumerate(("fp32", "bf16", "bf16-pure"))])
+@pytest.mark.parametrize("style, precision, batch",
+                         [(style, precision, (1, 3)[(i + j) % 2]) for i, style in enumerate((
+    "gpt2", "one group", "qwen3", "three blocks of queries"))
+                             for j, precision in enumerate(("fp32", "bf16", "bf16-pure"))])
 @kinds
 def test_what_chunks_keep_is_the_formula_to_the_byte(name, style, precision, batch):
     model = replace(ODD[style], attention=name)
@@ -235,7 +255,8 @@ def test_what_chunks_keep_is_the_formula_to_the_byte(name, style, precision, bat
             return cross_entropy(logits, y.clone())
 
         found = saved_bytes(built, loss, ignore=[x])
-        formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2, attention="chunked",
+        formula = kept(model, batch=batch, compute_bytes=4 if precision == "fp32" else 2,
+                       attention="chunked",
                        residual_bytes=2 if precision == "bf16-pure" else 4, recompute=recompute)
         found.operations["embed"] = formula.operations["embed"]     # x and y share a storage
         assert formula.operations == found.operations
@@ -248,7 +269,8 @@ def test_flops_are_the_operators(name, style):
     """On the meta device: what the operators say, and PyTorch's counter for the rest."""
     model = replace(ODD[style], attention=name)
     with torch.device("meta"):
-        built, tokens = Transformer(model, attention.backend("chunked", model)), torch.zeros(3, model.T, dtype=torch.long)
+        built, tokens = Transformer(model, attention.backend("chunked", model)), torch.zeros(3,
+            model.T, dtype=torch.long)
     with FlopCounterMode(display=False) as forward:
         loss = cross_entropy(built(tokens), tokens)
     with FlopCounterMode(display=False) as backward:
@@ -259,7 +281,8 @@ def test_flops_are_the_operators(name, style):
 
 @kinds
 def test_the_operators_flops_are_their_products(name):
-    """Of the definition inside the operator, by PyTorch's counter; a triangular system it does not count."""
+    """Of the definition inside the operator, by PyTorch's counter; a triangular system it does not
+    count."""
 
     _, own, qkv = given(name, 200, groups=2)
     call, inputs = (kernel.delta, (*qkv, own)) if name == "delta" else (kernel.attend, (*qkv, own))
@@ -281,15 +304,19 @@ def test_flops_and_bytes_are_linear_in_tokens(name):
 
     once, twice = attends(4096), attends(8192)
     assert twice.saved_bytes == 2 * once.saved_bytes and twice.moved_bytes == 2 * once.moved_bytes
-    assert [2 * p.M * p.N * p.K * p.group for p in once.pairs] == [p.M * p.N * p.K * p.group for p in twice.pairs]
+    assert ([2 * p.M * p.N * p.K * p.group for p in once.pairs]
+            == [p.M * p.N * p.K * p.group for p in twice.pairs])
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @kinds
 def test_the_peak_of_a_step(name, recipe):
-    """5%: work inside the operators is counted roughly, and FAVOR+'s features are not counted at all."""
-    config = Config().replace({"model.layers": 2, "model.context": 200, "model.width": 64, "global_batch": 4,
-                               "model.attention": name, "precision.recipe": recipe, "system.device": "cpu"})
+    """5%: work inside the operators is counted roughly, and FAVOR+'s features are not counted at
+    all."""
+    config = Config().replace({"model.layers": 2, "model.context": 200, "model.width": 64,
+                               "global_batch": 4,
+                               "model.attention": name, "precision.recipe": recipe,
+                               "system.device": "cpu"})
     found = measure.memory(config, device="cpu")
     assert found.chosen["attention"].used == "chunked"
     said = memory(config, CPU, attention="chunked")
@@ -314,11 +341,13 @@ def test_what_a_definition_keeps_is_estimated(name, backend):
 def test_a_cache_of_states_changes_no_logit(name, position):
     model = replace(MODEL, attention=name, position=position)
     torch.manual_seed(0)
-    built, tokens = Transformer(model, attention.backend("chunked", model)).double(), torch.randint(0, 60, (2, 90))
+    built, tokens = Transformer(model, attention.backend("chunked", model)).double(), torch.randint(
+        0, 60, (2, 90))
     with torch.no_grad():
         whole = built(tokens)
         cache = new_cache(model, 2, dtype=torch.float64, device="cpu")
-        parts = [built(tokens[:, :70], cache)] + [built(tokens[:, i:i + 1], cache) for i in range(70, 90)]
+        parts = ([built(tokens[:, :70], cache)] + [built(tokens[:, i:i + 1], cache)
+            for i in range(70, 90)])
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-10)
 
 
@@ -357,9 +386,12 @@ def test_compiled_it_is_the_same(name):
 def test_a_tiny_model_trains_predicts_and_samples(name, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     config = Config().replace({
-        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 40, "global_batch": 8, "eval_every": 20, "eval_batches": 1, "checkpoint_every": 20, "schedule.warmup_steps": 1,
-        "precision.recipe": "fp32", "system.device": "cpu", "model.attention": name, "optimizer.lr": 3e-3})
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 40, "global_batch": 8, "eval_every": 20, "eval_batches": 1, "checkpoint_every": 20,
+        "schedule.warmup_steps": 1,
+        "precision.recipe": "fp32", "system.device": "cpu", "model.attention": name,
+        "optimizer.lr": 3e-3})
     assert Config.from_yaml(config.to_yaml()) == config
     run = lpkit.train(config, out=tmp_path / "run")
     losses = [line["loss"] for line in run.metrics]
@@ -371,12 +403,19 @@ def test_a_tiny_model_trains_predicts_and_samples(name, corpus, tmp_path, monkey
 
 def test_who_cannot_says_so(capsys):
     linear, full = ModelConfig(attention="linear"), ModelConfig()
-    assert why_not("sdpa", Attending(model=linear)) == "computes softmax attention alone; plain and chunked can"
-    assert [name for name in ATTENTION if not why_not(name, Attending(model=linear))] == ["plain", "chunked"]
-    with pytest.raises(ConfigError, match=r"system\.attention=chunked computes kinds without softmax alone; plain can"):
+    assert (why_not("sdpa", Attending(model=linear))
+            == "computes softmax attention alone; plain and chunked can")
+    assert ([name for name in ATTENTION if not why_not(name, Attending(model=linear))] == ["plain",
+        "chunked"])
+    with pytest.raises(ConfigError,
+                       match=r"system\.attention=chunked computes kinds without softmax alone; "
+                             r"plain can"):
         attention.backend("chunked", full)
-    with pytest.raises(ConfigError, match=r"system\.attention=blocked computes softmax attention alone; plain and chunked can"):
-        Training.build(Config().replace({"model.attention": "delta", "system.attention": "blocked", "system.device": "cpu"}))
+    with pytest.raises(ConfigError,
+                       match=r"system\.attention=blocked computes softmax attention alone; plain "
+                             r"and chunked can"):
+        Training.build(Config().replace({"model.attention": "delta", "system.attention": "blocked",
+            "system.device": "cpu"}))
     arguments = ["predict", "cpu-3m", "--set", "model.attention=performer", "--set"]
     assert cli.main([*arguments, "model.attention.features=0"]) == 2
     assert "model.attention.features must be positive, got 0" in capsys.readouterr().err

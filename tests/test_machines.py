@@ -1,4 +1,5 @@
-"""The catalogue against arithmetic on the chips, what drivers print, and the loader against nonsense."""
+"""The catalogue against arithmetic on the chips, what drivers print, and the loader against
+nonsense."""
 
 import dataclasses
 import re
@@ -11,19 +12,25 @@ from lpkit.techniques.machines import CATALOGUE, MIB
 
 PCIE_SECONDS = 5.7e-6
 
-# units that multiply 16-bit numbers, fused multiply-adds of each in a clock, MHz: of the vendors' architecture papers
+# units that multiply 16-bit numbers, fused multiply-adds of each in a clock, MHz: of the vendors'
+# architecture papers
 CHIPS = {
-    "a100-80": (432, 256, 1410), "h100": (528, 512, 1830), "h200": (528, 512, 1830), "gh200": (528, 512, 1830),
-    "h100-pcie": (456, 512, 1620), "v100": (640, 64, 1530), "t4": (320, 64, 1590), "rtx-3090": (328, 64, 1695),
-    "a6000": (336, 128, 1800), "a10g": (320, 64, 1710), "l4": (232, 128, 2040), "l40s": (568, 128, 2520),
-    "rtx-4090": (512, 64, 2520), "rtx-5090": (680, 64, 2407), "mi300x": (1216, 256, 2100), "mi325x": (1216, 256, 2100),
+    "a100-80": (432, 256, 1410), "h100": (528, 512, 1830), "h200": (528, 512, 1830),
+    "gh200": (528, 512, 1830),
+    "h100-pcie": (456, 512, 1620), "v100": (640, 64, 1530), "t4": (320, 64, 1590),
+    "rtx-3090": (328, 64, 1695),
+    "a6000": (336, 128, 1800), "a10g": (320, 64, 1710), "l4": (232, 128, 2040),
+    "l40s": (568, 128, 2520),
+    "rtx-4090": (512, 64, 2520), "rtx-5090": (680, 64, 2407), "mi300x": (1216, 256, 2100),
+    "mi325x": (1216, 256, 2100),
     "mi355x": (1024, 512, 2400),
 }
 
 
 @pytest.mark.parametrize("name", CHIPS)
 def test_a_peak_is_units_times_clock(name):
-    """Dense, so half of what datasheets print; 3090's and A10G's units accumulate in float32 at half their speed."""
+    """Dense, so half of what datasheets print; 3090's and A10G's units accumulate in float32 at
+    half their speed."""
     units, products, megahertz = CHIPS[name]
     flops = CATALOGUE[name].flops
     assert flops["fp16"] == pytest.approx(units * products * 2 * megahertz * 1e6, rel=0.0125)
@@ -34,9 +41,11 @@ def test_memory_is_what_the_driver_reports():
     printed = {"h100": 81_559, "h200": 143_771, "b200": 183_359, "rtx-4090": 24_564, "t4": 15_360}
     for name, row in CATALOGUE.items():
         assert row.memory_bytes == printed.get(name, row.memory_bytes // MIB) * MIB
-    for name, gibibytes in {"mi300x": 192, "mi325x": 256, "mi355x": 288}.items():     # 16 MiB stay with the device
+    # 16 MiB stay with the device
+    for name, gibibytes in {"mi300x": 192, "mi325x": 256, "mi355x": 288}.items():
         assert CATALOGUE[name].memory_bytes == gibibytes * 2**30 - 16 * MIB
-    for row in CATALOGUE.values():                              # the sizes in names are of 2^30 bytes, less some
+    # the sizes in names are of 2^30 bytes, less some
+    for row in CATALOGUE.values():
         for size in re.findall(r"(\d+)GB", row.title):
             assert 0.99 < row.memory_bytes / int(size) / 2**30 <= 1
 
@@ -60,21 +69,25 @@ def test_prices_are_dated_and_say_what_is_assumed():
 def test_a_row_of_the_catalogue_is_a_machine_of_one_s_own(name):
     """The loader's limits leave out no machine that there is."""
     values = dataclasses.asdict(CATALOGUE[name])
-    assert machines.from_dict({key: value for key, value in values.items() if key != "details"}) == dataclasses.replace(CATALOGUE[name], details={})
+    assert (machines.from_dict({key: value for key, value in values.items() if key != "details"})
+            == dataclasses.replace(CATALOGUE[name], details={}))
 
 
 WHOLE = {"memory_bytes": "80e9", "bytes_per_second": "3.35e12", "flops": {"bf16": "9.9e14"}}
 
 
 @pytest.mark.parametrize("field, values", [
-    ("memory_bytes", [80, 0, -80e9, "80 GB", 1e18, True, [80e9], {}, float("nan"), float("inf"), 80e9 + 0.5]),
+    ("memory_bytes", [80, 0, -80e9, "80 GB", 1e18, True, [80e9], {}, float("nan"), float("inf"),
+                      80e9 + 0.5]),
     ("bytes_per_second", [3.35, 0, -1, "fast", 1e30, float("inf"), False, []]),
     ("link_bytes_per_second", [0, 900, -900e9, "NVLink", 1e30]),
     ("network_bytes_per_second", [50, -1, 1e30, {"a": 1}]),
-    ("link_seconds", [0, -1e-6, 3.4, "µs", float("nan")]), ("network_seconds", [-1, 14, True, float("inf")]),
+    ("link_seconds", [0, -1e-6, 3.4, "µs", float("nan")]),
+    ("network_seconds", [-1, 14, True, float("inf")]),
     ("devices_per_node", [0, -8, 1.5, "eight", 10**9]), ("watts", [0, -700, 1e9, "low"]),
     ("price_per_hour", [0, -3, 1e9, "free", float("nan")]), ("kind", ["tpu", 1, ["gpu"]]),
-    ("title", ["", "  ", 3, ["a"]]), ("source", ["", {}]), ("link", ["", 4]), ("network", [[], " "]),
+    ("title", ["", "  ", 3, ["a"]]), ("source", ["", {}]), ("link", ["", 4]),
+    ("network", [[], " "]),
 ])
 def test_nonsense_is_refused_by_its_field(field, values):
     for value in values:
@@ -83,7 +96,8 @@ def test_nonsense_is_refused_by_its_field(field, values):
         assert str(found.value).startswith(field)
 
 
-@pytest.mark.parametrize("dtype, rate", [("bf16", 0), ("bf16", -1), ("bf16", 989.4), ("fp8", 1e30), ("fp8", None), ("bf16", "fast"),
+@pytest.mark.parametrize("dtype, rate", [("bf16", 0), ("bf16", -1), ("bf16", 989.4), ("fp8", 1e30),
+    ("fp8", None), ("bf16", "fast"),
                                          ("fp4", True), ("fp4", [1e15])])
 def test_a_rate_that_is_none_is_refused_by_its_dtype(dtype, rate):
     with pytest.raises(ConfigError, match=rf"^flops\.{dtype} must be"):

@@ -60,19 +60,22 @@ def test_race_alternates_and_drops_the_first_round():
     order = []
     seconds = interleaved_seconds([lambda: order.append("a"), lambda: order.append("b")], rounds=3)
     assert order == ["a", "b"] * 4 and [len(times) for times in seconds] == [3, 3]
-    assert [len(times) for times in interleaved_seconds([lambda: None], rounds=100, within_seconds=0)] == [1]
+    assert ([len(times) for times in interleaved_seconds([lambda: None], rounds=100,
+        within_seconds=0)] == [1])
 
 
 def test_bf16_is_chosen_with_its_reason(this_machine):
     choice = bf16_choice("cpu", size=256)
-    assert choice.asked == "auto" and choice.used in ("bf16", "fp32") and "the speed of fp32" in choice.why
+    assert (choice.asked == "auto" and choice.used in ("bf16", "fp32")
+            and "the speed of fp32" in choice.why)
 
 
 @pytest.mark.parametrize("capability, used", [((7, 5), "fp32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
 def test_a_gpu_is_chosen_by_its_capability(monkeypatch, capability, used):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     choice = bf16_choice("cuda")
-    assert choice.used == used and f"compute capability {capability[0]}.{capability[1]}" in choice.why
+    assert (choice.used == used and f"compute capability {capability[0]}.{capability[1]}"
+            in choice.why)
 
 
 LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
@@ -80,7 +83,8 @@ LARGE, CPU = 10 * SMALL_FLOPS, torch.device("cpu")
 
 @pytest.mark.parametrize("asked, flops, before, busy, used, why", [
     (3, 1.0, "2", 0.9, "3", "requested"),                       # first what somebody wants
-    (None, LARGE, "1", 0.0, "1", "as when this run began"),      # else the sums of a resumed run have another order
+    # else the sums of a resumed run have another order
+    (None, LARGE, "1", 0.0, "1", "as when this run began"),
     (None, 0.9 * SMALL_FLOPS, None, 0.0, "1", "MFLOP"),
     (None, LARGE, None, 0.0, "4", "other processes use 0%"),
     (None, LARGE, None, 0.6, "1", "other processes use 60%"),
@@ -93,7 +97,8 @@ def test_threads_by_size_and_load(monkeypatch, asked, flops, before, busy, used,
     assert choice.used == used and why in choice.why, choice
 
 
-@pytest.mark.parametrize("allowed, used", [("2", "2"), ("16", "4"), ("3,2", "3"), ("", "4"), ("many", "4")])
+@pytest.mark.parametrize("allowed, used",
+                         [("2", "2"), ("16", "4"), ("3,2", "3"), ("", "4"), ("many", "4")])
 def test_threads_are_never_more_than_allowed(monkeypatch, allowed, used):
     monkeypatch.setattr(hardware.machine_facts, "cores", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", allowed)
@@ -169,9 +174,11 @@ def test_this_machine_is_a_row_of_the_catalogue():
     assert said.run.cost is None and said.run.energy_wh is None and said.step_seconds > 0
 
 
-@pytest.mark.parametrize("dtype, error", [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])
+@pytest.mark.parametrize("dtype, error",
+                         [("fp32", 1e-6), ("bf16", 1e-2), ("fp8", 0.06), ("int8", 0.02)])
 def test_ceilings_are_products_of_random_numbers(dtype, error):
-    """Zeros and ones take less power. Two normal matrices, whatever was drawn before, in the format's own precision; INT8 by 32."""
+    """Zeros and ones take less power. Two normal matrices, whatever was drawn before, in the
+    format's own precision; INT8 by 32."""
     torch.manual_seed(1)
     before = torch.get_rng_state()
     y = hardware.product((64, 128), (128, 32), dtype, torch.device("cpu"))().double()
@@ -183,14 +190,19 @@ def test_ceilings_are_products_of_random_numbers(dtype, error):
     assert sweep().std() > 1 and moved == 3 * 4 * 2**24
 
 
-@pytest.mark.parametrize("capability, low", [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8")), ((9, 0), ("fp8", "int8"))])
+@pytest.mark.parametrize("capability, low",
+                         [((7, 0), ()), ((8, 0), ("int8",)), ((8, 9), ("fp8", "int8")),
+                          ((9, 0), ("fp8", "int8"))])
 def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
     """And what was measured on a Hopper GPU is no longer said to multiply none of them."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert hardware.low_formats(torch.device("cuda")) == low and hardware.low_formats(torch.device("cpu")) == ()
+    assert (hardware.low_formats(torch.device("cuda")) == low
+            and hardware.low_formats(torch.device("cpu")) == ())
     peaks = {"fp32": 5e13, "bf16": 7e14, "fp8": 1.3e15, "int8": 1.3e15}
-    here = Machine(name="this", title="a GPU", memory_bytes=80 * 2**30, bytes_per_second=3e12, source="measured",
-                   flops={name: peaks[name] for name in ("fp32", "bf16", *low)}, details={"capability": capability})
+    here = Machine(name="this", title="a GPU", memory_bytes=80 * 2**30, bytes_per_second=3e12,
+                   source="measured",
+                   flops={name: peaks[name] for name in ("fp32", "bf16", *low)},
+                   details={"capability": capability})
     advice = advise(preset("llama-8b"), here, base="bf16")
     native = {plan.recipe for plan in advice.plans if plan.status == "native"}
     assert ("fp8-tensorwise" in native) == ("fp8" in low) and ("int8" in native) == ("int8" in low)
@@ -199,7 +211,8 @@ def test_formats_of_a_gpu_have_a_ceiling(monkeypatch, capability, low):
 
 def test_provenance_of_a_gpu(monkeypatch, tmp_path):
     """By nvidia-smi, or not at all."""
-    want = {"driver": "580.1", "power_limit_watts": 700.0, "sm_clock_mhz": 1755.0, "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
+    want = {"driver": "580.1", "power_limit_watts": 700.0, "sm_clock_mhz": 1755.0,
+            "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
     smi = tmp_path / "nvidia-smi"
     smi.write_text('#!/bin/sh\n[ "$1" = --id=GPU-1 ] && echo "580.1, 700.00, 1755, 1980, 1756"\n')
     smi.chmod(0o755)
@@ -207,12 +220,14 @@ def test_provenance_of_a_gpu(monkeypatch, tmp_path):
     assert machine_facts.gpu_facts("GPU-1") == want
     assert machine_facts.gpu_facts("GPU-2") == {}
     smi.write_text('#!/bin/sh\necho "580.1, [N/A], [N/A], 1980, 1756"\n')
-    assert machine_facts.gpu_facts("GPU-1") == {"driver": "580.1", "most_sm_clock_mhz": 1980.0, "memory_clock_mhz": 1756.0}
+    assert (machine_facts.gpu_facts("GPU-1") == {"driver": "580.1", "most_sm_clock_mhz": 1980.0,
+        "memory_clock_mhz": 1756.0})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=1))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    assert hardware.provenance("cuda") == {"cuda": "13.0", "cudnn": 91002, "driver": "580.1", "most_sm_clock_mhz": 1980.0,
-                                           "memory_clock_mhz": 1756.0}
+    assert (hardware.provenance("cuda") == {"cuda": "13.0", "cudnn": 91002, "driver": "580.1",
+        "most_sm_clock_mhz": 1980.0,
+                                           "memory_clock_mhz": 1756.0})
     assert hardware.provenance("cpu") == {}
 
 
@@ -229,18 +244,24 @@ def test_a_step_beside_the_ceilings():
 
 def test_a_step_is_measured_with_its_choices(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2, "precision.recipe": "bf16"})
+    config = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 2,
+                               "precision.recipe": "bf16"})
     bench = measure.Bench(config, "cpu")
-    assert bench.precision.used == "bf16" and bench.attention.used == "blocked" and min(by_phase(bench)) > 0
+    assert (bench.precision.used == "bf16" and bench.attention.used == "blocked"
+            and min(by_phase(bench)) > 0)
     held = memory(config, device="cpu")
     assert held.chosen["precision"].used == "bf16" and held.most["batch"] == 2 * 8 * 64
-    assert held.most["gradients"] == held.most["weights"] and held.peak_bytes > held.most["weights"] * 3
+    assert (held.most["gradients"] == held.most["weights"]
+            and held.peak_bytes > held.most["weights"] * 3)
 
 
 def test_models_take_turns():
-    small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1, "precision.recipe": "fp32"})
-    found = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu", rounds=2)
-    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1      # 96 times the work
+    small = Config().replace({"model.layers": 1, "model.context": 32, "global_batch": 1,
+                              "precision.recipe": "fp32"})
+    found = in_turns([small, small.replace({"model.layers": 6, "global_batch": 16})], device="cpu",
+                     rounds=2)
+    # 96 times the work
+    assert 0 < found.seconds[0] < found.seconds[1] and 0 <= found.other_cpu_share < 1.1
     assert found.precision.used == "fp32" and found.where.endswith("the best of 2 turns")
 
 
@@ -250,11 +271,14 @@ def test_a_recipe_that_cannot_be_measured_is_refused():
 
 
 def test_seconds_by_row_add_up_and_products_are_told_by_their_sizes():
-    config = Config().replace({"model.layers": 2, "model.width": 96, "model.mlp_width": 320, "model.vocab": 512, "global_batch": 4,
-                               "model.context": 64, "precision.recipe": "fp32", "system.device": "cpu"})
+    config = Config().replace({"model.layers": 2, "model.width": 96, "model.mlp_width": 320,
+                               "model.vocab": 512, "global_batch": 4,
+                               "model.context": 64, "precision.recipe": "fp32",
+                               "system.device": "cpu"})
     found = measure.seconds(config, rounds=1)
     assert sum(found.rows.values()) == pytest.approx(found.step_seconds)
-    assert {"attention.qkv", "attention.out", "mlp.up, mlp.down", "head", "attention", "optimizer", measure.OTHER} <= set(found.rows)
+    assert ({"attention.qkv", "attention.out", "mlp.up, mlp.down", "head", "attention", "optimizer",
+             measure.OTHER} <= set(found.rows))
     names = [row.name for row in measure.reconcile_seconds(config, rounds=1)]
     assert set(names) - {measure.REST} == set(found.rows) - {measure.REST}
 
@@ -266,19 +290,23 @@ def test_a_counter_of_energy_is_read_and_its_source_said(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "RAPL", tmp_path)
     joules, source = hardware.energy_joules("cpu")
     assert joules == 5.0 and "RAPL" in source
-    assert loop._energy((5.0, source), (3605.0, source)) == {"energy_wh": 1.0, "energy_source": source}
+    assert (loop._energy((5.0, source), (3605.0, source)) == {"energy_wh": 1.0,
+        "energy_source": source})
     assert loop._energy((5.0, source), (3.0, source))["energy_wh"] is None      # it went round
     monkeypatch.setattr(hardware, "RAPL", tmp_path / "nothing")
     assert hardware.energy_joules("cpu") is None
 
 
-@pytest.mark.parametrize("changes", [{"memory.optimizer_step": "in-backward", "optimizer.clip": 0}, {"memory.moment_format": "int8"}],
+@pytest.mark.parametrize("changes", [{"memory.optimizer_step": "in-backward", "optimizer.clip": 0},
+    {"memory.moment_format": "int8"}],
                          ids=["in-backward", "8-bit moments"])
 def test_a_step_is_timed_under_any_optimizer(changes):
     """Gradients may be gone when backward ends, and a state may hold more than tensors."""
-    config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2, "model.context": 16, "precision.recipe": "fp32",
+    config = Config().replace({"model.layers": 1, "model.width": 32, "global_batch": 2,
+                               "model.context": 16, "precision.recipe": "fp32",
                                "system.device": "cpu", **changes})
     assert min(by_phase(measure.Bench(config))) > 0
     held = memory(config)
     assert held.most["weights"] == 4 * parameter_count(config.model)
-    assert (held.most["gradients"] == held.most["weights"]) == (config.memory.optimizer_step.name == "after")
+    assert ((held.most["gradients"] == held.most["weights"])
+            == (config.memory.optimizer_step.name == "after"))

@@ -1,4 +1,5 @@
-"""The model against an independent one: transformers' GPT-2, Llama, Qwen2 and Qwen3 with the same random weights."""
+"""The model against an independent one: transformers' GPT-2, Llama, Qwen2 and Qwen3 with the same
+random weights."""
 
 from dataclasses import replace
 
@@ -16,8 +17,10 @@ from lpkit.techniques.attention_backends import ATTENTION, Attending
 from lpkit.techniques.inits import INITS
 
 GPT2 = ModelConfig(layers=2, width=96, heads=6, vocab=100, context=40)
-LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40, norm="rmsnorm",
-                    norm_eps=1e-5, position="rope", rope_theta=5e5, mlp="swiglu", bias=False, tied=False, init="llama")
+LLAMA = ModelConfig(layers=2, width=96, heads=6, kv_heads=2, mlp_width=128, vocab=100, context=40,
+                    norm="rmsnorm",
+                    norm_eps=1e-5, position="rope", rope_theta=5e5, mlp="swiglu", bias=False,
+                    tied=False, init="llama")
 QWEN2 = replace(LLAMA, qkv_bias=True, tied=True)
 QWEN3 = replace(LLAMA, head_dim=20, qk_norm=True)       # width 96 is not 6 heads of 20
 # float32 rounding: 2 layers of sums over at most 4 * 96 terms, logits of order 1.
@@ -28,21 +31,28 @@ def theirs_gpt2(config: ModelConfig):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(
-        vocab_size=config.V, n_positions=config.T, n_embd=config.D, n_layer=config.L, n_head=config.H,
-        n_inner=config.F, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0, eos_token_id=0)).eval()
+        vocab_size=config.V, n_positions=config.T, n_embd=config.D, n_layer=config.L,
+        n_head=config.H,
+        n_inner=config.F, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=0,
+        eos_token_id=0)).eval()
 
 
 def like_llama(family: str, **settings):
-    """A builder of one of the families of models that transformers describes by Llama's settings and some more."""
+    """A builder of one of the families of models that transformers describes by Llama's settings
+    and some more."""
 
     def build(config: ModelConfig):
         import transformers
 
-        return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(
-            vocab_size=config.V, max_position_embeddings=config.T, hidden_size=config.D, num_hidden_layers=config.L,
+        return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers,
+            f"{family}Config")(
+            vocab_size=config.V, max_position_embeddings=config.T, hidden_size=config.D,
+            num_hidden_layers=config.L,
             num_attention_heads=config.H, num_key_value_heads=config.G, intermediate_size=config.F,
-            rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tied, pad_token_id=0, bos_token_id=0, eos_token_id=0, **settings)).eval()
+            rms_norm_eps=config.norm_eps, rope_parameters={"rope_type": "default",
+                "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tied, pad_token_id=0, bos_token_id=0, eos_token_id=0,
+            **settings)).eval()
 
     return build
 
@@ -55,7 +65,8 @@ def test_slow_pairs_are_slowed_down_as_in_llama_3(factor):
 
     ours = ModelConfig(position="rope", width=512, heads=4, rope_theta=5e5, rope_factor=factor)
     theirs = LlamaConfig(hidden_size=512, num_attention_heads=4, rope_parameters={
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192})
     speeds, _ = ROPE_INIT_FUNCTIONS["llama3"](theirs, "cpu")
     cos, sin = RotaryPositions(ours).rotation(1, 1, torch.zeros((), dtype=torch.float64))
@@ -69,7 +80,8 @@ def grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, config: ModelConf
 
 
 def weights_gpt2(model, config) -> dict[str, torch.Tensor]:
-    out = {"embed.weight": model.transformer.wte.weight, "positions.embed.weight": model.transformer.wpe.weight,
+    out = {"embed.weight": model.transformer.wte.weight,
+           "positions.embed.weight": model.transformer.wpe.weight,
            "norm.weight": model.transformer.ln_f.weight, "norm.bias": model.transformer.ln_f.bias,
            "head.weight": model.transformer.wte.weight}
     for i, block in enumerate(model.transformer.h):
@@ -118,9 +130,11 @@ def pair(request):
     torch.manual_seed(1)
     theirs, ours = build(config), Transformer(config)
     with torch.no_grad():
-        for p in theirs.parameters():   # biases and gains too, so that none hides behind a zero or a one
+        # biases and gains too, so that none hides behind a zero or a one
+        for p in theirs.parameters():
             p.copy_(torch.randn_like(p) * 0.05 + (p.ndim == 1))
-    missing = ours.load_state_dict({k: v.detach().clone() for k, v in weights(theirs, config).items()}, strict=True)
+    missing = ours.load_state_dict({k: v.detach().clone()
+                                    for k, v in weights(theirs, config).items()}, strict=True)
     assert not missing.missing_keys and not missing.unexpected_keys
     return ours, theirs
 
@@ -136,7 +150,8 @@ def test_gradients_equal_the_reference(pair):
     tokens = torch.randint(0, 100, (2, 20), generator=torch.Generator().manual_seed(0))
     for model in pair:
         logits = model(tokens) if model is ours else model(tokens).logits
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1),
+            tokens[:, 1:].flatten()).backward()
     config, weights = ours.config, weights_gpt2 if hasattr(theirs, "transformer") else weights_llama
     for p in theirs.parameters():
         p.data = p.grad
@@ -151,21 +166,27 @@ def test_parameter_count_equals_the_reference(pair):
 
 
 def test_a_head_may_be_wider_than_its_share_of_the_width():
-    """Gemma-7B at a twelfth of its width: 16 heads of 256 numbers over a width of 3,072. Its MLP is gated by a gelu, of
-    swiglu's size."""
-    ours = ModelConfig(layers=2, width=256, heads=16, head_dim=24, mlp_width=2048, vocab=100, context=40, norm="rmsnorm",
+    """Gemma-7B at a twelfth of its width: 16 heads of 256 numbers over a width of 3,072. Its MLP is
+    gated by a gelu, of swiglu's size."""
+    ours = ModelConfig(layers=2, width=256, heads=16, head_dim=24, mlp_width=2048, vocab=100,
+                       context=40, norm="rmsnorm",
                        position="rope", mlp="swiglu", bias=False)
     theirs = like_llama("Gemma", head_dim=ours.head_dim)(ours)
-    assert sum(p.numel() for p in Transformer(ours).parameters()) == sum(p.numel() for p in theirs.parameters())
-    with pytest.raises(ConfigError, match=r"model\.width=256 is not a multiple of model\.heads=12; .* or set model\.head_dim"):
+    assert (sum(p.numel() for p in Transformer(ours).parameters())
+            == sum(p.numel() for p in theirs.parameters()))
+    with pytest.raises(ConfigError,
+                       match=r"model\.width=256 is not a multiple of model\.heads=12; .* or set "
+                             r"model\.head_dim"):
         replace(ours, heads=12, head_dim=None)
-    with pytest.raises(ConfigError, match=r"a head has 25 numbers; make model\.head_dim, or width/heads, even"):
+    with pytest.raises(ConfigError,
+                       match=r"a head has 25 numbers; make model\.head_dim, or width/heads, even"):
         replace(ours, head_dim=25)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_initialisation_is_the_reference_distribution(name):
-    """Same standard deviation per kind of weight: 4 standard errors of a normal sample, 1/sqrt(2n) each."""
+    """Same standard deviation per kind of weight: 4 standard errors of a normal sample, 1/sqrt(2n)
+    each."""
     config, build, weights = PAIRS[name]
     torch.manual_seed(0)
     want, ours = weights(build(config), config), Transformer(config)
@@ -173,12 +194,14 @@ def test_initialisation_is_the_reference_distribution(name):
     for key, p in ours.named_parameters():
         std, n = want[key].std().item(), p.numel()
         assert p.mean().item() == pytest.approx(want[key].mean().item(), abs=6 * 0.02 / n**0.5), key
-        assert p.std().item() == pytest.approx(std, rel=6 / (2 * n) ** 0.5 if std else 0, abs=0), key
+        assert (p.std().item() == pytest.approx(std, rel=6 / (2 * n) ** 0.5 if std else 0,
+            abs=0)), key
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("name", sorted(name for name, row in ATTENTION.items() if name != "plain"
-                                        and not row.why_not(Attending(model=ModelConfig(), dtype="float64"))))
+                                        and not row.why_not(Attending(model=ModelConfig(),
+                                            dtype="float64"))))
 def test_backend_against_plain(name, kv_heads):
     rng = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, heads, 300, 16, generator=rng, dtype=torch.float64, requires_grad=True)
@@ -186,7 +209,8 @@ def test_backend_against_plain(name, kv_heads):
     ours, want = backend(name, ModelConfig())(*inputs), plain(*inputs)
     torch.testing.assert_close(ours, want, rtol=1e-12, atol=1e-12)
     d_out = torch.randn(want.shape, generator=rng, dtype=torch.float64)
-    for got, expected in zip(torch.autograd.grad(ours, inputs, d_out), torch.autograd.grad(want, inputs, d_out)):
+    for got, expected in zip(torch.autograd.grad(ours, inputs, d_out),
+                             torch.autograd.grad(want, inputs, d_out)):
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
@@ -199,7 +223,8 @@ def test_a_cache_changes_no_logit(config):
     with torch.no_grad():
         whole = model(tokens)
         cache = new_cache(config, 2, dtype=torch.float32, device="cpu")
-        parts = [model(tokens[:, :7], cache)] + [model(tokens[:, i:i + 1], cache) for i in range(7, 30)]
+        parts = ([model(tokens[:, :7], cache)] + [model(tokens[:, i:i + 1], cache)
+            for i in range(7, 30)])
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, **ROUNDING)
 
 

@@ -1,6 +1,8 @@
-"""The kit's calls of PyTorch bind to the oldest PyTorch that it supports, of which `torch_2_11.json` holds the parameters.
+"""The kit's calls of PyTorch bind to the oldest PyTorch that it supports, of which
+`torch_2_11.json` holds the parameters.
 
-`python -m tests.test_oldest_torch` prints them where that PyTorch is installed: of every function and class with a signature that lpkit names.
+`python -m tests.test_oldest_torch` prints them where that PyTorch is installed: of every function
+and class with a signature that lpkit names.
 """
 
 import ast
@@ -23,7 +25,8 @@ def names_of(tree: ast.AST) -> dict[str, str]:
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names |= {one.asname or "torch": one.name if one.asname else "torch" for one in node.names if one.name.split(".")[0] == "torch"}
+            names |= {one.asname or "torch": one.name if one.asname else "torch"
+                      for one in node.names if one.name.split(".")[0] == "torch"}
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
     return names
@@ -46,7 +49,8 @@ def parameters(name: str) -> str | None:
     except (ValueError, TypeError, ImportError, AttributeError):
         return None
     empty = inspect.Parameter.empty
-    bare = [one.replace(annotation=empty, default=empty if one.default is empty else 0) for one in signature.parameters.values()]
+    bare = [one.replace(annotation=empty, default=empty if one.default is empty else 0)
+            for one in signature.parameters.values()]
     return str(inspect.Signature(bare))[1:-1]
 
 
@@ -63,18 +67,22 @@ def why_not(name: str, call: ast.Call) -> str:
 
 
 def sources() -> dict[str, str]:
-    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "lpkit").rglob("*.py"))}
+    return {str(path.relative_to(ROOT)): path.read_text()
+            for path in sorted((ROOT / "lpkit").rglob("*.py"))}
 
 
 def test_every_call_binds_to_the_oldest_signature():
-    bound = [(f"{path}:{call.lineno}", name, why_not(name, call)) for path, source in sources().items() for name, call in calls(source) if name in OLDEST]
+    bound = [(f"{path}:{call.lineno}", name, why_not(name, call))
+             for path, source in sources().items() for name, call in calls(source)
+             if name in OLDEST]
     assert len(bound) > 200
     assert [one for one in bound if one[2]] == []
 
 
 @pytest.mark.parametrize("call, said", [
     ("import torch\ntorch.compile(f, name='f')", "unexpected keyword argument 'name'"),
-    ("from torch import distributed as dist\ndist.barrier(timeout=3)", "unexpected keyword argument 'timeout'"),
+    ("from torch import distributed as dist\ndist.barrier(timeout=3)", "unexpected keyword "
+        "argument 'timeout'"),
     ("import torch.nn.functional as F\nF.rms_norm(x, (4,), w, eps=1e-5)", "")])
 def test_what_came_later_is_found(call, said):
     [(name, node)] = calls(call)
@@ -91,4 +99,5 @@ def test_the_table_is_of_the_oldest_that_can_be_installed():
 
 if __name__ == "__main__":
     called = sorted({name for source in sources().values() for name, _ in calls(source)})
-    print(json.dumps({name: held for name in called if (held := parameters(name)) is not None}, indent=1))
+    print(json.dumps({name: held for name in called if (held := parameters(name)) is not None},
+                     indent=1))

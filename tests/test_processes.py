@@ -1,5 +1,5 @@
-"""What is started under a keeper ends with its parent, and no signal is lost. No Jupyter here: see also
-tests/attack/processes.py."""
+"""What is started under a keeper ends with its parent, and no signal is lost. No Jupyter here: see
+also tests/attack/processes.py."""
 
 import contextlib
 import errno
@@ -41,12 +41,14 @@ def parent(place: Path, prelude: str = "") -> subprocess.Popen:
     (place / "tmp").mkdir()
     (place / "runtime").mkdir()
     return subprocess.Popen([sys.executable, "-c", PARENT.format(prelude=prelude), FAMILY],
-                            env=os.environ | {"TMPDIR": str(place / "tmp"), attack.MARK: str(place)})
+                            env=os.environ | {"TMPDIR": str(place / "tmp"),
+                                              attack.MARK: str(place)})
 
 
 @contextlib.contextmanager
 def until_the_end(process: subprocess.Popen):
-    """An assertion that fails is reported, and not waited for until the parent's ten minutes are over."""
+    """An assertion that fails is reported, and not waited for until the parent's ten minutes are
+    over."""
     try:
         yield
     except BaseException:
@@ -58,26 +60,31 @@ def until_the_end(process: subprocess.Popen):
 def test_nothing_outlives_a_parent_that_dies(tmp_path, sent):
     with parent(tmp_path) as process, until_the_end(process):
         until(lambda: list(tmp_path.glob("tmp/*/ready")))
-        # Parent, keeper, child and its sleep, orphans: on a busy machine they come after the word that all is ready.
+        # Parent, keeper, child and its sleep, orphans: on a busy machine they come after the word
+        # that all is ready.
         until(lambda: len(attack.processes(tmp_path)) >= 6)
         (folder,) = (tmp_path / "tmp").iterdir()
-        assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "secret", folder / "secret" / "a")] == [
-            0o700, 0o700, 0o600]
+        assert ([stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "secret",
+            folder / "secret" / "a")] == [
+            0o700, 0o700, 0o600])
         begun = time.monotonic()
         process.send_signal(sent)
     assert attack.until_nothing(tmp_path, begun + 3 * patience()) == []
 
 
 def test_a_parent_that_dies_before_it_has_said_what_to_start(tmp_path):
-    with parent(tmp_path, "import os\nprocesses.json.dumps = lambda told: os.kill(os.getpid(), 9)") as process:
+    with parent(tmp_path,
+                "import os\nprocesses.json.dumps = lambda told: os.kill(os.getpid(), 9)") as process:
         assert process.wait(10) == -9
     assert attack.until_nothing(tmp_path, time.monotonic() + 3 * patience()) == []
 
 
 def test_half_an_order_is_none(tmp_path):
-    done = subprocess.run([sys.executable, "-P", processes.__file__], input=f'{{"folder": "{tmp_path}/a"', text=True,
+    done = subprocess.run([sys.executable, "-P", processes.__file__],
+                          input=f'{{"folder": "{tmp_path}/a"', text=True,
                           capture_output=True, timeout=10)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and list(tmp_path.iterdir()) == []
+    assert ((done.returncode, done.stdout, done.stderr) == (0, "", "")
+            and list(tmp_path.iterdir()) == [])
 
 
 def start(*command: str, children: processes.Children | None = None, **options) -> subprocess.Popen:
@@ -97,7 +104,8 @@ def abandoned(place: Path, monkeypatch, kill_child: bool = True) -> Path:
     if kill_child:
         pid = int((place / "pid").read_text())
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not Path(f"/proc/{pid}/fd").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+        until(lambda: not Path(f"/proc/{pid}/fd").exists()
+              or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
     assert (folder / "secret").exists()
     return folder
 
@@ -114,7 +122,8 @@ def test_the_folder_of_a_killed_keeper_goes_when_the_next_one_begins(tmp_path, m
 
 
 def test_what_somebody_may_still_use_stays(tmp_path, monkeypatch):
-    """Its child lives; it belongs to another; it is a link; another machine of the same name for TMPDIR holds it; nobody says who."""
+    """Its child lives; it belongs to another; it is a link; another machine of the same name for
+    TMPDIR holds it; nobody says who."""
     folder = abandoned(tmp_path, monkeypatch, kill_child=False)
     far, strange, other = (tmp_path / f"lpkit-{letter * 16}" for letter in "abc")
     far.mkdir()
@@ -165,7 +174,10 @@ def test_a_temporary_folder_without_flock_is_named_before_ranks_begin(tmp_path, 
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(ConfigError, match=rf"nothing can be locked in {tmp_path} \(No locks available\), and two processes could write there at once; set TMPDIR to a folder on a local disk"):
+    with pytest.raises(ConfigError,
+                       match=rf"nothing can be locked in {tmp_path} \(No locks available\), and "
+                             rf"two processes could write there at once; set TMPDIR to a folder on "
+                             rf"a local disk"):
         WarmParent()
     os.close(processes.make_and_hold(tmp_path / "folder"))
 
@@ -183,7 +195,8 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path, capfd):
 
 
 def test_what_is_left_when_the_child_ends_is_ended(tmp_path):
-    with start("bash", "-c", f"setsid bash -c 'trap \"\" TERM; sleep 600; true' & echo $! > {tmp_path}/pid") as keeper:
+    with start("bash", "-c", f"setsid bash -c 'trap \"\" TERM; sleep 600; true' & echo $! > "
+                             f"{tmp_path}/pid") as keeper:
         assert keeper.wait(10) == 0
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
@@ -231,7 +244,8 @@ def test_hearing_returns_what_was_done_and_raises_what_was_raised():
 def test_who_says_nohup_outlives_the_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert processes.hear(lambda: os.kill(os.getpid(), signal.SIGHUP), lambda: None) == (None, 0)
+        assert (processes.hear(lambda: os.kill(os.getpid(), signal.SIGHUP), lambda: None) == (None,
+            0))
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -262,6 +276,7 @@ def test_the_attack_sees_what_a_careless_keeper_leaves(tmp_path, monkeypatch):
     monkeypatch.setattr(attack, "POLITE_SECONDS", 0.5)
     monkeypatch.setattr(attack, "KILLED_SECONDS", 1.0)
     outcome = attack.attack(2, 1, tmp_path / "attack")
-    assert outcome.tried == 2 and {what: len(trials) for what, trials in outcome.failures.items()} == {
-        "left behind": 2, "too slow": 1, "a record lies": 1}
+    assert (outcome.tried == 2 and {what: len(trials) for what, trials in outcome.failures.items()}
+            == {
+        "left behind": 2, "too slow": 1, "a record lies": 1})
     assert json.dumps(outcome.failures).count("sleep 600") == 2

@@ -1,4 +1,5 @@
-"""What runs between products on a CPU, against float64 and against its definition; also where there is no compiler."""
+"""What runs between products on a CPU, against float64 and against its definition; also where there
+is no compiler."""
 
 import math
 
@@ -33,7 +34,8 @@ def bits(x):
 
 
 def close(got, want, ulps):
-    """Within `ulps` bf16 spacings of float64, or where spacings end within the least normal number's; NaN where NaN is."""
+    """Within `ulps` bf16 spacings of float64, or where spacings end within the least normal
+    number's; NaN where NaN is."""
     assert got.shape == want.shape
     got, fine = got.double(), want.isfinite()
     assert torch.equal(got.isnan(), want.isnan())
@@ -41,13 +43,15 @@ def close(got, want, ulps):
     assert ((got - want).abs()[fine] <= ulps * BF16_ULP * want.abs()[fine] + 1e-37).all()
 
 
-AWKWARD = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-6, 1e4, -3.0, -5.0, 9.0, -9.0, 30.0, 100.0, -100.0, torch.inf, torch.nan])
+AWKWARD = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-6, 1e4, -3.0, -5.0, 9.0, -9.0, 30.0, 100.0,
+                        -100.0, torch.inf, torch.nan])
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 4.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gelu_and_its_gradient(shape, scale, implementation):
-    """From float64, rounded once; PyTorch's own is up to two spacings off where 1 + tanh cancels."""
+    """From float64, rounded once; PyTorch's own is up to two spacings off where 1 + tanh
+    cancels."""
     x, dy = random(*shape, scale=scale), random(*shape, seed=1)
     exact = x.double().requires_grad_()
     want = F.gelu(exact, approximate="tanh")
@@ -58,12 +62,15 @@ def test_gelu_and_its_gradient(shape, scale, implementation):
     assert y.dtype == dx.dtype == torch.bfloat16
     if implementation == "native":
         # the derivative passes through zero at -0.75: there an absolute error counts
-        off = (dx.double() - want_dx).abs() > 0.5 * BF16_ULP * 1.01 * want_dx.abs() + 1e-6 * dy.double().abs()
+        off = ((dx.double() - want_dx).abs() > 0.5 * BF16_ULP * 1.01 * want_dx.abs() + 1e-6
+               * dy.double().abs())
         assert not off.any()
-        near = want.detach().abs() > 1e-7      # in the tail tanh is 1 - 1e-7: float64 itself cancels
+        # in the tail tanh is 1 - 1e-7: float64 itself cancels
+        near = want.detach().abs() > 1e-7
         close(y[near], want.detach()[near], 0.51)
     assert torch.allclose(y.float(), rows.reference_gelu(x).float(), rtol=2**-6, atol=2**-9)
-    assert torch.allclose(dx.float(), rows.reference_gelu_backward(dy, x).float(), rtol=2**-6, atol=2**-7)
+    assert torch.allclose(dx.float(), rows.reference_gelu_backward(dy, x).float(), rtol=2**-6,
+                          atol=2**-7)
 
 
 def test_gelu_of_awkward_numbers():
@@ -72,7 +79,8 @@ def test_gelu_of_awkward_numbers():
     assert torch.equal(y.isnan(), want.isnan()) and y[-2] == torch.inf
     assert ((y - want).abs()[:-2] <= BF16_ULP * want.abs()[:-2] + 1e-6).all()
     (dx,) = torch.autograd.grad(rows.gelu(x.requires_grad_()), x, torch.ones_like(x))
-    assert dx.isnan()[-1] and dx[:-2].isfinite().all() and dx[0] == 0.5 and dx[11] == 1 and dx[12] == 0
+    assert (dx.isnan()[-1] and dx[:-2].isfinite().all() and dx[0] == 0.5 and dx[11] == 1
+            and dx[12] == 0)
 
 
 def test_every_nan_stays_one():
@@ -90,8 +98,10 @@ def test_gelu_keeps_its_input_and_other_kinds_take_the_definition():
     x = random(8, 16).requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         rows.gelu(x * 1)
-    assert [(t.shape, t.dtype) for t in kept if t.grad_fn is None or t.shape == x.shape][:1] == [(x.shape, x.dtype)]
-    for other in (random(4, 6, dtype=torch.float32), random(4, 6, dtype=torch.float16), random(6, 4).T):
+    assert ([(t.shape, t.dtype) for t in kept if t.grad_fn is None or t.shape == x.shape][:1]
+            == [(x.shape, x.dtype)])
+    for other in (random(4, 6, dtype=torch.float32), random(4, 6, dtype=torch.float16),
+                  random(6, 4).T):
         assert torch.equal(rows.gelu(other), rows.reference_gelu(other))
     assert rows.gelu(torch.empty(2, 3, dtype=torch.bfloat16, device="meta")).shape == (2, 3)
 
@@ -112,17 +122,20 @@ def masks(rows, columns):
     i, j = torch.arange(rows)[:, None] + columns - rows, torch.arange(columns)[None]
     holes = torch.rand(rows, columns, generator=torch.Generator().manual_seed(3)) < 0.5
     holes[rows // 2] = False
-    return {"causal": j <= i, "band": (j <= i) & (j > i - 3), "holes": holes, "the last": (j <= i)[:, columns - rows:]}
+    return {"causal": j <= i, "band": (j <= i) & (j > i - 3), "holes": holes,
+            "the last": (j <= i)[:, columns - rows:]}
 
 
 @pytest.mark.parametrize("mask", ["causal", "band", "holes", "the last"])
 @pytest.mark.parametrize("cap, sunk", [(0.0, False), (3.0, True)])
-@pytest.mark.parametrize("shape", [(2, 5, 5), (1, 1, 1), (3, 128, 256), (2, 7, 130), (1, 3, 1500), (0, 4, 4), (2, 1, 9)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 5), (1, 1, 1), (3, 128, 256), (2, 7, 130), (1, 3, 1500),
+                                   (0, 4, 4), (2, 1, 9)], ids=str)
 @pytest.mark.parametrize("spread", [0.01, 3.0, 200.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, mask, implementation):
-    """A weight is rounded once, of an exponential to 2e-6; a capped score of 3 tanh(...) is off by 1e-6 more, one of 75 by its
-    own spacing in float32."""
+def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, mask,
+        implementation):
+    """A weight is rounded once, of an exponential to 2e-6; a capped score of 3 tanh(...) is off by
+    1e-6 more, one of 75 by its own spacing in float32."""
     N, R, C = shape
     seen, scale = masks(R, C)[mask], 0.125
     scores, d = random(*shape, scale=spread, dtype=dtype), random(*shape, seed=1, dtype=dtype)
@@ -130,24 +143,30 @@ def test_weights_of_scores_and_their_gradients(dtype, spread, shape, cap, sunk, 
     want, p = by_definition(scores, seen, scale, cap, sinks), scores.clone()
     sums = rows.attention_(p, seen, scale, cap, sinks)
     spacing = torch.finfo(dtype).eps
-    assert ((p.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want + 1e-7).all()
-    hidden = ~torch.cat((torch.ones(R, C - seen.shape[1], dtype=torch.bool), seen), dim=1).expand(shape)
+    assert ((p.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want
+            + 1e-7).all()
+    hidden = ~torch.cat((torch.ones(R, C - seen.shape[1], dtype=torch.bool), seen),
+                        dim=1).expand(shape)
     assert (p[hidden] == 0).all() and sums.dtype == torch.float32
     again, got = scores.clone(), d.clone()
     dots = rows.attention_backward_(again, got, sums, seen, scale, cap)
-    assert ((again.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want + 1e-7).all()
+    assert ((again.double() - want).abs() <= (0.51 * spacing + 4e-6 + 1e-6 * spread) * want
+            + 1e-7).all()
     want_dots = (d.double() * want).sum(-1)
     slope = scale * (1 - torch.tanh(scores.double() * scale / cap) ** 2 if cap else 1)
     want_d = slope * want * (d.double() - want_dots[..., None])
     terms = scale * want * (d.double().abs() + (d.double() * want).abs().sum(-1, keepdim=True))
     bound = 2 * spacing + 1e-5 + 1e-6 * spread
-    assert ((got.double() - want_d).abs() <= bound * terms + 1e-7).all() and (got[hidden] == 0).all()
-    assert ((dots.double() - want_dots).abs() <= bound * (d.double() * want).abs().sum(-1) + 1e-6).all()
+    assert (((got.double() - want_d).abs() <= bound * terms + 1e-7).all()
+            and (got[hidden] == 0).all())
+    assert ((dots.double() - want_dots).abs() <= bound * (d.double() * want).abs().sum(-1)
+            + 1e-6).all()
 
 
 def test_a_bad_row_of_scores_stays_in_its_row():
     p = random(1, 4, 8)
-    p[0, 1, 0], p[0, 2, 1], p[0, 0, 6] = torch.nan, torch.inf, torch.nan      # the last is in the future
+    # the last is in the future
+    p[0, 1, 0], p[0, 2, 1], p[0, 0, 6] = torch.nan, torch.inf, torch.nan
     rows.attention_(p, torch.ones(4, 8, dtype=torch.bool).tril(4), 1.0)
     assert p[0, 1, :6].isnan().all() and p[0, 2, :7].isnan().any() and p[0, [0, 3]].isfinite().all()
     out = torch.tensor([[[-torch.inf, 1.0]]]).bfloat16()
@@ -159,23 +178,28 @@ def test_a_bad_row_of_scores_stays_in_its_row():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n, V", [(1, 1), (3, 5), (7, 1000), (2, 50_304), (0, 9)])
 def test_cross_entropy_in_place(n, V, dtype, weighted):
-    logits, y = random(n, V, scale=3, dtype=dtype), torch.randint(V, (n,), generator=torch.Generator().manual_seed(2))
+    logits, y = random(n, V, scale=3, dtype=dtype), torch.randint(V, (n,),
+        generator=torch.Generator().manual_seed(2))
     weights = torch.rand(n, generator=torch.Generator().manual_seed(3)) if weighted else None
     exact = logits.double().requires_grad_()
     want = F.cross_entropy(exact, y, reduction="none")
     (g,) = torch.autograd.grad((want * (1 if weights is None else weights.double())).sum(), exact)
     nats = cross_entropy_(logits, y, weights)
     assert nats.dtype == torch.float32 and logits.dtype == dtype
-    assert ((nats.double() - want).abs() <= 2e-6 * (1 + want.abs())).all()      # float32, of logits up to 12
+    # float32, of logits up to 12
+    assert ((nats.double() - want).abs() <= 2e-6 * (1 + want.abs())).all()
     # a probability in float32, less 1 at the target, rounded once; under a weight once more
     spacing = torch.finfo(dtype).eps
     once = 1.02 if weighted else 0.51
-    assert ((logits.double() - g).abs() <= once * spacing * g.abs() + 8e-6 * exact.softmax(-1) + torch.finfo(dtype).tiny).all()
-    # log-probabilities to -24 are rounded twice, by 1e-6 each, and with AVX2 alone PyTorch's sum of exponentials by as much
+    assert ((logits.double() - g).abs() <= once * spacing * g.abs() + 8e-6 * exact.softmax(-1)
+            + torch.finfo(dtype).tiny).all()
+    # log-probabilities to -24 are rounded twice, by 1e-6 each, and with AVX2 alone PyTorch's sum of
+    # exponentials by as much
 
 
 def test_cross_entropy_of_what_is_not_finite():
-    logits = torch.tensor([[0.0, -torch.inf, 1.0], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0], [3e38, -3e38, 0.0]])
+    logits = torch.tensor([[0.0, -torch.inf, 1.0], [torch.nan, 0.0, 0.0], [torch.inf, 0.0, 0.0],
+                           [3e38, -3e38, 0.0]])
     want = logits.clone().requires_grad_()
     nats = F.cross_entropy(want, torch.zeros(4, dtype=torch.long), reduction="none")
     (g,) = torch.autograd.grad(nats.sum(), want)
@@ -188,12 +212,16 @@ def test_cross_entropy_of_what_is_not_finite():
 def test_a_target_that_is_none_makes_its_row_nan_and_no_other(target):
     logits = torch.zeros(3, 5)
     nats = cross_entropy_(logits, torch.tensor([0, target, 4]))
-    assert nats.isnan().tolist() == [False, True, False] and logits[1].isnan().all() and logits[[0, 2]].isfinite().all()
+    assert (nats.isnan().tolist() == [False, True, False] and logits[1].isnan().all()
+            and logits[[0, 2]].isfinite().all())
 
 
-@pytest.mark.parametrize("targets, weights", [(torch.zeros(3).long(), None), (torch.zeros(2), None), (torch.zeros(2).long(), torch.ones(1))])
+@pytest.mark.parametrize("targets, weights",
+                         [(torch.zeros(3).long(), None), (torch.zeros(2), None),
+                          (torch.zeros(2).long(), torch.ones(1))])
 def test_what_is_not_one_for_each_row_is_refused(targets, weights):
-    with pytest.raises(ConfigError, match=r"logits \(2, 5\) take an integer target and a weight for each row"):
+    with pytest.raises(ConfigError,
+                       match=r"logits \(2, 5\) take an integer target and a weight for each row"):
         cross_entropy_(torch.zeros(2, 5), targets, weights)
 
 
@@ -201,8 +229,10 @@ def test_the_operators_are_what_pytorch_asks_of_one():
     x = random(3, 8)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for op, args in {
-        rows._gelu: (x,), rows._gelu_backward: (x, x), rows._attention: (random(2, 4, 4), None, 0.5, 0.0, None),
-        rows._attention_backward: (random(2, 4, 4), random(2, 4, 4), torch.ones(2, 4), None, 0.5, 0.0),
+        rows._gelu: (x,), rows._gelu_backward: (x, x),
+        rows._attention: (random(2, 4, 4), None, 0.5, 0.0, None),
+        rows._attention_backward: (random(2, 4, 4), random(2, 4, 4), torch.ones(2, 4), None, 0.5,
+                                   0.0),
         cross_entropy_: (random(3, 8, dtype=torch.float32), torch.tensor([0, 1, 7]), None)}.items():
         torch.library.opcheck(op, args, test_utils=checks)
 

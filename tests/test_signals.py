@@ -1,4 +1,5 @@
-"""Signals by depth: the recursion of lessons.signals beside samples of Gaussians, and beside models of the kit that were initialised."""
+"""Signals by depth: the recursion of lessons.signals beside samples of Gaussians, and beside models
+of the kit that were initialised."""
 
 import math
 
@@ -15,10 +16,12 @@ TOKENS = torch.randperm(256, generator=torch.Generator().manual_seed(0))[:64]
 
 
 def model(block="pre-norm", init="gpt2", layers=8, **settings):
-    return ModelConfig(layers=layers, width=128, heads=4, vocab=256, context=64, block=block, init=init, **settings)
+    return ModelConfig(layers=layers, width=128, heads=4, vocab=256, context=64, block=block,
+                       init=init, **settings)
 
 
-@pytest.mark.parametrize("phi, torchs", [(signals._gelu, lambda z: F.gelu(z, approximate="tanh")), (lambda z: np.maximum(z, 0), F.relu)])
+@pytest.mark.parametrize("phi, torchs", [(signals._gelu, lambda z: F.gelu(z, approximate="tanh")),
+    (lambda z: np.maximum(z, 0), F.relu)])
 @pytest.mark.parametrize("rho", [-0.5, 0.0, 0.3, 0.9])
 def test_the_covariance_of_what_an_mlp_does_is_that_of_samples(phi, torchs, rho):
     draw, q = torch.Generator().manual_seed(1), np.array([0.5, 2.0])
@@ -31,9 +34,12 @@ def test_the_covariance_of_what_an_mlp_does_is_that_of_samples(phi, torchs, rho)
 
 @pytest.mark.parametrize("rho", [-0.7, 0.2, 0.95])
 def test_relu_has_the_arc_cosine_kernel(rho):
-    """Cho and Saul 2009: (sqrt(1 - rho^2) + (pi - arccos rho) rho) / 2 pi. A kink takes many polynomials."""
-    found = signals.powers(signals.hermite(lambda z: np.maximum(z, 0), np.ones(2)), np.array([[1, rho], [rho, 1]]))[0, 1]
-    assert found == pytest.approx((math.sqrt(1 - rho**2) + (math.pi - math.acos(rho)) * rho) / (2 * math.pi), rel=0.03)
+    """Cho and Saul 2009: (sqrt(1 - rho^2) + (pi - arccos rho) rho) / 2 pi. A kink takes many
+    polynomials."""
+    found = signals.powers(signals.hermite(lambda z: np.maximum(z, 0), np.ones(2)),
+                           np.array([[1, rho], [rho, 1]]))[0, 1]
+    assert (found == pytest.approx((math.sqrt(1 - rho**2) + (math.pi - math.acos(rho)) * rho)
+                                   / (2 * math.pi), rel=0.03))
 
 
 def test_the_slope_is_that_of_pytorch():
@@ -42,8 +48,10 @@ def test_the_slope_is_that_of_pytorch():
     assert np.allclose(signals._slope(z.detach().numpy()), z.grad.numpy(), atol=1e-12)
 
 
-CASES = [("pre-norm", "gpt2", 0.06), ("pre-norm", "llama", 0.10), ("parallel", "gpt2", 0.06), ("sandwich", "llama", 0.10),
-         ("skipinit", "fan-in", 0.05), ("layerscale", "llama", 0.05), ("sas", "gpt2", 0.05), ("sas-p", "llama", 0.05)]
+CASES = [("pre-norm", "gpt2", 0.06), ("pre-norm", "llama", 0.10), ("parallel", "gpt2", 0.06),
+         ("sandwich", "llama", 0.10),
+         ("skipinit", "fan-in", 0.05), ("layerscale", "llama", 0.05), ("sas", "gpt2", 0.05),
+         ("sas-p", "llama", 0.05)]
 
 
 @pytest.mark.prove
@@ -60,16 +68,19 @@ def test_variance_and_cosine_by_depth(block, init, within, layers):
 
 @pytest.mark.prove
 @pytest.mark.parametrize("layers", [8, 24, 72])
-@pytest.mark.parametrize("settings, within", [({}, 0.10), ({"norm": "none", "init": "llama"}, 0.10)])
+@pytest.mark.parametrize("settings, within",
+                         [({}, 0.10), ({"norm": "none", "init": "llama"}, 0.10)])
 def test_gradients_by_depth(settings, within, layers):
     m = model(layers=layers, **settings)
     block = "without norm" if settings else ""
-    assert signals.predicted(m, TOKENS, block).gradient == pytest.approx(signals.measured(m, TOKENS, seeds=8).gradient, rel=within)
+    assert (signals.predicted(m, TOKENS, block).gradient
+            == pytest.approx(signals.measured(m, TOKENS, seeds=8).gradient, rel=within))
 
 
 def test_without_a_skip_tokens_become_one():
     m = model(init="llama")
-    here, there = signals.predicted(m, TOKENS, "without skip"), signals.measured(m, TOKENS, seeds=4, make=Unshaped)
+    here, there = signals.predicted(m, TOKENS, "without skip"), signals.measured(m, TOKENS, seeds=4,
+        make=Unshaped)
     assert there.cosine[-1] > 0.9 and here.cosine == pytest.approx(there.cosine, abs=0.08)
 
 

@@ -34,8 +34,10 @@ def seen(attempt) -> bool:
     return bool(shown.solution)
 
 
-@pytest.mark.parametrize("word, stays", [("always", (True,) * 5), ("attempted", (False, True, True, True, True)),
-                                         ("solved", (False, False, False, True, True)), (None, (False, True, True, True, True))])
+@pytest.mark.parametrize("word, stays",
+                         [("always", (True,) * 5), ("attempted", (False, True, True, True, True)),
+                                         ("solved", (False, False, False, True, True)),
+                                         (None, (False, True, True, True, True))])
 def test_a_solution_waits_for_what_the_teacher_says(word, stays, monkeypatch):
     if word:
         monkeypatch.setenv("LPKIT_SOLUTIONS", word)
@@ -54,7 +56,8 @@ def test_another_learner_and_another_exercise_have_not_tried(monkeypatch):
 
 @pytest.mark.parametrize("name", ["10.copy", "14.all_reduce"])
 def test_kernels_and_ranks_take_the_same_way(name):
-    exercise = EXERCISES.get(name) or next(one for one in EXERCISES.values() if type(one).__name__ == "OnRanks")
+    exercise = (EXERCISES.get(name) or next(one for one in EXERCISES.values()
+        if type(one).__name__ == "OnRanks"))
     assert check(exercise, stub).held
     learner.update(lambda was: was.with_attempt(exercise.name, False))
     assert exercise.solution == check(exercise, stub).solution
@@ -75,9 +78,11 @@ def test_an_unknown_word_is_one_sentence(monkeypatch, capsys, tmp_path):
     with pytest.raises(ConfigError, match=r"'atempted'.*did you mean 'attempted'"):
         shown_when()
     shown = check(EXERCISES["03.value_of"], wrong)
-    assert shown.status == "wrong" and not shown.solution and "atempted" in shown.held     # judged all the same
+    # judged all the same
+    assert shown.status == "wrong" and not shown.solution and "atempted" in shown.held
     assert main(["lab", "--course", str(tmp_path / "course")]) == 2
-    assert "did you mean 'attempted'" in capsys.readouterr().err and not (tmp_path / "course").exists()
+    assert ("did you mean 'attempted'" in capsys.readouterr().err
+            and not (tmp_path / "course").exists())
 
 
 def test_every_word_has_its_rule():

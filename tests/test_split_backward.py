@@ -1,4 +1,5 @@
-"""A backward in two parts, dx now and dw later, is the undivided one: the same bits, products and casts."""
+"""A backward in two parts, dx now and dw later, is the undivided one: the same bits, products and
+casts."""
 
 import gc
 import threading
@@ -27,15 +28,20 @@ from lpkit.training.steps import advance
 from lpkit.training.training import Training
 
 PARTS = 3       # micro-batches
-LLAMA = {"model.kv_heads": 2, "model.norm": "rmsnorm", "model.mlp": "swiglu", "model.position": "rope", "model.bias": False}
-GPT = {"model.norm": "layernorm", "model.mlp": "gelu", "model.position": "learned", "model.bias": True}
+LLAMA = {"model.kv_heads": 2, "model.norm": "rmsnorm", "model.mlp": "swiglu",
+         "model.position": "rope", "model.bias": False}
+GPT = {"model.norm": "layernorm", "model.mlp": "gelu", "model.position": "learned",
+       "model.bias": True}
 aten = torch.ops.aten
-MULTIPLY = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default, wide_product.multiply}
+MULTIPLY = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten._int_mm.default,
+            wide_product.multiply}
 
 
 def built(recipe: str, model: dict = LLAMA, **settings) -> Training:
-    small = {"model.layers": 2, "model.width": 128, "model.heads": 4, "model.context": 128, "model.vocab": 256, "model.tied": False,
-             "global_batch": PARTS, "grad_accum_steps": PARTS, "precision.recipe": recipe, "system.device": "cpu", "system.threads": 1}
+    small = {"model.layers": 2, "model.width": 128, "model.heads": 4, "model.context": 128,
+             "model.vocab": 256, "model.tied": False,
+             "global_batch": PARTS, "grad_accum_steps": PARTS, "precision.recipe": recipe,
+             "system.device": "cpu", "system.threads": 1}
     torch.manual_seed(0)
     return Training.build(Config().replace(small | model | settings), data=Drawn())
 
@@ -58,7 +64,8 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function in MULTIPLY:
-            self.seen[function, *(tuple(t.shape) for t in args if torch.is_tensor(t) and t.ndim == 2)] += 1
+            self.seen[function, *(tuple(t.shape) for t in args if torch.is_tensor(t)
+                                  and t.ndim == 2)] += 1
         return function(*args, **(kwargs or {}))
 
 
@@ -118,7 +125,8 @@ def result(training: Training, run: Callable, **how):
 
 
 def same(got: dict, want: dict) -> bool:
-    return all(torch.equal(got[name], t) if t is not None else got[name] is None for name, t in want.items())
+    return all(torch.equal(got[name], t) if t is not None else got[name] is None
+               for name, t in want.items())
 
 
 def linears(model: nn.Module) -> list[nn.Linear]:
@@ -153,7 +161,8 @@ def test_mutants_are_seen(recipe):
     for mutant, more in ((dropped, -1), (twice, 1)):
         got, ours, _ = result(built(recipe), divided, order=mutant)
         wrong = [name for name, t in want.items() if not torch.equal(got[name], t)]
-        assert len(wrong) == 1 and wrong[0].endswith("weight") and ours.total() == products.total() + more, mutant
+        assert (len(wrong) == 1 and wrong[0].endswith("weight")
+                and ours.total() == products.total() + more), mutant
 
 
 def test_dx_waits_for_no_w():
@@ -166,16 +175,20 @@ def test_dx_waits_for_no_w():
         loss.backward()
         whole.objective(whole.model, piece).backward()
         theirs = dict(whole.model.named_parameters())
-        waits = {f"{name}.{part}" for name, one in training.model.named_modules() if isinstance(one, nn.Linear)
+        waits = {f"{name}.{part}" for name, one in training.model.named_modules()
+                 if isinstance(one, nn.Linear)
                  for part, _ in one.named_parameters()}
         for name, p in training.model.named_parameters():
             assert p.grad is None if name in waits else torch.equal(p.grad, theirs[name].grad), name
         assert len(queue) == len(linears(training.model))
 
 
-@pytest.mark.parametrize("settings", [{"memory.recompute": "block"}, {"memory.recompute": "selective"}, {"memory.recompute": "core-attention"},
-                                      {"memory.activation_offload": "cpu"}, {"memory.cross_entropy": "chunked"},
-                                      {"memory.cross_entropy": "chunked", "precision.recipe.high_precision_layers": ""}],
+@pytest.mark.parametrize("settings", [{"memory.recompute": "block"},
+    {"memory.recompute": "selective"}, {"memory.recompute": "core-attention"},
+                                      {"memory.activation_offload": "cpu"},
+    {"memory.cross_entropy": "chunked"},
+                                      {"memory.cross_entropy": "chunked",
+                                       "precision.recipe.high_precision_layers": ""}],
                          ids=lambda s: " ".join(map(str, s.values())))
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8-tensorwise", "fp8-delayed", "mxfp8"])
 def test_beside_what_saves_memory(recipe, settings):
@@ -186,12 +199,17 @@ def test_beside_what_saves_memory(recipe, settings):
     assert same(got, want) and ours == products and our_casts == casts
 
 
-@pytest.mark.parametrize("settings", [{"precision.recipe": {"name": "nvfp4", "gradient_rounding": "stochastic"}},
-                                      {"precision.recipe": {"name": "fp8-blockwise", "pad": True}, "model.width": 96},
-                                      {"precision.recipe": {"name": "mxfp8", "pad": True}, "model.width": 80}], ids=str)
+@pytest.mark.parametrize("settings",
+                         [{"precision.recipe": {"name": "nvfp4",
+                                                "gradient_rounding": "stochastic"}},
+                                      {"precision.recipe": {"name": "fp8-blockwise", "pad": True},
+                                       "model.width": 96},
+                                      {"precision.recipe": {"name": "mxfp8", "pad": True},
+                                       "model.width": 80}], ids=str)
 @pytest.mark.parametrize("model", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_drawn_noise_and_padding(settings, model):
-    """Rounding is drawn in B, before the next micro-batch draws; a padded weight's gradient loses its padding."""
+    """Rounding is drawn in B, before the next micro-batch draws; a padded weight's gradient loses
+    its padding."""
     want, products, casts = result(built("bf16", model, **settings), undivided)
     got, ours, our_casts = result(built("bf16", model, **settings), divided)
     assert same(got, want) and ours == products and our_casts == casts
@@ -215,15 +233,18 @@ def test_wide_products(bias, monkeypatch):
         torch.manual_seed(0)
         layer, queue = WideLinear(64, 48, bias=bias), []
         for seed in range(PARTS):
-            x = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            x = torch.randn(2, 8, 64,
+                            generator=torch.Generator().manual_seed(seed)).requires_grad_()
             with Products() as products:
-                with deferring(queue) if later else nullcontext(), torch.autocast("cpu", torch.bfloat16):
+                with deferring(queue) if later else nullcontext(), torch.autocast("cpu",
+                        torch.bfloat16):
                     y = layer(x)
                 y.backward(torch.ones_like(y) * x.detach()[..., :48].bfloat16())
                 assert len(queue) == later and (not later or layer.weight.grad is None or seed)
                 while queue:
                     queue.pop()()
-            assert products.seen.keys() <= {key for key in products.seen if key[0] == wide_product.multiply} and products.seen.total() == 3
+            assert (products.seen.keys() <= {key for key in products.seen
+                if key[0] == wide_product.multiply} and products.seen.total() == 3)
             grads.append((x.grad, *(p.grad.clone() for p in layer.parameters())))
     for ours, theirs in zip(grads[PARTS:], grads[:PARTS], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -233,20 +254,24 @@ def test_wide_products(bias, monkeypatch):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("trained", ["x weight bias", "weight bias", "x weight", "x bias", "x"])
 def test_calls_of_linear(shape, dtype, trained):
-    """Any leading dimensions, an input that lies otherwise, arguments by name, and what is frozen."""
+    """Any leading dimensions, an input that lies otherwise, arguments by name, and what is
+    frozen."""
     def gradients(later: bool):
         draw = torch.Generator().manual_seed(0)
-        t = {"x": torch.randn(shape, generator=draw), "weight": torch.randn(4, 5, generator=draw), "bias": torch.randn(4, generator=draw)}
+        t = {"x": torch.randn(shape, generator=draw), "weight": torch.randn(4, 5, generator=draw),
+             "bias": torch.randn(4, generator=draw)}
         for name in trained.split():
             t[name].requires_grad_()
         queue = []
-        with deferring(queue) if later else nullcontext(), torch.autocast("cpu", dtype, enabled=dtype is not None):
+        with deferring(queue) if later else nullcontext(), torch.autocast("cpu", dtype,
+                enabled=dtype is not None):
             ys = [F.linear(t["x"], bias=t["bias"], weight=t["weight"])]
             if len(shape) > 2:
                 ys.append(F.linear(t["x"].transpose(0, 1), t["weight"], t["bias"]))
         for y in ys:
             y.float().square().sum().backward()
-        # nothing waits for what lies otherwise, in three axes: its product by a constant weight is another one
+        # nothing waits for what lies otherwise, in three axes: its product by a constant weight is
+        # another one
         assert len(queue) == (later and {"x", "weight"} <= set(trained.split()))
         for w in queue:
             w()
@@ -258,7 +283,8 @@ def test_calls_of_linear(shape, dtype, trained):
 
 
 def test_a_tied_weight_adds_in_another_order():
-    """Autograd adds what it finds for one parameter, and then that to what there is: float32 differs in last bits."""
+    """Autograd adds what it finds for one parameter, and then that to what there is: float32
+    differs in last bits."""
     want, products, _ = result(built("fp32", **{"model.tied": True}), undivided)
     got, ours, _ = result(built("fp32", **{"model.tied": True}), divided)
     assert ours == products
@@ -269,7 +295,8 @@ def test_a_tied_weight_adds_in_another_order():
 def test_the_graph_asked_twice_multiplies_twice():
     """PyTorch's own split, over the same block: the counter can see a double product."""
     training = built("fp8-tensorwise")
-    block, rotation = training.model.blocks[0], training.model.positions.rotation(128, 0, torch.zeros(1))
+    block, rotation = training.model.blocks[0], training.model.positions.rotation(128, 0,
+        torch.zeros(1))
     x = torch.randn(1, 128, 128, requires_grad=True)
 
     def forward():
@@ -297,7 +324,8 @@ def test_the_graph_asked_twice_multiplies_twice():
 def test_a_w_holds_its_operands_and_nothing_holds_them_after_it():
     for recipe in ("fp32", "bf16", "fp8-tensorwise"):
         training, queue = built(recipe), []
-        block, rotation = training.model.blocks[0], training.model.positions.rotation(128, 0, torch.zeros(1))
+        block, rotation = training.model.blocks[0], training.model.positions.rotation(128, 0,
+            torch.zeros(1))
         gc.collect()
         gc.disable()
         try:
@@ -318,7 +346,8 @@ def test_a_w_holds_its_operands_and_nothing_holds_them_after_it():
 
 def live() -> int:
     """Bytes of tensors that anybody has, but parameters and buffers, which stay."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects() if torch.is_tensor(t)}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gc.get_objects()
+                if torch.is_tensor(t)}
     return sum(storages.values())
 
 

@@ -1,4 +1,5 @@
-"""Bytes of a rank that splits the model: by formula, by a trace of every tensor, and in real processes."""
+"""Bytes of a rank that splits the model: by formula, by a trace of every tensor, and in real
+processes."""
 
 from statistics import median
 
@@ -10,22 +11,30 @@ from lpkit.hardware import room
 from lpkit.predict import memory
 
 BASE = Config().replace({
-    "model.layers": 8, "model.width": 256, "model.heads": 8, "model.context": 256, "model.vocab": 1024, "global_batch": 8, "grad_accum_steps": 8,
-    "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1, "system.attention": "sdpa"})
-LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False, "model.tied": False,
+    "model.layers": 8, "model.width": 256, "model.heads": 8, "model.context": 256,
+    "model.vocab": 1024, "global_batch": 8, "grad_accum_steps": 8,
+    "precision.recipe": "fp32", "system.device": "cpu", "system.threads": 1,
+    "system.attention": "sdpa"})
+LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
+         "model.bias": False, "model.tied": False,
          "model.kv_heads": 4}
 BF16 = {"precision.recipe": "bf16"}
 PIECES = {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64}
 CHUNKS = {"pipeline": 2, "interleave": 2}
 CASES = {
-    "tensor 2": ({"tensor": 2}, {}), "tensor 4": ({"tensor": 4}, {}), "bf16": ({"tensor": 2}, BF16), "llama": ({"tensor": 4}, LLAMA | BF16),
-    "fp8": ({"tensor": 4}, {"precision.recipe": "fp8-tensorwise"}), "mxfp8": ({"tensor": 2}, LLAMA | {"precision.recipe": "mxfp8"}),
-    "block": ({"tensor": 4}, {"memory.recompute": "block"}), "block, bf16": ({"tensor": 4}, BF16 | {"memory.recompute": "block"}),
+    "tensor 2": ({"tensor": 2}, {}), "tensor 4": ({"tensor": 4}, {}), "bf16": ({"tensor": 2}, BF16),
+    "llama": ({"tensor": 4}, LLAMA | BF16),
+    "fp8": ({"tensor": 4}, {"precision.recipe": "fp8-tensorwise"}),
+    "mxfp8": ({"tensor": 2}, LLAMA | {"precision.recipe": "mxfp8"}),
+    "block": ({"tensor": 4}, {"memory.recompute": "block"}),
+    "block, bf16": ({"tensor": 4}, BF16 | {"memory.recompute": "block"}),
     "pieces": ({"tensor": 4}, PIECES), "tensor, ZeRO 1": ({"tensor": 2, "shard": 2, "zero": 1}, {}),
     "tensor, ZeRO 3": ({"tensor": 2, "shard": 2, "gathered": "float32"}, {}),
     **{name: ({"pipeline": 4, "schedule": name}, {}) for name in ("gpipe", "1f1b", "zero-bubble")},
-    **{name: (CHUNKS | {"schedule": name}, {}) for name in ("interleaved", "looped-bfs", "zbv", "dualpipev")},
-    "pipeline, llama": ({"pipeline": 2}, LLAMA | BF16), "tensor, pipeline": ({"tensor": 2, "pipeline": 2}, BF16),
+    **{name: (CHUNKS | {"schedule": name}, {}) for name in ("interleaved", "looped-bfs", "zbv",
+        "dualpipev")},
+    "pipeline, llama": ({"pipeline": 2}, LLAMA | BF16),
+    "tensor, pipeline": ({"tensor": 2, "pipeline": 2}, BF16),
     "pipeline, ZeRO 1": ({"pipeline": 2, "shard": 2, "zero": 1}, {}),
 }
 
@@ -40,8 +49,9 @@ def trace(config: Config, rank: int):
 
 @pytest.mark.prove
 def test_the_formula_holds_what_the_trace_does():
-    """Of the rank that holds most, the first stage's or the last's. A median of 3%, and 8% at worst: what zero-bubble puts off waits, and
-    the formula does not count it (6%). Without gathering again in backward `tensor 4` would be 10% off."""
+    """Of the rank that holds most, the first stage's or the last's. A median of 3%, and 8% at
+    worst: what zero-bubble puts off waits, and the formula does not count it (6%). Without
+    gathering again in backward `tensor 4` would be 10% off."""
     off = {}
     for name, case in CASES.items():
         config = laid_out(*case)
@@ -53,10 +63,13 @@ def test_the_formula_holds_what_the_trace_does():
 
 @pytest.mark.prove
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["bf16", "fp8 of 2", "block of 2", "pipeline", "pipeline, llama", "zbv"])
+@pytest.mark.parametrize("name", ["bf16", "fp8 of 2", "block of 2", "pipeline", "pipeline, llama",
+                                  "zbv"])
 def test_the_trace_holds_what_processes_do(on_ranks, name):
-    """3%, and of each chunk a message that comes and one that goes, which hold their buffers while they travel: the trace's come at once."""
-    two = {"fp8 of 2": ({"tensor": 2}, {"precision.recipe": "fp8-tensorwise"}), "block of 2": ({"tensor": 2}, {"memory.recompute": "block"}),
+    """3%, and of each chunk a message that comes and one that goes, which hold their buffers while
+    they travel: the trace's come at once."""
+    two = {"fp8 of 2": ({"tensor": 2}, {"precision.recipe": "fp8-tensorwise"}),
+           "block of 2": ({"tensor": 2}, {"memory.recompute": "block"}),
            "pipeline": ({"pipeline": 2}, {})}
     config = laid_out(*(CASES | two)[name])
     stream = 256 * 256 * 4 * config.parallel.interleave

@@ -1,4 +1,5 @@
-"""A stop is heard between micro-batches, in an evaluation and in the first step; the run goes on bit for bit."""
+"""A stop is heard between micro-batches, in an evaluation and in the first step; the run goes on
+bit for bit."""
 
 import os
 import signal
@@ -32,9 +33,12 @@ SECONDS = 2.0
 def tiny(corpus, monkeypatch) -> Config:
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
-        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 6, "global_batch": 8, "grad_accum_steps": 4, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 0,
-        "schedule.warmup_steps": 2, "precision.recipe": "fp32", "precision.backend": "auto", "system.device": "cpu",
+        "model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 6, "global_batch": 8, "grad_accum_steps": 4, "eval_every": 3, "eval_batches": 1,
+        "checkpoint_every": 0,
+        "schedule.warmup_steps": 2, "precision.recipe": "fp32", "precision.backend": "auto",
+        "system.device": "cpu",
         "system.compile": False, "system.threads": 1})
 
 
@@ -52,7 +56,8 @@ def at_forward(monkeypatch, number: int, what) -> list:
                 what()
             return loss(model, batch)
 
-        for name in ("loss", "objective"):      # what evaluation reports, and what updates make smaller
+        # what evaluation reports, and what updates make smaller
+        for name in ("loss", "objective"):
             object.__setattr__(training, name, watched)
         return training
 
@@ -61,7 +66,8 @@ def at_forward(monkeypatch, number: int, what) -> list:
 
 
 def lines(run) -> list[dict]:
-    return [{key: value for key, value in line.items() if key not in ("step_seconds", "peak_bytes")} for line in run.metrics]
+    return [{key: value for key, value in line.items() if key not in ("step_seconds", "peak_bytes")}
+            for line in run.metrics]
 
 
 def same(one, two) -> bool:
@@ -82,10 +88,14 @@ def stopped_at(tiny, folder, monkeypatch, number: int):
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp8-delayed", "nvfp4"])
 def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, recipe):
-    """Histories of casts and draws of roundings are those of the step before, and so is all that comes."""
-    tiny = tiny.replace({"precision.recipe": recipe} | ({"precision.recipe.high_precision_layers": "head"} if recipe == "nvfp4" else {}))
+    """Histories of casts and draws of roundings are those of the step before, and so is all that
+    comes."""
+    tiny = tiny.replace({"precision.recipe": recipe}
+                        | ({"precision.recipe.high_precision_layers": "head"} if recipe == "nvfp4"
+                           else {}))
     whole = train(tiny, out=tmp_path / "whole")
-    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)        # in step 5: an evaluation came after 3
+    # in step 5: an evaluation came after 3
+    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
     assert run.summary["steps"] == 4 and checkpoint.load_latest(run.checkpoints)[0].step == 4
     again = train(tiny, out=run.path, resume=True)
     assert lines(again) == lines(whole) and same(again, whole) and again.problems == []
@@ -102,7 +112,8 @@ def test_without_going_back_the_histories_would_differ(tiny, tmp_path, monkeypat
 
 
 def test_an_evaluation_is_given_up_and_comes_again(tiny, tmp_path, monkeypatch):
-    """Also when it is given up a second time; the line of its step then has the loss that it would have had."""
+    """Also when it is given up a second time; the line of its step then has the loss that it would
+    have had."""
     whole = train(tiny, out=tmp_path / "whole")
     run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 2)
     assert run.summary["steps"] == 3 and checkpoint.load_latest(run.checkpoints)[0].step == 3
@@ -110,7 +121,8 @@ def test_an_evaluation_is_given_up_and_comes_again(tiny, tmp_path, monkeypatch):
     run = stopped_at(tiny, run.path, monkeypatch, 1)
     assert [line["step"] for line in run.metrics] == [1, 2, 3] and run.summary["steps"] == 3
     again = train(tiny, out=run.path, resume=True)
-    assert lines(again) == lines(whole) and "val_loss" in again.metrics[2] and same(again, whole) and again.problems == []
+    assert (lines(again) == lines(whole) and "val_loss" in again.metrics[2] and same(again, whole)
+            and again.problems == [])
 
 
 def test_a_governors_step_is_finished(tiny, tmp_path, monkeypatch):
@@ -157,22 +169,26 @@ def test_a_step_is_given_up_before_a_governors_end(tiny, tmp_path, monkeypatch):
     whole = train(tiny, out=tmp_path / "whole")
     run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
     found = checkpoint.load_latest(run.checkpoints)[0]
-    assert found.step == 4 and found.tensors["governor/fades/times"] == 4 and "governors" not in run.summary["chosen"]
+    assert (found.step == 4 and found.tensors["governor/fades/times"] == 4
+            and "governors" not in run.summary["chosen"])
     again = train(tiny, out=run.path, resume=True)
     assert lines(again) == lines(whole) and same(again, whole) and again.problems == []
 
 
 @pytest.mark.parametrize("number", [2, 4 * 3 + 2], ids=["step", "evaluation"])
-def test_the_handle_of_a_notebook_stops_a_long_step_and_a_long_evaluation(tiny, tmp_path, monkeypatch, number):
+def test_the_handle_of_a_notebook_stops_a_long_step_and_a_long_evaluation(tiny, tmp_path,
+        monkeypatch, number):
     reached = threading.Event()
     calls = at_forward(monkeypatch, number, reached.set)
     monkeypatch.setattr(Transformer, "hidden", slowed(calls, number))
-    handle = start(tiny.replace({"global_batch": 400, "grad_accum_steps": 200, "eval_batches": 200} if number == 2 else {"eval_batches": 200}),
+    handle = start(tiny.replace({"global_batch": 400, "grad_accum_steps": 200, "eval_batches": 200}
+                                if number == 2 else {"eval_batches": 200}),
                    out=tmp_path / "run")
     assert reached.wait(60 * patience())
     begun = time.monotonic()
     handle.stop()
-    assert handle.result().summary["status"] == "stopped" and time.monotonic() - begun < SECONDS * patience()
+    assert (handle.result().summary["status"] == "stopped"
+            and time.monotonic() - begun < SECONDS * patience())
 
 
 def slowed(calls: list, number: int):
@@ -189,7 +205,8 @@ def slowed(calls: list, number: int):
 @pytest.mark.parametrize("number_of", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("number", [1, 4 * 3 + 1], ids=["first step", "evaluation"])
 def test_a_signal_breaks_off_what_is_not_saved(tiny, tmp_path, monkeypatch, number, number_of):
-    """The first step, which may compile for minutes, and a batch of an evaluation that takes longer than all of it."""
+    """The first step, which may compile for minutes, and a batch of an evaluation that takes longer
+    than all of it."""
     def long():
         threading.Timer(0.1, os.kill, (os.getpid(), number_of)).start()
         time.sleep(280)
@@ -198,7 +215,8 @@ def test_a_signal_breaks_off_what_is_not_saved(tiny, tmp_path, monkeypatch, numb
     begun = time.monotonic()
     run = lpkit.train(tiny, out=tmp_path / "run")
     assert time.monotonic() - begun < min(25 * patience(), 270)
-    assert run.summary["status"] == "stopped" and run.summary["stopped_by"] == number_of.name and run.problems == []
+    assert (run.summary["status"] == "stopped" and run.summary["stopped_by"] == number_of.name
+            and run.problems == [])
     assert run.summary["steps"] == (0 if number == 1 else 3)
 
 
@@ -211,7 +229,8 @@ sys.exit(cli.main(["train", sys.argv[1], "--out", sys.argv[2]]))
 
 
 def test_a_terminal_that_closes_is_a_hangup(tiny, tmp_path):
-    """With one process, too, whose result nobody can read: 129, and not 2 for an error of the output."""
+    """With one process, too, whose result nobody can read: 129, and not 2 for an error of the
+    output."""
     (tmp_path / "config.yaml").write_text(tiny.replace({"steps": 10**6, "eval_every": 0}).to_yaml())
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
@@ -224,11 +243,13 @@ def test_a_terminal_that_closes_is_a_hangup(tiny, tmp_path):
             shown += terminal.read(4096)
         terminal.close()
         assert command.wait(60) == 129
-    assert Run(tmp_path / "run").summary["stopped_by"] == "SIGHUP" and checkpoint.load_latest(tmp_path / "run" / "checkpoints")[0]
+    assert (Run(tmp_path / "run").summary["stopped_by"] == "SIGHUP"
+            and checkpoint.load_latest(tmp_path / "run" / "checkpoints")[0])
 
 
 def test_a_step_given_up_in_a_destructor_says_nothing(monkeypatch):
-    """The exception is lost there, and the run stops at its next micro-batch; what others lose is said."""
+    """The exception is lost there, and the run stops at its next micro-batch; what others lose is
+    said."""
     control, said = Control(), []
     monkeypatch.setattr(sys, "unraisablehook", lambda what: said.append(what.exc_type))
 

@@ -1,6 +1,8 @@
-"""Files of strangers that a folder to import, an adapter or a corpus may hold: one sentence, at once, and nothing is left.
+"""Files of strangers that a folder to import, an adapter or a corpus may hold: one sentence, at
+once, and nothing is left.
 
-The attack `strangers` (tests/attack) draws many more of them; here are the kinds that once ended in a traceback, waited for ever, or were accepted without a word.
+The attack `strangers` (tests/attack) draws many more of them; here are the kinds that once ended in
+a traceback, waited for ever, or were accepted without a word.
 """
 
 import json
@@ -43,7 +45,8 @@ def theirs(good, tmp_path):
 
 
 def refused(capsys, tmp_path, words, *parts):
-    """The sentence of a command that is refused within SECONDS, has `parts`, and leaves nothing. An alarm ends one that waits."""
+    """The sentence of a command that is refused within SECONDS, has `parts`, and leaves nothing. An
+    alarm ends one that waits."""
     before, _ = {*tmp_path.rglob("*")}, capsys.readouterr()
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TimeoutError("it waits")))
     signal.alarm(round(SECONDS * patience()))
@@ -52,89 +55,117 @@ def refused(capsys, tmp_path, words, *parts):
     finally:
         signal.alarm(0)
     said = capsys.readouterr().err
-    assert code == 2 and said.startswith("lpkit: ") and said.count("\n") == 1 and said[:-1].isprintable(), said
+    assert (code == 2 and said.startswith("lpkit: ") and said.count("\n") == 1
+            and said[:-1].isprintable()), said
     assert all(part in said for part in parts), said
     assert {*tmp_path.rglob("*")} == before
     return said
 
 
 def import_words(theirs, good, subject):
-    return ["import", theirs / subject, "--out", theirs / "out", *(["--base", good / "base"] if subject != "model" else [])]
+    return ["import", theirs / subject, "--out", theirs / "out",
+            *(["--base", good / "base"] if subject != "model" else [])]
 
 
 @pytest.mark.parametrize("subject, file", [
-    ("model", strangers.WEIGHTS), ("model", "tokenizer.json"), ("model", "tokenizer_config.json"), ("model", "generation_config.json"),
-    ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS), ("prompt", strangers.ADAPTER_WEIGHTS)])
-@pytest.mark.parametrize("kind, said", [("a named pipe", "is a named pipe, not a file"), ("an endless device", "is a device, not a file"), ("a folder", "a folder")])
+    ("model", strangers.WEIGHTS), ("model", "tokenizer.json"), ("model", "tokenizer_config.json"),
+    ("model", "generation_config.json"),
+    ("lora", strangers.ADAPTER), ("lora", strangers.ADAPTER_WEIGHTS),
+    ("prompt", strangers.ADAPTER_WEIGHTS)])
+@pytest.mark.parametrize("kind, said", [("a named pipe", "is a named pipe, not a file"),
+    ("an endless device", "is a device, not a file"), ("a folder", "a folder")])
 def test_what_is_no_file_is_never_opened(good, theirs, capsys, subject, file, kind, said):
     strangers.NO_FILES[kind](theirs / subject / file, random.Random(0))
     refused(capsys, theirs, import_words(theirs, good, subject), file, said)
 
 
 @pytest.mark.parametrize("value", ["NaN", "infinity", "minus infinity"])
-@pytest.mark.parametrize("subject, file", [("model", strangers.WEIGHTS), ("lora", strangers.ADAPTER_WEIGHTS), ("prompt", strangers.ADAPTER_WEIGHTS)])
-def test_weights_that_are_no_numbers_are_refused_by_name(good, theirs, capsys, subject, file, value):
+@pytest.mark.parametrize("subject, file",
+                         [("model", strangers.WEIGHTS), ("lora", strangers.ADAPTER_WEIGHTS),
+                          ("prompt", strangers.ADAPTER_WEIGHTS)])
+def test_weights_that_are_no_numbers_are_refused_by_name(good, theirs, capsys, subject, file,
+        value):
     strangers.TENSORS[value](theirs / subject / file, random.Random(1))
-    [name] = [key for key, t in load_file(theirs / subject / file).items() if not torch.isfinite(t).all()]
-    refused(capsys, theirs, import_words(theirs, good, subject), f"{name} in ", file, "has NaN or infinity among its numbers")
+    [name] = [key for key, t in load_file(theirs / subject / file).items()
+              if not torch.isfinite(t).all()]
+    refused(capsys, theirs, import_words(theirs, good, subject), f"{name} in ", file,
+            "has NaN or infinity among its numbers")
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.int64, "I64"), (torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float64, "F64"), (torch.complex64, "C64"),
+@pytest.mark.parametrize("dtype, name",
+                         [(torch.int64, "I64"), (torch.int8, "I8"), (torch.bool, "BOOL"),
+                          (torch.float64, "F64"), (torch.complex64, "C64"),
                                          (torch.float8_e4m3fn, "F8_E4M3")])
 def test_an_adapter_has_the_dtypes_of_models(good, theirs, capsys, dtype, name):
     path = theirs / "lora" / strangers.ADAPTER_WEIGHTS
     save_file({key: t.clone().to(dtype) for key, t in load_file(path).items()}, path)
-    refused(capsys, theirs, import_words(theirs, good, "lora"), f"is in {name}; this kit begins from weights in F32, BF16, F16")
+    refused(capsys, theirs, import_words(theirs, good, "lora"),
+            f"is in {name}; this kit begins from weights in F32, BF16, F16")
 
 
 def test_an_adapter_in_a_pickle_is_refused_as_a_model_is(good, theirs, capsys):
     (theirs / "lora" / strangers.ADAPTER_WEIGHTS).rename(theirs / "lora" / "adapter_model.bin")
-    refused(capsys, theirs, import_words(theirs, good, "lora"), "has its weights in adapter_model.bin, a pickle")
+    refused(capsys, theirs, import_words(theirs, good, "lora"),
+            "has its weights in adapter_model.bin, a pickle")
 
 
 def test_only_a_small_share_of_an_adapter_is_read(good, theirs, capsys):
-    """A file of 20,000 names that no target has is refused by its header: to read each would take minutes."""
+    """A file of 20,000 names that no target has is refused by its header: to read each would take
+    minutes."""
     path = theirs / "lora" / strangers.ADAPTER_WEIGHTS
-    save_file({f"{i}": torch.ones(1) for i in range(20_000)} | {key: t.clone() for key, t in load_file(path).items()}, path)
-    refused(capsys, theirs, import_words(theirs, good, "lora"), "by r, use_dora and target_modules it should be 'not there'")
+    save_file({f"{i}": torch.ones(1) for i in range(20_000)}
+              | {key: t.clone() for key, t in load_file(path).items()}, path)
+    refused(capsys, theirs, import_words(theirs, good, "lora"),
+            "by r, use_dora and target_modules it should be 'not there'")
 
 
 # ---- tokenizers
 
 @pytest.mark.parametrize("harm, said", [
-    ("the pattern (a+)+$", "retry-limit-in-match over"), ("the pattern (a|aa)+$", "retry-limit-in-match over"), ("a normalizer that hangs", "retry-limit-in-match over"),
-    ("an id of 10^9", "an id of 1,000,000,000, and at most 1,048,576 are read"), ("an id of 4,294,967,295", "at most 1,048,576 are read"),
+    ("the pattern (a+)+$", "retry-limit-in-match over"),
+    ("the pattern (a|aa)+$", "retry-limit-in-match over"),
+    ("a normalizer that hangs", "retry-limit-in-match over"),
+    ("an id of 10^9", "an id of 1,000,000,000, and at most 1,048,576 are read"),
+    ("an id of 4,294,967,295", "at most 1,048,576 are read"),
     ("a normalizer that grows", "not a tokenizer"), ("an id of 2^32", "not a tokenizer")])
-def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, theirs, capsys, harm, said):
+def test_a_tokenizer_that_would_hang_or_break_later_is_refused_at_import(good, theirs, capsys, harm,
+        said):
     strangers.TOKENIZER[harm](theirs / "model" / "tokenizer.json", random.Random(0))
     begun = time.process_time()
     refused(capsys, theirs, import_words(theirs, good, "model"), said)
     assert time.process_time() - begun < SECONDS
     capsys.readouterr()
-    refused(capsys, theirs, ["data", "prepare", good / "text", "--tokenizer", theirs / "model", "--out", theirs / "tokens"], said)
+    refused(capsys, theirs, ["data", "prepare", good / "text", "--tokenizer", theirs / "model",
+                             "--out", theirs / "tokens"], said)
 
 
 def test_padding_of_any_length_is_off_before_a_text_is_read(good, theirs):
     """It was encoded once with it, which took 10^12 tokens of memory."""
     strangers.TOKENIZER["padding to 10^12"](theirs / "model" / "tokenizer.json", random.Random(0))
-    assert tokenizers.of_folder(theirs / "model").encode("bottles") == tokenizers.of_folder(good / "model").encode("bottles")
+    assert (tokenizers.of_folder(theirs / "model").encode("bottles")
+            == tokenizers.of_folder(good / "model").encode("bottles"))
 
 
 def test_a_panic_of_the_library_is_a_sentence_where_only_the_text_brings_it(good):
-    """As a run of others has it, whose checksum is right and whose pattern fails on a text that no probe is: a PanicException is no Exception."""
+    """As a run of others has it, whose checksum is right and whose pattern fails on a text that no
+    probe is: a PanicException is no Exception."""
     said = json.loads((good / "model" / "tokenizer.json").read_text())
-    said["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"}, "behavior": "Isolated", "invert": False}
+    said["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "(q+)+$"},
+                             "behavior": "Isolated", "invert": False}
     made = tokenizers.BPE({"model": said})
     assert made.encode("bottles")
-    with pytest.raises(ConfigError, match=r"that reads any text .*retry-limit-in-match over.*; save it again"):
+    with pytest.raises(ConfigError,
+                       match=r"that reads any text .*retry-limit-in-match over.*; save it again"):
         made.encode("q" * 40 + "x")
     with pytest.raises(ConfigError, match="retry-limit-in-match over"):
         made.prompt("q" * 40 + "x")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")      # of subprocess, which is interrupted
+# of subprocess, which is interrupted
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
-    """A process of its own may take ten seconds; this one hears at once, and leaves nothing running."""
+    """A process of its own may take ten seconds; this one hears at once, and leaves nothing
+    running."""
     monkeypatch.setattr(tokenizers, "TRY", "import time; time.sleep(100)")
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     begun = time.monotonic()
@@ -146,7 +177,9 @@ def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - begun < 5 * patience()
-    while left := [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE and "time.sleep(100)" in child.cmdline()]:
+    while left := [child for child in psutil.Process().children()
+                   if child.status() != psutil.STATUS_ZOMBIE
+                   and "time.sleep(100)" in child.cmdline()]:
         assert time.monotonic() - begun < 5 * patience(), left
 
 
@@ -155,25 +188,30 @@ def test_ctrl_c_is_heard_while_a_tokenizer_is_tried(monkeypatch):
 @pytest.fixture
 def small_disk():
     """No file of this process may grow beyond 4 kB, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)      # Python ignores the signal, so that a write fails
+    # Python ignores the signal, so that a write fails
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("command, subject", [("import", "model"), ("export", "model"), ("export", "lora")])
+@pytest.mark.parametrize("command, subject",
+                         [("import", "model"), ("export", "model"), ("export", "lora")])
 def test_a_disk_that_fills_is_one_sentence(good, theirs, capsys, small_disk, command, subject):
     words = import_words(theirs, good, subject)
     if command == "export":
         assert cli.main([*map(str, words)]) == 0
         capsys.readouterr()
-        words = ["export", theirs / "out", "--out", theirs / "again"]       # merged, where there is an adapter
+        # merged, where there is an adapter
+        words = ["export", theirs / "out", "--out", theirs / "again"]
     small_disk()
     refused(capsys, theirs, words, str(theirs), "File too large")
 
 
 def test_logits_that_are_no_numbers_draw_no_token():
     for temperature in (0, 1):
-        with pytest.raises(ConfigError, match="the logits are NaN or infinite; sample a run whose loss is a number"):
+        with pytest.raises(ConfigError,
+                           match="the logits are NaN or infinite; sample a run whose loss is a "
+                                 "number"):
             choose(torch.tensor([0.0, float("nan")]), temperature, None, torch.Generator())
 
 
@@ -196,16 +234,20 @@ def test_token_files_that_are_no_files_are_never_opened(good, theirs, capsys):
 
 def test_names_of_strangers_reach_no_terminal_raw(good, theirs, capsys):
     (theirs / "lora").rename(theirs / strangers.ESCAPE)
-    said = refused(capsys, theirs, ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"], "holds no model of transformers")
+    said = refused(capsys, theirs, ["import", theirs / strangers.ESCAPE, "--out", theirs / "out"],
+                   "holds no model of transformers")
     assert "\x1b" not in said
     path = theirs / "model" / strangers.WEIGHTS
-    save_file({key: t.clone() for key, t in load_file(path).items()} | {f"{strangers.ESCAPE}": torch.ones(1)}, path)
+    save_file({key: t.clone() for key, t in load_file(path).items()}
+              | {f"{strangers.ESCAPE}": torch.ones(1)}, path)
     refused(capsys, theirs, import_words(theirs, good, "model"), r"\x1b[31mred\nlpkit: done first")
 
 
 def test_who_was_killed_is_no_wrong_input(monkeypatch, capsys):
     """The command line asks the type of the error alone, and it comes from another process."""
-    assert issubclass(GoneError, RunFailedError) and type(unpacked(*packed(GoneError("gone")))) is GoneError
-    for error, code in ((GoneError("gone"), 1), (RunFailedError("the loss is NaN"), 2), (ConfigError("wrong"), 2)):
+    assert (issubclass(GoneError, RunFailedError)
+            and type(unpacked(*packed(GoneError("gone")))) is GoneError)
+    for error, code in ((GoneError("gone"), 1), (RunFailedError("the loss is NaN"), 2),
+                        (ConfigError("wrong"), 2)):
         monkeypatch.setattr(cli, "_main", lambda argv, error=error: (_ for _ in ()).throw(error))
         assert cli.main([]) == code and capsys.readouterr().err == f"lpkit: {error}\n"

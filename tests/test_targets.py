@@ -1,5 +1,6 @@
-"""What the compiler makes of the Triton kernels for Ampere, Ada and GeForce Blackwell; tests/test_kernels.py has Hopper and Blackwell, and
-the page. Each in a process without the interpreter."""
+"""What the compiler makes of the Triton kernels for Ampere, Ada and GeForce Blackwell;
+tests/test_kernels.py has Hopper and Blackwell, and the page. Each in a process without the
+interpreter."""
 
 import json
 import os
@@ -15,17 +16,20 @@ from tests.builds import BY_TRITON_3_6, PROOFS
 from tests.pages.kernels import FP8_SINCE, ON_PAGE, TARGETS, runs
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [pytest.mark.skipif(tl is None, reason="Triton is not installed"), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+              pytest.mark.timeout(900)]
 MORE = sorted(TARGETS.keys() - set(ON_PAGE))
 BUILDS = [(name, build) for name in PROOFS for build in PROOFS[name].builds]
-# Heads of 128 in tiles of 128 x 64: without wgmma and tensor memory, which read operands and keep sums elsewhere, 255 registers are
+# Heads of 128 in tiles of 128 x 64: without wgmma and tensor memory, which read operands and keep
+# sums elsewhere, 255 registers are
 # too few for a thread by some numbers. Bytes of a thread, at most.
 SPILLS = {"flash-attention": 136}
 
 
 def without_interpreter(*words: str) -> str:
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    out = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=clean, cwd=ROOT)
+    out = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=clean,
+                         cwd=ROOT)
     assert out.returncode == 0, out.stderr
     return out.stdout
 
@@ -34,14 +38,17 @@ def without_interpreter(*words: str) -> str:
 @pytest.mark.parametrize("target", MORE)
 def test_other_gpus_have_good_machine_code_too(target):
     rows = json.loads(without_interpreter("-m", "tests.pages.kernels", "--target", target))
-    assert len(rows) == sum(runs(build, target) for _, build in BUILDS) and {one["target"] for one in rows} == {target}
+    assert (len(rows) == sum(runs(build, target) for _, build in BUILDS)
+            and {one["target"] for one in rows} == {target})
     for one in rows:
         where = f"{one['kernel']}'s {one['function']} ({one['way']})"
         assert one["stack_bytes"] <= SPILLS.get(one["kernel"], 8 * BY_TRITON_3_6), f"{where} spills"
-        assert one["shared_bytes"] <= TARGETS[target], f"{where} has more shared memory than there is"
+        assert one["shared_bytes"] <= TARGETS[target], (
+            f"{where} has more shared memory than there is")
         assert not one["calls"], f"{where} calls a slow path"
         assert one["wide_accesses"], f"{where} moves less than 128 bits at a time"
-        assert one["registers"] * one["warps"] * 32 <= 65536, f"{where} does not fit a multiprocessor"
+        assert (one["registers"] * one["warps"] * 32
+                <= 65536), f"{where} does not fit a multiprocessor"
         if one["function"] in ("_cast", "_rows", "_blocks", "_square"):
             assert one["fp8_conversions"] >= 16, f"{where} converts by many instructions"
 
@@ -74,8 +81,10 @@ print(json.dumps([refused, [vars(one) for one in eight]]))
 
 @pytest.mark.slow
 def test_ampere_has_the_casts_that_its_tensor_cores_multiply():
-    """Triton has no FP8 for it, and no recipe in FP8 or FP4 takes a product there; INT8 has both."""
-    left_out = [(name, PROOFS[name].builds.index(build)) for name, build in BUILDS if not runs(build, "sm_80")]
+    """Triton has no FP8 for it, and no recipe in FP8 or FP4 takes a product there; INT8 has
+    both."""
+    left_out = [(name, PROOFS[name].builds.index(build)) for name, build in BUILDS
+                if not runs(build, "sm_80")]
     refused, eight = json.loads(without_interpreter("-c", AMPERE))
     assert [tuple(one) for one in refused] == left_out
     least = {format: min(needed for needed, *_ in HARDWARE[format].values()) for format in HARDWARE}

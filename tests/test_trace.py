@@ -1,4 +1,5 @@
-"""A trace against the step it stands for, byte by byte, and against arithmetic where no such step can run."""
+"""A trace against the step it stands for, byte by byte, and against arithmetic where no such step
+can run."""
 
 import pytest
 import torch
@@ -14,28 +15,38 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from tests.bench import ledger
 
-SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
+SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4,
+                          "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32", "system.device": "cpu"})
-LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
+LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
+         "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
 CONFIGS = {
-    "gpt2": {}, "llama": LLAMA, "plain attention": {"system.attention": "plain"}, "accumulated": {"grad_accum_steps": 4},
-    "a large vocabulary": LLAMA | {"model.vocab": 8192}, "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
+    "gpt2": {}, "llama": LLAMA, "plain attention": {"system.attention": "plain"},
+    "accumulated": {"grad_accum_steps": 4},
+    "a large vocabulary": LLAMA | {"model.vocab": 8192},
+    "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
     "recomputed": LLAMA | {"precision.recipe": "bf16", "memory.recompute": "block"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
     **{recipe: {"precision.recipe": recipe} for recipe in (
         "bf16", "fp16", "fp8-tensorwise", "fp8-rowwise", "mxfp8", "int8")},
-    **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe} for recipe in ("bf16", "fp8-delayed", "nvfp4")},
-    **{recipe: {"precision.recipe": recipe, "model.width": 128} for recipe in ("fp8-blockwise", "fp8-blockwise-pow2")},
+    **{f"llama {recipe}": LLAMA | {"precision.recipe": recipe}
+       for recipe in ("bf16", "fp8-delayed", "nvfp4")},
+    **{recipe: {"precision.recipe": recipe, "model.width": 128}
+       for recipe in ("fp8-blockwise", "fp8-blockwise-pow2")},
     "fp8-delayed, accumulated": {"precision.recipe": "fp8-delayed", "grad_accum_steps": 2},
-    "cached weights": {"precision.recipe": "fp8-tensorwise", "grad_accum_steps": 2, "precision.cache_weight_casts": True},
+    "cached weights": {"precision.recipe": "fp8-tensorwise", "grad_accum_steps": 2,
+                       "precision.cache_weight_casts": True},
     "8-bit moments, bf16 weights, in backward": {
-        "precision.recipe": "bf16", "memory.moment_format": "int8", "memory.param_dtype": "bf16", "optimizer.clip": 0,
+        "precision.recipe": "bf16", "memory.moment_format": "int8", "memory.param_dtype": "bf16",
+        "optimizer.clip": 0,
         "memory.optimizer_step": "in-backward"},
     "state in a file": {"memory.optimizer_state": "disk"},
-    **{f"saved {where}": {"precision.recipe": "bf16", "memory.activation_offload": where} for where in ("cpu", "disk", "int4")},
+    **{f"saved {where}": {"precision.recipe": "bf16", "memory.activation_offload": where}
+       for where in ("cpu", "disk", "int4")},
     "mxfp8, recomputed, chunked": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block",
-                                           "memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64},
+                                           "memory.cross_entropy": "chunked",
+                                           "memory.cross_entropy.chunk_tokens": 64},
 }
 
 
@@ -45,21 +56,25 @@ def test_a_trace_is_the_measured_step_to_the_byte(name):
     traced, measured = predict_trace(config), measure.memory(config)
     assert traced.rows == measured.rows and traced.most == measured.most
     assert (traced.phase, traced.module) == (measured.phase, measured.module)
-    assert traced.operations == measured.operations and traced.offloaded_bytes == measured.offloaded_bytes
+    assert (traced.operations == measured.operations
+            and traced.offloaded_bytes == measured.offloaded_bytes)
 
 
 def test_the_last_block_in_16_bits_hides_the_one_before():
-    """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits that backward meets, and
-    there the peak lies."""
-    config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4", "memory.recompute": "selective", "system.attention": "sdpa"})
+    """nvfp4 keeps the last block in 16 bits; recomputed, the block before it is the first in 4 bits
+    that backward meets, and there the peak lies."""
+    config = Config().replace(ledger.LLAMA | {"precision.recipe": "nvfp4",
+        "memory.recompute": "selective", "system.attention": "sdpa"})
     traced, closed = predict_trace(config, device="cpu"), memory(config, hardware.machine())
-    assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005    # without amaxes 2% less, without the block 5%
+    # without amaxes 2% less, without the block 5%
+    assert abs(closed.peak_bytes / traced.peak_bytes - 1) < 0.005
 
 
 def test_shards_by_arithmetic():
-    """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16; a block's gradients in
-    float32 on their way, the next block's weights in bf16 on theirs."""
-    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8, "system.attention": "sdpa"})
+    """FSDP2 over 8 ranks: a block gathered at a time beside all that is outside of blocks, in bf16;
+    a block's gradients in float32 on their way, the next block's weights in bf16 on theirs."""
+    config = SMALL.replace({"precision.recipe": "bf16", "model.layers": 4, "global_batch": 8,
+                            "system.attention": "sdpa"})
     m, count = config.model, parameter_count(config.model)
     outside = (m.V + m.T) * m.D + 2 * m.D
     block = (count - outside) // m.L
@@ -70,9 +85,12 @@ def test_shards_by_arithmetic():
     assert found.most["communication buffers"] == (2 + 4) * block
     assert found.most["batch"] == 2 * 8 * m.T
     whole = predict_trace(config, 8, layout=Layout(shard=8, zero=2))
-    assert whole.most["gathered weights"] == 2 * count and whole.most["weights"] == found.most["weights"]
-    pieces = predict_trace(config.replace({"global_batch": 16, "grad_accum_steps": 16}), 8)      # two of one sequence a rank
-    assert pieces.rows["gradients"] > found.rows["gradients"] and pieces.most["batch"] == 2 * found.most["batch"]
+    assert (whole.most["gathered weights"] == 2 * count
+            and whole.most["weights"] == found.most["weights"])
+    # two of one sequence a rank
+    pieces = predict_trace(config.replace({"global_batch": 16, "grad_accum_steps": 16}), 8)
+    assert (pieces.rows["gradients"] > found.rows["gradients"]
+            and pieces.most["batch"] == 2 * found.most["batch"])
     assert pieces.most["activations"] == found.most["activations"]
     hybrid = predict_trace(config, 8, layout=Layout(data=2, shard=4))
     assert hybrid.most["weights"] == 2 * found.most["weights"]
@@ -88,12 +106,15 @@ def test_techniques_shard_too(changes):
 
 
 def test_a_world_of_1024_ranks():
-    """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split further."""
-    config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024, "grad_accum_steps": 1})
+    """Two blocks of Llama 8B; rank 0 holds the first row of every parameter, or none of it is split
+    further."""
+    config = preset("llama-8b").replace({"model.layers": 2, "global_batch": 1024,
+        "grad_accum_steps": 1})
     m = config.model
     found = predict_trace(config, 1024)
     rows = lambda n: -(-n // 1024)
-    matrices = m.L * (rows((m.H + 2 * m.G) * m.E) + rows(m.D) + rows(2 * m.F)) * m.D + m.L * rows(m.D) * m.F
+    matrices = (m.L * (rows((m.H + 2 * m.G) * m.E) + rows(m.D) + rows(2 * m.F)) * m.D + m.L
+                * rows(m.D) * m.F)
     norms, tables = (2 * m.L + 1) * rows(m.D), 2 * rows(m.V) * m.D
     assert found.most["weights"] == 4 * (matrices + norms + tables)
     assert found.rows["logits' gradients"] == 2 * m.T * m.V * 4
@@ -122,26 +143,36 @@ def test_what_cannot_be_traced_is_refused(monkeypatch):
         predict_trace(SMALL, 4, layout=Layout(shard=2))
     with pytest.raises(ConfigError, match="device cannot be 'tpu'; did you mean 'cpu'"):
         predict_trace(SMALL, device="tpu")
-    monkeypatch.setitem(RECOMPUTE, "budget", Recompute(settings=RECOMPUTE["budget"].settings, needs_compile="whose graph it divides"))
+    monkeypatch.setitem(RECOMPUTE, "budget",
+                        Recompute(settings=RECOMPUTE["budget"].settings,
+                                  needs_compile="whose graph it divides"))
     for watch in (predict_trace, measure.memory):
-        with pytest.raises(ConfigError, match=r"memory\.recompute=budget needs torch\.compile, and what is compiled cannot be"):
+        with pytest.raises(ConfigError,
+                           match=r"memory\.recompute=budget needs torch\.compile, and what is "
+                                 r"compiled cannot be"):
             watch(SMALL.replace({"memory.recompute": "budget"}))
-    with pytest.raises(ConfigError, match=r"memory\.moment_format=int8 has scales of blocks .*, or parallel\.zero=0"):
+    with pytest.raises(ConfigError,
+                       match=r"memory\.moment_format=int8 has scales of blocks .*, or "
+                             r"parallel\.zero=0"):
         predict_trace(SMALL.replace({"memory.moment_format": "int8"}), 2)
-    with fake_world(Layout(shard=2), "cpu"), pytest.raises(ConfigError, match="has a process group already"):
+    with fake_world(Layout(shard=2), "cpu"), pytest.raises(ConfigError,
+            match="has a process group already"):
         predict_trace(SMALL, 2)
 
 
 @pytest.mark.parametrize("built", [False, True])
 def test_without_a_gpu_a_trace_of_one_says_so(built, monkeypatch):
-    """Whatever PyTorch was built for: its autograd asks the GPU for a stream, under fake tensors too. And nothing begins to use CUDA."""
+    """Whatever PyTorch was built for: its autograd asks the GPU for a stream, under fake tensors
+    too. And nothing begins to use CUDA."""
     def begins(*_):
         raise AssertionError("CUDA was initialised")
 
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "_lazy_init", begins)
-    with pytest.raises(ConfigError, match=r"^PyTorch sees no GPU here, .*; use device=cpu, which keeps the same tensors but for RMSNorm's$"):
+    with pytest.raises(ConfigError,
+                       match=r"^PyTorch sees no GPU here, .*; use device=cpu, which keeps the same "
+                             r"tensors but for RMSNorm's$"):
         predict_trace(SMALL, device="cuda")
 
 
@@ -165,5 +196,6 @@ def test_three_answers_side_by_side():
     assert abs(found.comparison()["peak"].error) < 0.05
     assert found._repr_html_().count("<tr>") >= len(found.measured.rows) + 1
     sharded = reconcile(SMALL, 2)
-    assert sharded.measured is None and len(sharded.sentences) == 1 and "measured" not in sharded._repr_html_()
+    assert (sharded.measured is None and len(sharded.sentences) == 1
+            and "measured" not in sharded._repr_html_())
     assert sharded.comparison()["weights"].error == 0

@@ -15,9 +15,11 @@ from lpkit.config import Config
 from lpkit.measure.tracking import ROWS, Tracker
 from lpkit.techniques.recipes import resolve
 
-SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4, "model.context": 64, "global_batch": 4,
+SMALL = Config().replace({"model.layers": 2, "model.width": 64, "model.heads": 4,
+                          "model.context": 64, "global_batch": 4,
                           "precision.recipe": "fp32"})
-LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu", "model.bias": False,
+LLAMA = {"model.norm": "rmsnorm", "model.position": "rope", "model.mlp": "swiglu",
+         "model.bias": False,
          "model.tied": False, "model.kv_heads": 2}
 
 
@@ -48,7 +50,8 @@ def test_a_linear_and_a_relu_by_hand():
     assert ("backward", {**made(logits_and_loss=Y + 8), "logits' gradients": Y}) in found
     assert any(phase == "backward" and rows.get("gradients") == W for phase, rows in found)
     assert found[-1][1] == held
-    assert max(sum(rows.values()) for _, rows in found) == tracker.footprint().peak_bytes == 2 * W + x.nbytes + 2 * Y + 8
+    assert (max(sum(rows.values()) for _, rows in found) == tracker.footprint().peak_bytes == 2 * W
+            + x.nbytes + 2 * Y + 8)
 
 
 def test_a_storage_counts_once_from_its_making_to_its_end():
@@ -68,7 +71,8 @@ def test_a_storage_counts_once_from_its_making_to_its_end():
         del b, out, second
         assert not live(tracker)
     assert tracker.footprint().peak_bytes == 24_000
-    assert torch.UntypedStorage.resize_.__name__ == "resize_" and torch.autograd.grad.__name__ == "grad"
+    assert (torch.UntypedStorage.resize_.__name__ == "resize_"
+            and torch.autograd.grad.__name__ == "grad")
 
 
 CONFIGS = {
@@ -80,27 +84,32 @@ CONFIGS = {
     "mxfp8, recomputed": LLAMA | {"precision.recipe": "mxfp8", "memory.recompute": "block"},
     "fp16": {"precision.recipe": "fp16"},
     "selective": {"precision.recipe": "bf16", "memory.recompute": "selective"},
-    "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64, "model.vocab": 2048},
+    "chunked": {"memory.cross_entropy": "chunked", "memory.cross_entropy.chunk_tokens": 64,
+                "model.vocab": 2048},
     "a large vocabulary": LLAMA | {"model.vocab": 8192},
 }
 
 
 def counted_peak(update: Callable[[], object]) -> int:
-    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees into kernels."""
+    """The most that the CPU's allocator gave out in an update, by PyTorch's profiler, which sees
+    into kernels."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         update()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiler.profiler.kineto_results.events()
+              if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(accumulate(event.nbytes() for event in events), default=0)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_peak_is_the_allocators(name):
-    """PyTorch's profiler counts what the CPU's allocator gives out, in a step that nobody else watches. It sees into kernels
-    too: at these peaks that is at most 6% (buffers of attention, of softmax and of casts; 5.1% where PyTorch packs bf16 for the CPU)."""
+    """PyTorch's profiler counts what the CPU's allocator gives out, in a step that nobody else
+    watches. It sees into kernels too: at these peaks that is at most 6% (buffers of attention, of
+    softmax and of casts; 5.1% where PyTorch packs bf16 for the CPU)."""
     config = SMALL.replace(CONFIGS[name])
     if resolve(config.precision.recipe).compute == "bfloat16":
-        config = config.replace({"system.products": "bf16"})       # wide ones work on copies in float32
+        # wide ones work on copies in float32
+        config = config.replace({"system.products": "bf16"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")     # the profiler's own
         bench = measure.Bench(config, "cpu")
@@ -108,11 +117,13 @@ def test_the_peak_is_the_allocators(name):
         counted = sum(live(tracker).values()) + counted_peak(bench.train)
     found = tracker.footprint()
     assert found.peak_bytes <= counted <= 1.06 * found.peak_bytes
-    assert set(found.most) <= set(ROWS) and found.rows == max(found.timeline, key=lambda point: point.bytes).rows
+    assert (set(found.most) <= set(ROWS) and found.rows == max(found.timeline,
+        key=lambda point: point.bytes).rows)
     assert all(n <= found.most[row] for point in found.timeline for row, n in point.rows.items())
 
 
-@pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}], ids=["gpt2", "llama bf16"])
+@pytest.mark.parametrize("changes", [{}, LLAMA | {"precision.recipe": "bf16"}],
+                         ids=["gpt2", "llama bf16"])
 def test_pytorchs_tracker_finds_the_same_peak(changes):
     """torch.distributed._tools.mem_tracker, in the third update."""
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -124,7 +135,8 @@ def test_pytorchs_tracker_finds_the_same_peak(changes):
     theirs.track_external(bench.model, bench.training.optimizer, *bench.batch.tensors)
     with theirs:
         bench.train()
-    assert theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"] == pytest.approx(ours.peak_bytes, rel=0.01)
+    assert (theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+            == pytest.approx(ours.peak_bytes, rel=0.01))
 
 
 def test_rows_of_a_step_by_arithmetic():
@@ -143,15 +155,18 @@ def test_rows_of_a_step_by_arithmetic():
 
 
 def test_low_precision_rows_by_arithmetic():
-    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed", "precision.recipe.history": 16}), device="cpu")
+    found = measure.memory(SMALL.replace({"precision.recipe": "fp8-delayed",
+        "precision.recipe.history": 16}), device="cpu")
     m = SMALL.model
     weights = m.L * (m.D * 3 * m.D + m.D * m.D + 2 * m.D * m.F)
     assert found.rows["low-precision weights"] == 2 * weights           # in bf16: emulated
-    assert found.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L         # (3, 1 + history) float32 of 4 Linears a block
+    # (3, 1 + history) float32 of 4 Linears a block
+    assert found.rows["amax histories"] == 4 * 3 * 17 * 4 * m.L
 
 
 def test_recomputed_blocks_have_their_row():
-    found = measure.memory(SMALL.replace({"precision.recipe": "bf16", "memory.recompute": "block"}), device="cpu")
+    found = measure.memory(SMALL.replace({"precision.recipe": "bf16", "memory.recompute": "block"}),
+                           device="cpu")
     kept = measure.memory(SMALL.replace({"precision.recipe": "bf16"}), device="cpu")
     assert found.most["recomputed block"] > 0 and "recomputed block" not in kept.most
     assert found.most["activations"] < 0.35 * kept.most["activations"]
@@ -166,10 +181,12 @@ def test_what_lies_in_a_file_is_counted_apart():
 
 
 def test_updates_in_backward_never_hold_all_gradients():
-    found = measure.memory(SMALL.replace({"memory.optimizer_step": "in-backward", "optimizer.clip": 0}), device="cpu")
+    found = measure.memory(SMALL.replace({"memory.optimizer_step": "in-backward",
+        "optimizer.clip": 0}), device="cpu")
     largest = max(p.nbytes for p in measure.Bench(SMALL, "cpu").model.parameters())
     assert largest <= found.most["gradients"] < 0.5 * found.most["weights"]
-    assert {point.phase for point in found.timeline if point.rows.get("optimizer temporaries")} == {"optimizer"}
+    assert ({point.phase for point in found.timeline if point.rows.get("optimizer temporaries")}
+            == {"optimizer"})
 
 
 def test_nothing_is_left_behind():
@@ -190,7 +207,8 @@ def test_on_a_gpu_the_allocator_holds_what_is_tracked():
     config = SMALL.replace(LLAMA | {"precision.recipe": "bf16"})
     found = measure.memory(config, device="cuda")
     assert found.rows["allocator"] > 0 and found.reserved_bytes >= found.counted_bytes
-    assert found.peak_bytes <= found.counted_bytes <= 1.1 * found.peak_bytes + 64 * 2**20      # cuBLAS's workspace
+    # cuBLAS's workspace
+    assert found.peak_bytes <= found.counted_bytes <= 1.1 * found.peak_bytes + 64 * 2**20
     bench = measure.Bench(config, "cuda")
     bench.train()
     with bench.tracker() as tracker:

@@ -1,4 +1,5 @@
-"""The trainer: numbers that do not depend on how a run was cut, and runs that say what went wrong."""
+"""The trainer: numbers that do not depend on how a run was cut, and runs that say what went
+wrong."""
 
 import json
 import math
@@ -25,8 +26,10 @@ def tiny(corpus, tmp_path, monkeypatch):
     """A Config that trains in a blink, and never touches the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
-        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 12, "global_batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4, "schedule.warmup_steps": 2,
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 12, "global_batch": 4, "eval_every": 5, "eval_batches": 2, "checkpoint_every": 4,
+        "schedule.warmup_steps": 2,
         "precision.recipe": "fp32", "system.device": "cpu"})
 
 
@@ -37,21 +40,26 @@ def losses(run: Run) -> list[float]:
 def test_a_run_leaves_everything_that_it_promises(tiny, tmp_path):
     run = train(tiny, out=tmp_path / "run")
     summary = run.summary
-    assert {"final_loss", "val_loss", "steps", "tokens", "tokens_per_second", "step_seconds", "peak_bytes", "mfu",
-            "run_dir", "chosen"} <= summary.keys()
-    assert summary["status"] == "complete" and summary["steps"] == 12 and summary["tokens"] == 12 * 4 * 32
-    assert all({"step", "loss", "grad_norm", "lr", "tokens", "step_seconds", "peak_bytes"} <= line.keys()
+    assert ({"final_loss", "val_loss", "steps", "tokens", "tokens_per_second", "step_seconds",
+             "peak_bytes", "mfu",
+            "run_dir", "chosen"} <= summary.keys())
+    assert (summary["status"] == "complete" and summary["steps"] == 12
+            and summary["tokens"] == 12 * 4 * 32)
+    assert all({"step", "loss", "grad_norm", "lr", "tokens", "step_seconds",
+                "peak_bytes"} <= line.keys()
                for line in run.metrics)
     assert [line["step"] for line in run.metrics] == list(range(1, 13))
     assert [line["step"] for line in run.metrics if "val_loss" in line] == [5, 10, 12]
     assert run.config == tiny and run.environment["torch"] == torch.__version__
     assert {"asked", "used", "why"} == summary["chosen"]["precision"].keys()
-    assert [p.name for p in checkpoint.folders(run.checkpoints)] == ["step-00000012", "step-00000008"]
+    assert ([p.name for p in checkpoint.folders(run.checkpoints)] == ["step-00000012",
+        "step-00000008"])
 
 
 def test_the_first_loss_is_that_of_a_uniform_guess(tiny, tmp_path):
     run = train(tiny.replace({"steps": 1}), out=tmp_path / "run")
-    assert losses(run)[0] == pytest.approx(math.log(256), abs=0.1)    # logits of a fresh model: std 0.02 * sqrt(32)
+    # logits of a fresh model: std 0.02 * sqrt(32)
+    assert losses(run)[0] == pytest.approx(math.log(256), abs=0.1)
 
 
 def test_the_loop_is_the_plain_loop(tiny, tmp_path):
@@ -60,7 +68,8 @@ def test_the_loop_is_the_plain_loop(tiny, tmp_path):
     model, data = training.model, training.data
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1), dict(params=rest, weight_decay=0.0)],
+    optimizer = torch.optim.AdamW([dict(params=decay, weight_decay=0.1),
+                                   dict(params=rest, weight_decay=0.0)],
                                   betas=(0.9, 0.95), eps=1e-8)
     want = []
     for step in range(12):
@@ -70,11 +79,13 @@ def test_the_loop_is_the_plain_loop(tiny, tmp_path):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         progress = (step - 2) / 9
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * ((step + 1) / 2 if step < 2 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = (1e-3 * ((step + 1) / 2 if step < 2
+                                   else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))))
         optimizer.step()
         optimizer.zero_grad()
         want.append(loss.item())
-    # The fused optimizer multiplies in another order: float32 rounding, amplified by 12 steps of training.
+    # The fused optimizer multiplies in another order: float32 rounding, amplified by 12 steps of
+    # training.
     assert losses(train(tiny, out=tmp_path / "run")) == pytest.approx(want, rel=1e-5)
 
 
@@ -87,7 +98,8 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tiny, tmp_path, reci
     assert handle.result().summary["status"] == "stopped"
     parts = train(tiny, out=tmp_path / "parts", resume=True)
     assert losses(parts) == losses(whole)
-    assert [line.get("val_loss") for line in parts.metrics] == [line.get("val_loss") for line in whole.metrics]
+    assert ([line.get("val_loss") for line in parts.metrics]
+            == [line.get("val_loss") for line in whole.metrics])
     same = [checkpoint.load_latest(run.checkpoints)[0].tensors for run in (whole, parts)]
     assert same[0].keys() == same[1].keys()
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
@@ -97,7 +109,8 @@ def test_a_resumed_run_keeps_the_precision_that_it_began_with(tiny, tmp_path, mo
     """The choice is a race, and a busy machine may end it otherwise."""
     tiny = tiny.replace({"precision.recipe": "auto"})
     races = iter(["bf16", "fp32"])
-    monkeypatch.setattr("lpkit.hardware.bf16_choice", lambda device: Choice(asked="auto", used=next(races), why="a race"))
+    monkeypatch.setattr("lpkit.hardware.bf16_choice",
+                        lambda device: Choice(asked="auto", used=next(races), why="a race"))
     handle = start(tiny, out=tmp_path / "run")
     handle.subscribe(lambda record: handle.stop() if record.step >= 4 else None)
     assert handle.result().summary["chosen"]["precision"]["used"] == "bf16"
@@ -112,7 +125,8 @@ def test_the_same_config_twice_is_bitwise_equal_and_another_seed_is_not(tiny, tm
 
 
 def test_accumulated_gradient_is_the_whole_gradient(tiny, tmp_path):
-    whole, parts = (losses(train(tiny.replace({"grad_accum_steps": a}), out=tmp_path / str(a))) for a in (1, 4))
+    whole, parts = (losses(train(tiny.replace({"grad_accum_steps": a}), out=tmp_path / str(a)))
+                    for a in (1, 4))
     assert parts == pytest.approx(whole, rel=1e-5)    # float32 sums in another order
 
 
@@ -158,7 +172,8 @@ def test_two_writers_are_refused(tiny, tmp_path):
         pass
     try:
         with pytest.raises(ConfigError, match="another process is training"):
-            train(tiny.replace({"steps": 10_000, "checkpoint_every": 0}), out=tmp_path / "run", resume=True)
+            train(tiny.replace({"steps": 10_000, "checkpoint_every": 0}), out=tmp_path / "run",
+                  resume=True)
     finally:
         handle.stop()
     assert handle.result().summary["status"] == "stopped"
@@ -167,18 +182,24 @@ def test_two_writers_are_refused(tiny, tmp_path):
 def test_no_gpu_when_one_was_demanded(tiny, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    with pytest.raises(ConfigError, match=r"system.device=cuda: it was asked for, but PyTorch sees 0 GPUs"):
+    with pytest.raises(ConfigError,
+                       match=r"system.device=cuda: it was asked for, but PyTorch sees 0 GPUs"):
         train(tiny.replace({"system.device": "cuda"}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_what_cannot_fit_is_refused_before_it_is_built(tiny, tmp_path):
-    tiny = tiny.replace({"system.attention": "sdpa", "system.kernels": "reference"})       # which need no race at these sizes
-    huge = lpkit.preset("llama-405b").replace({"system": tiny.to_dict()["system"], "data.source": tiny.data.source})
-    with pytest.raises(ConfigError, match=r"takes \d\.\d\d TB at its peak .* and cpu has .*; (it would|no technique)"):
+    # which need no race at these sizes
+    tiny = tiny.replace({"system.attention": "sdpa", "system.kernels": "reference"})
+    huge = lpkit.preset("llama-405b").replace({"system": tiny.to_dict()["system"],
+        "data.source": tiny.data.source})
+    with pytest.raises(ConfigError,
+                       match=r"takes \d\.\d\d TB at its peak .* and cpu has .*; (it would|no "
+                             r"technique)"):
         train(huge, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"model.context=1000000 needs 1000001 tokens"):
-        train(tiny.replace({"model.context": 1_000_000, "model.width": 8, "model.layers": 1, "global_batch": 1}), out=tmp_path / "run")
+        train(tiny.replace({"model.context": 1_000_000, "model.width": 8, "model.layers": 1,
+                            "global_batch": 1}), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -218,7 +239,8 @@ def test_transforms_run_in_stage_order_whatever_the_order_given():
     assert seen == [Stage.PRECISION, Stage.COMPILE, Stage.DATA]
 
 
-@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if hasattr(row.settings, "warmup_steps")])
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items()
+                                  if hasattr(row.settings, "warmup_steps")])
 def test_schedules_begin_with_a_warmup_and_end_where_they_say(name):
     ratio = schedule(replace(SCHEDULES[name].settings, name=name, warmup_steps=10), 100)
     assert [ratio(step) for step in range(10)] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -244,7 +266,8 @@ def test_sampling_uses_the_run_and_the_cache_changes_nothing(tiny, tmp_path):
     assert text.startswith("def ") and len(text) == 64
     found, _ = checkpoint.load_latest(run.checkpoints, only="model/")
     model = made(run.config, "sdpa")
-    model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()}, strict=False)
+    model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items()},
+                          strict=False)
     ids = list(b"def ")
     with torch.no_grad():
         for _ in range(28):     # as many as fit the context of 32, one whole forward pass each

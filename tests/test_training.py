@@ -1,4 +1,5 @@
-"""`Training`: one update for everybody, state that comes back, and runs that say what went wrong."""
+"""`Training`: one update for everybody, state that comes back, and runs that say what went
+wrong."""
 
 import math
 import re
@@ -35,17 +36,23 @@ ROOT = Path(lpkit.__file__).parent
 def tiny(corpus, monkeypatch) -> Config:
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     return Config().replace({
-        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32, "data.source": str(corpus / "*.py"),
-        "steps": 6, "global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "schedule.warmup_steps": 2,
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "data.source": str(corpus / "*.py"),
+        "steps": 6, "global_batch": 4, "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2,
+        "schedule.warmup_steps": 2,
         "precision.recipe": "fp32", "system.device": "cpu", "system.compile": False})
 
 
 # ---- one update
 
-# The update itself, and what is held against it: a library's own loop, one matrix product, PyTorch's own wrapper.
-UPDATES_THEMSELVES = {"bench/fsdp2.py", "bench/nanogpt.py", "training/steps.py", "training/training.py", "measure/ranks.py",
-                       "measure/matrix.py",     # training.py: the estimate of a rule, which makes no update
-                       "modules/predict.py", "modules/convert.py"}      # a step of somebody's own loop, on shapes; a race of kernels
+# The update itself, and what is held against it: a library's own loop, one matrix product,
+# PyTorch's own wrapper.
+UPDATES_THEMSELVES = {"bench/fsdp2.py", "bench/nanogpt.py", "training/steps.py",
+                      "training/training.py", "measure/ranks.py",
+                       # training.py: the estimate of a rule, which makes no update
+                       "measure/matrix.py",
+                       # a step of somebody's own loop, on shapes; a race of kernels
+                       "modules/predict.py", "modules/convert.py"}
 
 
 def test_nobody_else_updates_a_model():
@@ -55,8 +62,9 @@ def test_nobody_else_updates_a_model():
         name = str(path.relative_to(ROOT))
         if name.startswith(("optim/", "memory/", "predict/")):
             continue
-        if re.search(r"optimizer\.step\(|\b(loss|part|sum\(\)|mean\(\)|scale\)?)\.backward\(|\.param_groups\b.*\[.lr.\] =",
-                     path.read_text()):
+        if (re.search(
+            r"optimizer\.step\(|\b(loss|part|sum\(\)|mean\(\)|scale\)?)\.backward\(|\.param_groups\b.*\[.lr.\] =",
+                     path.read_text())):
             found.add(name)
     assert found <= UPDATES_THEMSELVES, found - UPDATES_THEMSELVES
 
@@ -81,11 +89,13 @@ def test_state_goes_into_another_training_bit_for_bit(tiny):
         first.update(step)
     second.load_state_dict(first.state_dict())
     a, b = first.state_dict(), second.state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) if torch.is_tensor(a[name]) else a[name] == b[name]
-                                        for name in a)
+    assert (a.keys() == b.keys() and all(torch.equal(a[name], b[name]) if torch.is_tensor(a[name])
+        else a[name] == b[name]
+                                        for name in a))
     batch = first.batch(3)
     assert torch.equal(first.forward_backward(batch), second.forward_backward(batch))
-    with pytest.raises(RunFailedError, match=r"lacks 1 of the run.s tensors, model/embed\.weight first"):
+    with pytest.raises(RunFailedError,
+                       match=r"lacks 1 of the run.s tensors, model/embed\.weight first"):
         second.load_state_dict({name: t for name, t in a.items() if name != "model/embed.weight"})
 
 
@@ -96,7 +106,8 @@ def test_a_copy_goes_its_own_way(tiny):
     assert torch.equal(one.update(1).loss, two.update(1).loss)
     before = two.model.embed.weight.clone()
     one.update(2)
-    assert torch.equal(two.model.embed.weight, before) and torch.equal(one.batch(5).tokens, two.batch(5).tokens)
+    assert (torch.equal(two.model.embed.weight, before)
+            and torch.equal(one.batch(5).tokens, two.batch(5).tokens))
 
 
 # ---- batches
@@ -127,20 +138,24 @@ def weighted(rows: int = 6) -> Batch:
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("loss", [full_cross_entropy, partial(chunked_cross_entropy, chunk=4)], ids=["whole", "chunked"])
+@pytest.mark.parametrize("loss", [full_cross_entropy, partial(chunked_cross_entropy, chunk=4)],
+                         ids=["whole", "chunked"])
 def test_weights_weigh_the_mean(loss, parts):
-    """Against float64: sum w_i nats_i / sum w_i over the whole batch, whatever the micro-batches."""
+    """Against float64: sum w_i nats_i / sum w_i over the whole batch, whatever the
+    micro-batches."""
     batch, model = weighted(), Table()
     found = accumulate(model, partial(loss, autocast=nullcontext()), batch, parts)
     exact = Table().double()
-    nats = nn.functional.cross_entropy(exact(batch.tokens).flatten(0, 1), batch.targets.flatten(), reduction="none")
+    nats = nn.functional.cross_entropy(exact(batch.tokens).flatten(0, 1), batch.targets.flatten(),
+        reduction="none")
     want = (nats * batch.weights.flatten().double()).sum() / batch.weights.double().sum()
     want.backward()
     assert found.item() == pytest.approx(want.item(), rel=1e-6)
     for p, q in zip(model.parameters(), exact.parameters()):
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-5, atol=1e-7)
     with torch.no_grad():
-        assert loss(model, batch, autocast=nullcontext()).item() == pytest.approx(want.item(), rel=1e-6)
+        assert (loss(model, batch, autocast=nullcontext()).item() == pytest.approx(want.item(),
+            rel=1e-6))
 
 
 def test_a_batch_is_cut_and_moved_whole():
@@ -204,10 +219,12 @@ def test_an_observer_that_fails_is_named_and_the_run_goes_on(tiny, tmp_path):
             raise ValueError("no more ink")
 
     steps = []
-    run = train(tiny, out=tmp_path / "run", observers=[broken, lambda record: steps.append(record.step)])
+    run = train(tiny, out=tmp_path / "run",
+                observers=[broken, lambda record: steps.append(record.step)])
     assert heard == [1, 2] and steps == [1, 2, 3, 4, 5, 6] and run.summary["status"] == "complete"
     [said] = run.summary["observer_errors"]
-    assert said.endswith("broken at step 2: ValueError: no more ink") and "no more ink" in run._repr_html_()
+    assert (said.endswith("broken at step 2: ValueError: no more ink")
+            and "no more ink" in run._repr_html_())
 
 
 def test_what_techniques_report_is_in_the_metrics(tiny, tmp_path):
@@ -215,15 +232,19 @@ def test_what_techniques_report_is_in_the_metrics(tiny, tmp_path):
     built.step_metrics.update({"sparsity": lambda: torch.tensor(0.25), "broken": lambda: math.nan})
     lines = fit(built, tmp_path / "run").metrics
     assert all(line["extra"] == {"sparsity": 0.25, "broken": None} for line in lines)
-    plain = StepRecord(step=1, loss=1.0, grad_norm=0.0, lr=0.0, tokens=1, step_seconds=1.0, peak_bytes=1)
+    plain = StepRecord(step=1, loss=1.0, grad_norm=0.0, lr=0.0, tokens=1, step_seconds=1.0,
+                       peak_bytes=1)
     assert "extra" not in plain.to_dict() and plain.to_dict()["grad_norm"] == 0.0
 
 
 # ---- sampling
 
-@pytest.mark.parametrize("changes", [{"precision.recipe": "fp8-tensorwise"}, {"precision.recipe": "bf16", "memory.param_dtype": "bf16"},
-                                     {"precision.recipe": "bf16"}, {"precision.recipe": "fp8-delayed", "memory.recompute": "block"},
-                                     {"precision.recipe": "mxfp8", "memory.cross_entropy": "chunked"}], ids=str)
+@pytest.mark.parametrize("changes", [{"precision.recipe": "fp8-tensorwise"},
+    {"precision.recipe": "bf16", "memory.param_dtype": "bf16"},
+                                     {"precision.recipe": "bf16"},
+    {"precision.recipe": "fp8-delayed", "memory.recompute": "block"},
+                                     {"precision.recipe": "mxfp8",
+                                      "memory.cross_entropy": "chunked"}], ids=str)
 def test_a_model_is_sampled_as_it_was_trained(tiny, tmp_path, changes):
     built = Training.build(tiny.replace(changes))
     run = fit(built, tmp_path / "run")
@@ -233,14 +254,19 @@ def test_a_model_is_sampled_as_it_was_trained(tiny, tmp_path, changes):
     want = built.logits(tokens)
     assert torch.equal(sampled.logits(tokens), want)
     plain = sampling.trained(run).model.state_dict()
-    assert {name: t.dtype for name, t in plain.items()} == {name: t.dtype for name, t in built.model.state_dict().items()}
+    assert ({name: t.dtype for name, t in plain.items()}
+            == {name: t.dtype for name, t in built.model.state_dict().items()})
     once = sampling.cast_once(sampled)
-    assert torch.equal(once.logits(tokens), want) and once.model.embed.weight.dtype == built.model.embed.weight.dtype
-    assert all(m.weight.dtype == torch.bfloat16 for m in once.model.modules() if type(m) is nn.Linear)
+    assert (torch.equal(once.logits(tokens), want)
+            and once.model.embed.weight.dtype == built.model.embed.weight.dtype)
+    assert all(m.weight.dtype == torch.bfloat16 for m in once.model.modules()
+               if type(m) is nn.Linear)
     with torch.no_grad():
         assert not torch.equal(built.model.float()(tokens) if "memory.param_dtype" in changes else
-                               nn.functional.linear(built.model.hidden(tokens), built.model.head.weight), want)
-    assert len(lpkit.sample(run, prompt="def ", tokens=40, temperature=0)) > 4      # beyond the context
+                               nn.functional.linear(built.model.hidden(tokens),
+                                   built.model.head.weight), want)
+    # beyond the context
+    assert len(lpkit.sample(run, prompt="def ", tokens=40, temperature=0)) > 4
 
 
 # ---- runs that go on, and runs that end early
@@ -252,10 +278,12 @@ def test_a_finished_run_is_trained_longer(tiny, tmp_path):
     run = train(longer, out=tmp_path / "run", resume=True)
     want = train(longer, out=tmp_path / "whole")
     assert [line["loss"] for line in run.metrics] == [line["loss"] for line in want.metrics]
-    assert run.summary["status"] == "complete" and run.summary["steps"] == 8 and run.config.steps == 8
+    assert (run.summary["status"] == "complete" and run.summary["steps"] == 8
+            and run.config.steps == 8)
     first, second = run.environments
     assert run.environment == second and (first["from_step"], second["from_step"]) == (0, 4)
-    assert second["extended"].startswith("steps was 4 and is 8; from here on the learning rate follows the schedule of 8")
+    assert second["extended"].startswith("steps was 4 and is 8; from here on the learning rate "
+                                         "follows the schedule of 8")
     assert "extended" not in first
     with pytest.raises(ConfigError, match="steps was 8 and is 4"):
         train(constant, out=tmp_path / "run", resume=True)
@@ -271,7 +299,8 @@ def test_a_series_goes_on_after_any_failed_run(tiny, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Training, "update", update)
     found = start_each({"large": tiny.replace({"seed": 7}), "small": tiny}, out=tmp_path).result()
-    assert {name: run.summary["status"] for name, run in found.items()} == {"large": "failed", "small": "complete"}
+    assert ({name: run.summary["status"] for name, run in found.items()} == {"large": "failed",
+        "small": "complete"})
 
 
 def test_peak_memory_is_that_of_the_run(tiny, tmp_path):
@@ -293,16 +322,19 @@ def test_a_series_names_the_run_at_hand(tiny, tmp_path):
 
     series, seen = Series({"one": tiny, "two": tiny}, out=tmp_path), []
     series.handles = Slow()
-    series.subscribe(lambda record: seen.append((series.title, series.records[-1].step, record.step)))
+    series.subscribe(lambda record: seen.append((series.title, series.records[-1].step,
+        record.step)))
     series.begin().result()
     assert seen == [(name, step, step) for name in ("one", "two") for step in range(1, 7)]
 
 
 def test_training_imports_no_measurement():
-    code = "import sys, lpkit.training.loop, lpkit.training.background; assert 'lpkit.measure' not in sys.modules"
+    code = ("import sys, lpkit.training.loop, lpkit.training.background; assert 'lpkit.measure' "
+            "not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_random_tokens_are_the_same_at_every_step():
     policy = RandomTokens(Config())
-    assert policy.batch(0) is policy.batch(9) and policy.batch(0).tokens.shape == (Config().global_batch, Config().model.context)
+    assert (policy.batch(0) is policy.batch(9) and policy.batch(0).tokens.shape
+            == (Config().global_batch, Config().model.context))

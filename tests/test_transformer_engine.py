@@ -1,8 +1,9 @@
 """Transformer Engine as a transform of the model, on a stand-in that records what it is asked.
 
 The stand-in has the names, the arguments and the order of events of Transformer Engine 2.18
-(https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/pytorch/: quantization.py, autocast, FP8GlobalStateManager and
-DelayedScalingRecipeState; module/base.py, init_fp8_metadata and set_meta_tensor; module/linear.py), and no GPU.
+(https://github.com/NVIDIA/TransformerEngine/blob/v2.18/transformer_engine/pytorch/:
+quantization.py, autocast, FP8GlobalStateManager and DelayedScalingRecipeState; module/base.py,
+init_fp8_metadata and set_meta_tensor; module/linear.py), and no GPU.
 """
 
 import sys
@@ -40,11 +41,13 @@ class State:
     """DelayedScalingRecipeState: three tensors a product forward, two backward."""
 
     def __init__(self, recipe: TheirRecipe, tensors: int):
-        self.scale, self.amax_history = torch.ones(tensors), torch.zeros(recipe.amax_history_len, tensors)
+        self.scale, self.amax_history = torch.ones(tensors), torch.zeros(recipe.amax_history_len,
+            tensors)
 
 
 class Autocast:
-    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None, _graph=False):
+    def __init__(self, enabled=True, calibrating=False, recipe=None, amax_reduction_group=None,
+                 _graph=False):
         self.enabled, self.recipe = enabled, recipe
 
     def __enter__(self):
@@ -55,7 +58,8 @@ class Autocast:
     def __exit__(self, *error):
         GLOBAL.update(depth=GLOBAL["depth"] - 1, recipe=self.before)
         EVENTS.append("exit")
-        if self.enabled and not GLOBAL["depth"] and torch.is_grad_enabled():       # reduce_and_update_fp8_tensors
+        # reduce_and_update_fp8_tensors
+        if self.enabled and not GLOBAL["depth"] and torch.is_grad_enabled():
             EVENTS.append("update")
             for state in GLOBAL["states"]:
                 state.scale.copy_(448 / state.amax_history.amax(0).clamp(min=2.0**-20))
@@ -66,12 +70,15 @@ class Autocast:
 class TheirLinear(nn.Module):
     def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cuda"):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device)) if bias else None
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype,
+            device=device))
+        self.bias = (nn.Parameter(torch.empty(out_features, dtype=params_dtype, device=device))
+                     if bias else None)
         self.fp8_meta, self.fp8_meta_tensors_initialized = {}, False
 
     def init_fp8_meta_tensors(self, recipe):
-        if self.fp8_meta_tensors_initialized and recipe.delayed():     # set_meta_tensor returns early
+        # set_meta_tensor returns early
+        if self.fp8_meta_tensors_initialized and recipe.delayed():
             return
         for key, tensors in (("scaling_fwd", 3), ("scaling_bwd", 2)):
             self.fp8_meta[key] = State(recipe, tensors * self.fp8_meta["num_gemms"])
@@ -94,7 +101,8 @@ class TheirLinear(nn.Module):
 def transformer_engine(monkeypatch):
     EVENTS.clear()
     GLOBAL.update(depth=0, recipe=None, states=[])
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.quantization",
+    names = ("transformer_engine", "transformer_engine.pytorch",
+             "transformer_engine.pytorch.quantization",
              "transformer_engine.common", "transformer_engine.common.recipe")
     modules = {name: ModuleType(name) for name in names}
     whole, te, quantization, common, recipe = modules.values()
@@ -102,17 +110,20 @@ def transformer_engine(monkeypatch):
     te.Linear, te.autocast = TheirLinear, Autocast
     quantization.FP8GlobalStateManager = type("FP8GlobalStateManager", (), {
         "is_fp8_enabled": staticmethod(lambda: GLOBAL["depth"] > 0)})
-    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
+    for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling",
+                 "MXFP8BlockScaling", "NVFP4BlockScaling"):
         setattr(recipe, name, type(name, (TheirRecipe,), {}))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
 
 
-TINY = Config().replace({"model.layers": 2, "model.width": 128, "model.heads": 2, "model.context": 32, "model.vocab": 64})
+TINY = Config().replace({"model.layers": 2, "model.width": 128, "model.heads": 2,
+                         "model.context": 32, "model.vocab": 64})
 
 
 def model_of(recipe: str) -> nn.Module:
-    return LowPrecision(recipe=RECIPES[recipe], backend=BACKENDS["transformer-engine"])(made(TINY, "sdpa"))
+    return LowPrecision(recipe=RECIPES[recipe],
+                        backend=BACKENDS["transformer-engine"])(made(TINY, "sdpa"))
 
 
 def tokens() -> torch.Tensor:
@@ -120,14 +131,17 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("recipe", "theirs"), [
-    ("fp8-tensorwise", "Float8CurrentScaling"), ("fp8-delayed", "DelayedScaling"), ("fp8-blockwise-pow2", "Float8BlockScaling"),
+    ("fp8-tensorwise", "Float8CurrentScaling"), ("fp8-delayed", "DelayedScaling"),
+    ("fp8-blockwise-pow2", "Float8BlockScaling"),
     ("mxfp8", "MXFP8BlockScaling"), ("nvfp4-published", "NVFP4BlockScaling")])
 def test_a_forward_is_one_autocast_and_its_end_moves_the_state_once(recipe, theirs):
     model, plain = model_of(recipe), made(TINY, "sdpa")
     linears = sum(isinstance(module, TransformerEngineLinear) for module in model.modules())
-    assert torch.equal(model(tokens()), plain(tokens()))       # the parameters are shared, and nothing else is in the way
+    # the parameters are shared, and nothing else is in the way
+    assert torch.equal(model(tokens()), plain(tokens()))
     assert [event for event in EVENTS if event == theirs] == [theirs] * linears and linears > 2
-    assert EVENTS[0] == "enter" and EVENTS[-2:] == ["exit", "update"] and EVENTS.count("update") == 1
+    assert (EVENTS[0] == "enter" and EVENTS[-2:] == ["exit", "update"]
+            and EVENTS.count("update") == 1)
 
 
 def test_evaluation_moves_nothing():
@@ -140,11 +154,13 @@ def test_evaluation_moves_nothing():
 def test_histories_and_scales_are_in_a_checkpoint_and_come_back():
     one, two = model_of("fp8-delayed"), model_of("fp8-delayed")
     settings = one.blocks[0].mlp.up.recipe
-    assert (settings.amax_history_len, settings.amax_compute_algo, settings.margin) == (1024, "max", 0)
+    assert ((settings.amax_history_len, settings.amax_compute_algo, settings.margin) == (1024,
+        "max", 0))
     before = {name: t.clone() for name, t in _saved("model", one).items()}
     one(tokens())
     saved = _saved("model", one)
-    names = {f"model/blocks.0.mlp.up.{what}_{way}" for what in ("scale", "amax_history") for way in ("fwd", "bwd")}
+    names = {f"model/blocks.0.mlp.up.{what}_{way}" for what in ("scale", "amax_history")
+             for way in ("fwd", "bwd")}
     assert names <= saved.keys()
     assert saved["model/blocks.0.mlp.up.amax_history_fwd"].shape == (1024, 3)
     moved = {name for name in saved if not torch.equal(saved[name], before[name])}
@@ -153,13 +169,15 @@ def test_histories_and_scales_are_in_a_checkpoint_and_come_back():
         for name, t in _saved("model", two).items():
             t.copy_(saved[name])
     inner = two.blocks[0].mlp.up.inner
-    assert torch.equal(inner.fp8_meta["scaling_fwd"].scale, saved["model/blocks.0.mlp.up.scale_fwd"])
+    assert torch.equal(inner.fp8_meta["scaling_fwd"].scale,
+                       saved["model/blocks.0.mlp.up.scale_fwd"])
     two(tokens())       # and its first forward makes no others
     assert inner.fp8_meta["scaling_fwd"].scale is two.blocks[0].mlp.up.scale_fwd
 
 
 def test_a_block_computed_again_has_an_autocast_of_its_own_or_is_refused():
-    """Backward runs after the model's autocast has ended; without state another one changes nothing."""
+    """Backward runs after the model's autocast has ended; without state another one changes
+    nothing."""
     layer, x = model_of("mxfp8").blocks[0].mlp.up, torch.randn(32, 128)
     layer(x)
     assert EVENTS == ["enter", "MXFP8BlockScaling", "exit", "update"] and not GLOBAL["states"]

@@ -1,4 +1,5 @@
-"""The views of a plan, held to the plan itself: what is drawn adds up to it, and every row opens to its formula and source."""
+"""The views of a plan, held to the plan itself: what is drawn adds up to it, and every row opens to
+its formula and source."""
 
 import html
 import json
@@ -52,7 +53,8 @@ def test_the_stairs_end_at_the_peak_and_at_the_step(found):
         assert sum(sum(trace["x"]) for trace in shown) == pytest.approx(option.time.step_seconds)
         hidden = [x for trace in times if "hidden" in trace["name"] for x in trace["x"]]
         assert sum(hidden) == pytest.approx(sum(row.hidden_seconds for row in option.time.rows))
-        assert [shape["x0"] for shape in spec["layout"]["shapes"]] == [share * CATALOGUE["h100"].memory_bytes for share in (1, USABLE_MEMORY_SHARE)]
+        assert ([shape["x0"] for shape in spec["layout"]["shapes"]]
+                == [share * CATALOGUE["h100"].memory_bytes for share in (1, USABLE_MEMORY_SHARE)])
 
 
 def test_every_row_opens_to_its_formula_and_source(found):
@@ -69,7 +71,8 @@ def test_every_row_opens_to_its_formula_and_source(found):
 def test_the_view_shows_what_the_plan_finds_and_why_not_the_rest():
     spec, table = plan_view(LLAMA, H200, 1e12, 512, **FREE)
     best = plan(LLAMA, 1e12, H200, devices=512)
-    assert str(best.options[0].layout) in table and "23.3 days (19.5 days to 31.4 days)" in spec["layout"]["title"]["text"]
+    assert (str(best.options[0].layout) in table
+            and "23.3 days (19.5 days to 31.4 days)" in spec["layout"]["title"]["text"])
     assert all(html.escape(one.nearest) in table for one in best.refusals.values() if one.layouts)
     spec, table = plan_view(LLAMA, H200, 1e12, 8, **FREE)
     assert spec["data"] == [] and " more each" in table
@@ -100,8 +103,10 @@ def test_a_budget_buys_flops_and_the_curve_has_its_least_at_the_optimum():
     spec = json.loads(json.dumps(optimum_figure(flops, 8e9), allow_nan=False))
     for law in LAWS.values():
         lines = [trace for trace in spec["data"] if trace.get("name", "").startswith(law.name)]
-        points = [(y, x) for trace in lines for x, y in zip(trace["x"], trace["y"]) if y is not None]
-        assert len(points) == 81 and min(points)[1] == pytest.approx(law.optimum(flops).parameters, rel=0.1)
+        points = [(y, x) for trace in lines for x, y in zip(trace["x"], trace["y"])
+                  if y is not None]
+        assert (len(points) == 81 and min(points)[1] == pytest.approx(law.optimum(flops).parameters,
+            rel=0.1))
     assert "extrapolated" in budget_view(LLAMA, H200, 1e8, 0.4)[1]
 
 
@@ -117,7 +122,8 @@ def test_published_runs_lie_where_the_formula_is_too_fast():
 
 
 def test_a_roofline_and_what_comes_on_top_of_it():
-    """Of Llama 3's 405B on 8,192 H100: model FLOPs over the datasheet's peak are the least that a roofline can say."""
+    """Of Llama 3's 405B on 8,192 H100: model FLOPs over the datasheet's peak are the least that a
+    roofline can say."""
     run = runs("llama-3")[0]
     spec, rows = optimism_view(run)
     names = spec["data"][0]["y"]
@@ -131,7 +137,8 @@ def test_a_roofline_and_what_comes_on_top_of_it():
 
 def test_every_run_that_the_formula_takes_is_drawn_where_it_is_off():
     taken, _ = table()
-    traces = {trace["name"]: trace for trace in json.loads(json.dumps(unseen_figure(taken)))["data"]}
+    traces = {trace["name"]: trace for trace in json.loads(json.dumps(unseen_figure(taken)))[
+        "data"]}
     held = [one for one in taken if one["held_out"]]
     assert len(traces["may be fitted"]["x"]) == len(taken) - len(held)
     outside = traces["held out, outside the printed range"]["x"]
@@ -142,7 +149,8 @@ def test_every_run_that_the_formula_takes_is_drawn_where_it_is_off():
 def test_a_grid_takes_the_layout_of_the_plan_and_leaves_out_what_does_not_fit():
     made = grid({"llama-70b": LLAMA}, ["h200"], [8, 64], [1e11, 1e12])
     best = plan(LLAMA, 1e12, "h200", devices=64).options[0]
-    assert [one.name for one in made] == ["llama-70b, 100B tokens, 64 h200", "llama-70b, 1.00T tokens, 64 h200"]
+    assert ([one.name for one in made] == ["llama-70b, 100B tokens, 64 h200",
+        "llama-70b, 1.00T tokens, 64 h200"])
     assert {one.config for one in made} == {best.config} and best.config.parallel == best.layout
     held = memory(made[0].config, "h200")
     assert held.peak_bytes == best.memory.peak_bytes <= USABLE_MEMORY_SHARE * H200.memory_bytes

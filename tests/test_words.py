@@ -1,4 +1,5 @@
-"""Failures become sentences: what values look like in them, what YAML may hold, and how a command ends."""
+"""Failures become sentences: what values look like in them, what YAML may hold, and how a command
+ends."""
 
 import errno
 import os
@@ -31,7 +32,8 @@ loop: list = []
 loop.append(loop)
 
 
-@pytest.mark.parametrize("value", [*MEAN, "x" * 10**6, 10**5000, -10**400, [MEAN] * 1000, {"a": loop}, loop, Rude(), b"\xff" * 1000, None],
+@pytest.mark.parametrize("value", [*MEAN, "x" * 10**6, 10**5000, -10**400, [MEAN] * 1000,
+                                   {"a": loop}, loop, Rude(), b"\xff" * 1000, None],
                          ids=lambda value: type(value).__name__)
 def test_a_value_is_shown_short_and_harmless(value):
     started = time.process_time()
@@ -40,7 +42,8 @@ def test_a_value_is_shown_short_and_harmless(value):
 
 
 def test_what_people_write_is_shown_as_it_is():
-    assert (shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001", "None", "('a', 1)")
+    assert ((shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001",
+        "None", "('a', 1)"))
     assert printable("two\nlines\tand a tab") == "two\nlines\tand a tab"
     assert str(ConfigError("x\x1b[2J")) == "x\\x1b[2J"
 
@@ -49,7 +52,8 @@ def test_few_names_are_suggested():
     many = [f"blocks.{i}.attention.query" for i in range(500)]
     said = nearest("blocks.7.atention.qery", [f"{name}.weight" for name in many])
     assert "blocks.7.attention.query.weight" in said and len(said) < 300
-    assert nearest("x", ["b", "a"]) == "choose one of a, b" and nearest("x" * 10**6, many).count("blocks") == 3
+    assert (nearest("x", ["b", "a"]) == "choose one of a, b"
+            and nearest("x" * 10**6, many).count("blocks") == 3)
 
 
 @pytest.mark.parametrize("make, sentence", [
@@ -57,14 +61,18 @@ def test_few_names_are_suggested():
     (lambda: Config(steps=True), "steps must be a whole number, got True"),
     (lambda: Config(seed=-1), "seed must be 0 or more, got -1"),
     (lambda: Config(seed=2**63), "seed must be at most 9,223,372,036,854,775,807"),
-    (lambda: Config(steps=10**400), "steps must be at most 2,147,483,647, got a whole number of about 400 digits"),
-    (lambda: Config(optimizer={"beta2": float("nan")}), "optimizer.beta2 must be 0 or more and below 1, got nan"),
+    (lambda: Config(steps=10**400), "steps must be at most 2,147,483,647, got a whole number of "
+                                    "about 400 digits"),
+    (lambda: Config(optimizer={"beta2": float("nan")}), "optimizer.beta2 must be 0 or more and "
+                                                        "below 1, got nan"),
     (lambda: Config(optimizer={"lr": "fast"}), "optimizer.lr must be a number, got 'fast'"),
     (lambda: ModelConfig(norm="rmsnrm"), "no model.norm 'rmsnrm'; did you mean 'rmsnorm'"),
     (lambda: ModelConfig(norm=["rmsnorm"]), "model.norm must be text"),
     (lambda: SystemConfig(threads=10**6), "system.threads must be from 1 to 1,024"),
-    (lambda: SystemConfig(device="cuda:²"), "system.device must be auto, cpu, cuda or cuda:N, got 'cuda:²'"),
-    (lambda: Config().replace({"precision.recipe": "fp8-delayed", "precision.recipe.margin": "-1"}), "margin must be from 0 to 64"),
+    (lambda: SystemConfig(device="cuda:²"), "system.device must be auto, cpu, cuda or cuda:N, got "
+                                            "'cuda:²'"),
+    (lambda: Config().replace({"precision.recipe": "fp8-delayed", "precision.recipe.margin": "-1"}),
+     "margin must be from 0 to 64"),
     (lambda: Config().replace({"model.layers": {"a": {}}}), "model.layers must be a whole number"),
     (lambda: Layout(zero=4), "there is no ZeRO stage 4"),
     (lambda: Layout(data=1.5), "parallel.data must be a whole number, got 1.5"),
@@ -77,7 +85,8 @@ def test_settings_are_checked_when_they_are_made(make, sentence):
 
 
 def test_a_seed_keeps_its_digits():
-    assert Config().replace({"seed": str(2**63 - 1)}).seed == 2**63 - 1 == Config(seed=2**63 - 1).seed
+    assert (Config().replace({"seed": str(2**63 - 1)}).seed == 2**63 - 1
+            == Config(seed=2**63 - 1).seed)
 
 
 def test_arguments_are_read_as_settings_are():
@@ -89,41 +98,50 @@ def test_arguments_are_read_as_settings_are():
     def g(run: Config | Place):
         return run
 
-    assert f("a", "1_000") == (Path("a"), 1000, None) and g(Config()) == Config() and g("a") == Path("a")
-    for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"), ((5,), "place must be text or a path"),
+    assert (f("a", "1_000") == (Path("a"), 1000, None) and g(Config()) == Config()
+            and g("a") == Path("a"))
+    for wrong, sentence in ((("",), "place is empty"), (("a", 0), "count must be positive"),
+                            ((5,), "place must be text or a path"),
                             (("x" * 300,), "part of more than 255 bytes")):
         with pytest.raises(ConfigError, match=sentence):
             f(*wrong)
-    with pytest.raises(TypeError, match="f\\(\\): got an unexpected keyword argument 'steps'; it takes place, count, config"):
+    with pytest.raises(TypeError,
+                       match="f\\(\\): got an unexpected keyword argument 'steps'; it takes place, "
+                             "count, config"):
         f("a", steps=3)
     with pytest.raises(ConfigError, match="config must be a Config or none, got 'cpu-3m'"):
         f("a", config="cpu-3m")
 
 
 @pytest.mark.parametrize("name", [name for name in command_line.YAMLS if name not in (
-    "list", "word", "escape", "escaped_key", "infinite", "text", "nothing", "negative", "bool", "newer", "base60", "long")])
+    "list", "word", "escape", "escaped_key", "infinite", "text", "nothing", "negative", "bool",
+    "newer", "base60", "long")])
 def test_yaml_that_no_setting_needs_is_refused(name):
     started = time.process_time()
     with pytest.raises(ConfigError) as found:
         Config.from_yaml(command_line.YAMLS[name])
-    assert time.process_time() - started < 2 and "\n" not in str(found.value) and len(str(found.value)) < 400
+    assert (time.process_time() - started < 2 and "\n" not in str(found.value)
+            and len(str(found.value)) < 400)
 
 
 def test_yaml_errors_name_file_and_line(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("steps: 1\nseed: 2\nsteps: 3\n")
-    with pytest.raises(ConfigError, match=r"mine.yaml is not valid YAML, line 3: the key steps is there twice"):
+    with pytest.raises(ConfigError,
+                       match=r"mine.yaml is not valid YAML, line 3: the key steps is there twice"):
         read_yaml(path)
     assert parse_yaml("") == {} and parse_yaml("a: [1, x, 2.5, null]") == {"a": [1, "x", 2.5, None]}
     shared = ("first", "head")
-    config = Config().replace({"precision.recipe": "mxfp8", "precision.recipe.high_precision_layers": shared})
+    config = Config().replace({"precision.recipe": "mxfp8",
+                               "precision.recipe.high_precision_layers": shared})
     assert Config.from_yaml(config.to_yaml()) == config     # what the kit writes has no alias
 
 
 def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
-    for path, kind in ((tmp_path / "fifo", "a named pipe"), (tmp_path / "zero", "a device"), (tmp_path, "a folder")):
+    for path, kind in ((tmp_path / "fifo", "a named pipe"), (tmp_path / "zero", "a device"),
+                       (tmp_path, "a folder")):
         with pytest.raises(ConfigError, match=f"is {kind}, not a file"):
             read_text(path, 100)
     (tmp_path / "large").write_bytes(b"a" * 101)
@@ -151,11 +169,16 @@ class OutOfMemoryError(RuntimeError):
 
 
 @pytest.mark.parametrize("error, code, sentence", [
-    (OSError(errno.ENOSPC, "No space left on device", "/x/a\x1b.json"), 2, "/x/a\\x1b.json: No space left on device; free some space"),
-    (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x: Permission denied; choose another path, or change its permissions"),
-    (OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB"), 2, "memory ran out; choose a smaller model"),
-    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"), 2, "memory ran out"),
-    (MemoryError(), 2, "memory ran out"), (RecursionError(), 2, "nests too deeply"), (KeyboardInterrupt(), 130, "interrupted"),
+    (OSError(errno.ENOSPC, "No space left on device", "/x/a\x1b.json"), 2, "/x/a\\x1b.json: No "
+        "space left on device; free some space"),
+    (PermissionError(errno.EACCES, "Permission denied", "/x"), 2, "/x: Permission denied; choose "
+        "another path, or change its permissions"),
+    (OutOfMemoryError("CUDA out of memory. Tried to allocate 3 TiB"), 2, "memory ran out; choose a "
+        "smaller model"),
+    (RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"),
+     2, "memory ran out"),
+    (MemoryError(), 2, "memory ran out"), (RecursionError(), 2, "nests too deeply"),
+    (KeyboardInterrupt(), 130, "interrupted"),
     (ConfigError("x must be y"), 2, "x must be y"),
 ])
 def test_what_is_no_fault_of_lpkit_ends_in_a_sentence(failing, capsys, error, code, sentence):
@@ -164,7 +187,8 @@ def test_what_is_no_fault_of_lpkit_ends_in_a_sentence(failing, capsys, error, co
     assert line.startswith("lpkit: ") and sentence in line
 
 
-@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("x"), TypeError("x"), RuntimeError("x")])
+@pytest.mark.parametrize("error", [AssertionError("x"), KeyError("x"), TypeError("x"),
+                                   RuntimeError("x")])
 def test_a_fault_of_lpkit_keeps_its_traceback(failing, error):
     with pytest.raises(type(error)):
         failing(error)
@@ -183,11 +207,13 @@ def test_signals_unwind(monkeypatch, capsys, name, code):
     before = signal.getsignal(getattr(signal, name))
     monkeypatch.setattr("lpkit.commands.predict.run", work)
     assert cli.main(["predict", "cpu-3m"]) == code and undone == [name]
-    assert capsys.readouterr().err == f"lpkit: stopped by {name}\n" and signal.getsignal(getattr(signal, name)) == before
+    assert (capsys.readouterr().err == f"lpkit: stopped by {name}\n"
+            and signal.getsignal(getattr(signal, name)) == before)
 
 
 def test_argparse_repeats_its_input_short_and_harmless(capsys):
-    for arguments in (["predict", "cpu-3m", "--\x1b[2J" + "x" * 10**5], ["predict", "cpu-3m", "--devices", "9" * 5000],
+    for arguments in (["predict", "cpu-3m", "--\x1b[2J" + "x" * 10**5],
+                      ["predict", "cpu-3m", "--devices", "9" * 5000],
                       ["plan", "--model", "llama-8b", "--tokens", "1e9", "--budget=--"]):
         with pytest.raises(SystemExit) as left:
             sys.exit(cli.main(arguments))
@@ -202,11 +228,13 @@ def test_outputs_obey_no_terminal_either(monkeypatch, capsys):
 
 
 def test_an_output_that_takes_nothing(tmp_path):
-    """A full disk is named, a reader that left is not; nothing follows from the interpreter's own end."""
+    """A full disk is named, a reader that left is not; nothing follows from the interpreter's own
+    end."""
     command = [sys.executable, "-m", "lpkit", "--version"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (2, "lpkit: No space left on device; free some space, or choose another folder\n")
+    assert ((done.returncode, done.stderr) == (2,
+        "lpkit: No space left on device; free some space, or choose another folder\n"))
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
@@ -233,7 +261,8 @@ def test_a_signal_ends_the_preparation_of_a_corpus(tmp_path):
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text("the cat sat\n" * 9)
     command = [sys.executable, "-c", SLOW_TRAINING, str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
+                          env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}) as process:
         assert process.stderr.readline() == "begun\n"
         sent = time.monotonic()
         process.send_signal(signal.SIGTERM)

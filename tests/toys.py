@@ -1,4 +1,5 @@
-"""Techniques from outside, each one row and one function, for tests: in this process and on ranks."""
+"""Techniques from outside, each one row and one function, for tests: in this process and on
+ranks."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,8 +37,10 @@ class TrustSettings(OptimizerSettings):
     momentum: float = 0.9
 
 
-def by_trust(w: Tensor, g: Tensor, slots: list[Tensor], s: TrustSettings, update: int, parameter: Parameter) -> None:
-    """A learning rate for each parameter: the share of its norm in that of its gradient (You et al. 2017, arXiv:1708.03888, algorithm 1)."""
+def by_trust(w: Tensor, g: Tensor, slots: list[Tensor], s: TrustSettings, update: int,
+             parameter: Parameter) -> None:
+    """A learning rate for each parameter: the share of its norm in that of its gradient (You et al.
+    2017, arXiv:1708.03888, algorithm 1)."""
     (m,) = slots
     weight, length = parameter.norm(w), parameter.norm(g)
     local = torch.where(weight > 0, s.trust * weight / (length + s.weight_decay * weight), 1.0)
@@ -46,7 +49,8 @@ def by_trust(w: Tensor, g: Tensor, slots: list[Tensor], s: TrustSettings, update
 
 
 OPTIMIZERS = {
-    "trust": Optimizer(why="a trust ratio", settings=TrustSettings(), slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
+    "trust": Optimizer(why="a trust ratio", settings=TrustSettings(),
+                       slots=(Slot(name="momentum_buffer"),), told=True, temporary_bytes=4,
                       implementation=HERE + "by_trust"),
 }
 SAYS = {    # what a Config says of each
@@ -54,12 +58,14 @@ SAYS = {    # what a Config says of each
     "lars": {"optimizer": "lars", "optimizer.lr": 10.0},
     "normuon": {"optimizer": "normuon"},
     "soap": {"optimizer": "soap", "optimizer.every": 2, "optimizer.clip": 0.0},
-    "shampoo": {"optimizer": "shampoo", "optimizer.every": 1},     # the second update, which is measured, takes roots too
+    # the second update, which is measured, takes roots too
+    "shampoo": {"optimizer": "shampoo", "optimizer.every": 1},
     "galore": {"optimizer": "galore", "optimizer.rank": 8, "optimizer.every": 2},
     # a gradient that is rounding, as that of keys' biases, moves nothing far
     "sophia": {"optimizer": "sophia", "optimizer.every": 2, "optimizer.eps": 1e-5},
     "lamb": {"optimizer": "lamb", "optimizer.lr": 1e-2},
-    "muon": {"optimizer": "muon", "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
+    "muon": {"optimizer": "muon",
+             "optimizer.groups": "embed*:lr_scale=0.1:beta2=0.99:optimizer=adamw"},
     "adafactor": {"optimizer": "adafactor"},
     "adam": {"optimizer": "adam", "optimizer.weight_decay": 0.01},
     "schedule-free": {"optimizer": "schedule-free", "optimizer.lr": 1e-2},
@@ -75,11 +81,13 @@ class ZLoss(Settings):
 
 
 def z_loss(settings: ZLoss, context: ObjectiveContext) -> Loss:
-    """Logits are kept small: plus the square of the logarithm of their exponentials' sum (PaLM, section 5)."""
+    """Logits are kept small: plus the square of the logarithm of their exponentials' sum (PaLM,
+    section 5)."""
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with context.autocast:
             logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
-        return F.cross_entropy(logits, batch.targets.flatten()) + settings.weight * logits.logsumexp(-1).square().mean()
+        return (F.cross_entropy(logits, batch.targets.flatten()) + settings.weight
+                * logits.logsumexp(-1).square().mean())
     return loss
 
 
@@ -99,15 +107,18 @@ def distil(settings: Distil, context: ObjectiveContext) -> Loss:
     """The teacher's probabilities beside the next token (Hinton et al. 2015, arXiv:1503.02531)."""
     from lpkit.training.sampling import trained as model_of
 
-    teacher, T = model_of(Run(Path(settings.teacher)), str(context.device)).model, settings.temperature
+    teacher, T = model_of(Run(Path(settings.teacher)),
+                          str(context.device)).model, settings.temperature
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         with context.autocast:
             logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
             with torch.no_grad():
                 theirs = teacher(batch.tokens, **batch.beside).float().flatten(0, 1)
-        far = F.kl_div((logits / T).log_softmax(-1), (theirs / T).log_softmax(-1), log_target=True, reduction="batchmean")
-        return (1 - settings.share) * F.cross_entropy(logits, batch.targets.flatten()) + settings.share * T * T * far
+        far = F.kl_div((logits / T).log_softmax(-1), (theirs / T).log_softmax(-1), log_target=True,
+                       reduction="batchmean")
+        return ((1 - settings.share) * F.cross_entropy(logits, batch.targets.flatten())
+                + settings.share * T * T * far)
     return loss
 
 
@@ -116,7 +127,8 @@ def of_teacher(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
     model = Run(Path(settings.teacher)).config.model
     ops = operations(replace(s, model=model))
     blocks = (ops.embed, ops.positions, *ops.block * model.L, ops.norm, replace(ops.head, params=0))
-    saved = replace(ops.loss, moved_bytes=3 * ops.loss.moved_bytes, saved_bytes=3 * ops.loss.saved_bytes)
+    saved = replace(ops.loss, moved_bytes=3 * ops.loss.moved_bytes,
+                    saved_bytes=3 * ops.loss.saved_bytes)
     return (*(replace(op, saved_bytes=0) for op in blocks), saved)
 
 
@@ -140,17 +152,23 @@ def prepared_scores(config: Config, folder: Path) -> Config:
 
 OBJECTIVES = {
     "weighted": Objective(implementation=HERE + "weighted", why="tokens count by their scores"),
-    "z-loss": Objective(settings=ZLoss(), implementation=HERE + "z_loss", why="logits are kept small",
+    "z-loss": Objective(settings=ZLoss(), implementation=HERE + "z_loss",
+                        why="logits are kept small",
                         operations=of_z_loss),
-    "distil": Objective(settings=Distil(), implementation=HERE + "distil", why="a teacher's probabilities", operations=of_teacher),
+    "distil": Objective(settings=Distil(), implementation=HERE + "distil",
+                        why="a teacher's probabilities", operations=of_teacher),
 }
-SAYS |= {"weighted": {"objective": "weighted"}, "z-loss": {"objective": "z-loss", "objective.weight": 0.01}, "distil": {"objective": "distil"}}
+SAYS |= {"weighted": {"objective": "weighted"},
+         "z-loss": {"objective": "z-loss", "objective.weight": 0.01},
+         "distil": {"objective": "distil"}}
 
 
 # ---- the kit's own masked models, which no toy's next tokens are
 
-HIDDEN = {"imports": "lessons.rows.masked", "model.attention": "bidirectional", "data.policy": "masked", "model.vocab": 257}
-SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 0.75, "model.changes": "masked-autoencoder:encoder_layers=1"}}
+HIDDEN = {"imports": "lessons.rows.masked", "model.attention": "bidirectional",
+          "data.policy": "masked", "model.vocab": 257}
+SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 0.75,
+    "model.changes": "masked-autoencoder:encoder_layers=1"}}
 
 
 # ---- sizes of updates
@@ -171,7 +189,8 @@ SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
 SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "global_batch": 8, "grad_accum_steps": 4}}
 
 
-ROWS = ((optimizers.OPTIMIZERS, OPTIMIZERS), (objectives.OBJECTIVES, OBJECTIVES), (data.SIZES, SIZES))
+ROWS = ((optimizers.OPTIMIZERS, OPTIMIZERS), (objectives.OBJECTIVES, OBJECTIVES),
+        (data.SIZES, SIZES))
 
 
 def add() -> None:
@@ -181,19 +200,23 @@ def add() -> None:
 
 
 def trained(config: Config, ranks: Ranks | None = None, updates: int = 4) -> list:
-    """Losses of some updates, the last validation loss, and the weights. Half of the way a second training goes on from what is saved."""
+    """Losses of some updates, the last validation loss, and the weights. Half of the way a second
+    training goes on from what is saved."""
     training = Training.build(config, ranks=ranks)
     losses = []
     for step in range(updates):
         if step == updates // 2:
-            saved = {name: whole(t).clone() if isinstance(t, (Tensor, Cut)) else t for name, t in training.state_dict().items()}
+            saved = {name: whole(t).clone() if isinstance(t, (Tensor, Cut)) else t
+                     for name, t in training.state_dict().items()}
         losses.append(training.update(step).loss.item())
     other = Training.build(config, ranks=ranks)
     other.load_state_dict(saved)
-    assert losses[updates // 2:] == [other.update(step).loss.item() for step in range(updates // 2, updates)]
+    assert (losses[updates // 2:] == [other.update(step).loss.item()
+                                      for step in range(updates // 2, updates)])
     state = training.state_dict()
     weights = [state[f"model/{name}"] for name in training.sharding.owned]
-    return [losses, training.evaluate(), torch.cat([whole(t).detach().flatten() for t in weights]).tolist()]
+    return [losses, training.evaluate(),
+            torch.cat([whole(t).detach().flatten() for t in weights]).tolist()]
 
 
 def whole(t: Tensor) -> Tensor:

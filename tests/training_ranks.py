@@ -62,7 +62,8 @@ def on_gpus(place: Place, told: dict) -> dict:
         training = Training.build(config, ranks=ranks)
         losses = [training.update(step).loss.item() for step in range(3)]
         devices = {str(p.device) for p in training.sharding.owned.values()}
-        return {"losses": losses, "backends": asked, "mesh": ranks.device, "set": [index for _, index in fake.told], "first": begun[0][1],
+        return {"losses": losses, "backends": asked, "mesh": ranks.device,
+                "set": [index for _, index in fake.told], "first": begun[0][1],
                 "devices": sorted(devices), "races": fake.races}
 
 
@@ -74,7 +75,8 @@ def doctors(place: Place, told: dict) -> list:
 
 
 def beside_ddp(place: Place, told: dict) -> float:
-    """The largest distance between our averaged gradients and DistributedDataParallel's, of their largest."""
+    """The largest distance between our averaged gradients and DistributedDataParallel's, of their
+    largest."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
@@ -83,15 +85,18 @@ def beside_ddp(place: Place, told: dict) -> float:
         training.forward_backward(batch)
         for i, piece in enumerate(batch.chunk(config.micro_batches)):
             model.require_backward_grad_sync = i == config.micro_batches - 1
-            loss = nn.functional.cross_entropy(model(piece.tokens).flatten(0, 1), piece.targets.flatten())
+            loss = nn.functional.cross_entropy(model(piece.tokens).flatten(0, 1),
+                piece.targets.flatten())
             (loss / config.micro_batches).backward()
         ours = dict(training.model.named_parameters())
         theirs = dict(model.module.named_parameters())
-        return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item() for name, p in theirs.items())
+        return max(((ours[name].grad - p.grad).abs().max() / p.grad.abs().max()).item()
+                   for name, p in theirs.items())
 
 
 def losses(place: Place, told: dict) -> list[float]:
-    """Returns those of the first update in each of told["layouts"], settings beside those of the config."""
+    """Returns those of the first update in each of told["layouts"], settings beside those of the
+    config."""
     found = []
     for i, layout in enumerate(told["layouts"]):
         config = Config.from_dict(told["config"]).replace(layout)
@@ -104,7 +109,8 @@ def losses(place: Place, told: dict) -> list[float]:
 
 
 def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
-    """Returns, by parameter, how far its gradient is from that of PyTorch's parallelize_module over the same ranks, of the largest."""
+    """Returns, by parameter, how far its gradient is from that of PyTorch's parallelize_module over
+    the same ranks, of the largest."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
@@ -115,16 +121,19 @@ def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
         for block in whole.blocks:
             names = dict(block.named_modules())
             fused = "mlp.gate_up" in names      # left whole, and so is what comes after it
-            plan = {name: style for name, style in (columns | rows).items() if name in names and not (fused and "mlp" in name)}
+            plan = {name: style for name, style in (columns | rows).items() if name in names
+                    and not (fused and "mlp" in name)}
             parallelize_module(block, mesh, plan)
             block.attention.G //= config.parallel.tensor
         batch = training.batch(0)
         training.forward_backward(batch)
-        nn.functional.cross_entropy(whole(batch.tokens).flatten(0, 1), batch.targets.flatten()).backward()
+        nn.functional.cross_entropy(whole(batch.tokens).flatten(0, 1),
+                                    batch.targets.flatten()).backward()
         found = {}
         for name, p in whole.named_parameters():
             due, g = p.grad, training.sharding.owned[name].grad
-            due, g = (t.full_tensor() if isinstance(t, (DTensor, Cut)) else t for t in (due, training.sharding.whole(name, g)))
+            due, g = (t.full_tensor() if isinstance(t, (DTensor, Cut)) else t
+                      for t in (due, training.sharding.whole(name, g)))
             if "q_norm" in name or "k_norm" in name:        # theirs has met this rank's heads alone
                 dist.all_reduce(due)
             found[name] = ((g - due).abs().max() / due.abs().max()).item()
@@ -132,8 +141,9 @@ def beside_parallelize_module(place: Place, told: dict) -> dict[str, float]:
 
 
 def late(place: Place, told: dict) -> list[float]:
-    """Of an update in which rank 1 sleeps before its backward, once all others are in theirs: seconds in waits, those
-    that were over when backward was, and those of the whole update. Buckets are small, so that there are several."""
+    """Of an update in which rank 1 sleeps before its backward, once all others are in theirs:
+    seconds in waits, those that were over when backward was, and those of the whole update. Buckets
+    are small, so that there are several."""
     REDUCTIONS["overlapped"] = replace(REDUCTIONS["overlapped"], bucket_bytes=1 << 12)
     config, folder = Config.from_dict(told["config"]), Path(told["folder"])
     with _meet(place, config) as ranks:
@@ -157,7 +167,8 @@ def late(place: Place, told: dict) -> list[float]:
 
 
 def messages(place: Place, told: dict) -> list[int]:
-    """How many all-reduces an update of gradients takes, by reduction; and whether all ranks have the same weights."""
+    """How many all-reduces an update of gradients takes, by reduction; and whether all ranks have
+    the same weights."""
     found = []
     for reduction in told["reductions"]:
         config = Config.from_dict(told["config"]).replace({"parallel.reduction": reduction})
@@ -197,13 +208,15 @@ def weights_and_zeros(place: Place, told: dict) -> list[float]:
             def batch(self, step):
                 return whole
 
-        training = Training.build(config, ranks=ranks, data=Share(Drawn(), ranks, config.global_batch))
+        training = Training.build(config, ranks=ranks,
+                                  data=Share(Drawn(), ranks, config.global_batch))
         done = training.update(0)
         return [done.loss.item(), done.grad_norm.item(), training.evaluate()]
 
 
 def draws(place: Place, told: dict) -> None:
-    """Updates with batches of as many sequences as told["sequences"][rank] says, one after the other."""
+    """Updates with batches of as many sequences as told["sequences"][rank] says, one after the
+    other."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         each = iter(told["sequences"][place.rank])
@@ -213,7 +226,8 @@ def draws(place: Place, told: dict) -> None:
                 tokens = torch.zeros(next(each), config.model.context, dtype=torch.int64)
                 return Batch(tokens, tokens)
 
-        training = Training.build(config, ranks=ranks, data=Share(Drawn(), ranks, config.global_batch))
+        training = Training.build(config, ranks=ranks,
+                                  data=Share(Drawn(), ranks, config.global_batch))
         for step in range(2):
             training.update(step)
 
@@ -222,12 +236,14 @@ def weighted(config: Config) -> Batch:
     rng = torch.Generator().manual_seed(1)
     shape = config.global_batch, config.model.context
     tokens, targets = (torch.randint(config.model.vocab, shape, generator=rng) for _ in range(2))
-    return Batch(tokens, targets, weights=(torch.rand(shape, generator=rng) > torch.linspace(0.1, 0.9, shape[0])[:, None]).float())
+    return Batch(tokens, targets,
+                 weights=(torch.rand(shape, generator=rng) > torch.linspace(0.1, 0.9, shape[0])[:,
+                     None]).float())
 
 
 def gathers(place: Place, told: dict) -> dict:
-    """Two updates with each way to gather weights, from the same start: losses, gradients' digest, messages of the
-    first update, and whether a state that was saved is gone on from."""
+    """Two updates with each way to gather weights, from the same start: losses, gradients' digest,
+    messages of the first update, and whether a state that was saved is gone on from."""
     found = {}
     for i, gathered in enumerate(told["gathered"]):
         config = Config.from_dict(told["config"]).replace({"parallel.gathered": gathered})
@@ -236,8 +252,10 @@ def gathers(place: Place, told: dict) -> dict:
             training = Training.build(config, ranks=ranks)
             with MessageCount() as count:
                 training.update(0)
-            saved = {name: _whole(t).clone() if isinstance(t, (torch.Tensor, Cut)) else t for name, t in training.state_dict().items()}
-            assert all(t.dtype == torch.float32 for name, t in saved.items() if name.startswith("model/"))
+            saved = {name: _whole(t).clone() if isinstance(t, (torch.Tensor, Cut)) else t
+                     for name, t in training.state_dict().items()}
+            assert all(t.dtype == torch.float32 for name, t in saved.items()
+                       if name.startswith("model/"))
             second = training.update(1)
             after = _weights(training)
             evaluated = training.evaluate()
@@ -245,7 +263,8 @@ def gathers(place: Place, told: dict) -> dict:
             other.load_state_dict(saved)
             again = other.update(1)
             assert again.loss == second.loss and torch.equal(_weights(other), after)
-            found[gathered] = [second.loss.item(), second.grad_norm.item(), evaluated, _digest(after),
+            found[gathered] = [second.loss.item(), second.grad_norm.item(), evaluated,
+                               _digest(after),
                                sorted([*message, times] for message, times in count.sent.items())]
     return found
 
@@ -253,7 +272,8 @@ def gathers(place: Place, told: dict) -> dict:
 def _weights(training: Training) -> torch.Tensor:
     """Whole ones."""
     state = training.state_dict()
-    return _flat(state[f"model/{name}"] for name in training.sharding.shapes if f"model/{name}" in state)
+    return _flat(state[f"model/{name}"] for name in training.sharding.shapes
+                 if f"model/{name}" in state)
 
 
 def _flat(tensors) -> torch.Tensor:
@@ -273,7 +293,8 @@ def _digest(t: torch.Tensor) -> str:
 
 
 def agreed(place: Place, told: dict) -> list[str]:
-    """Digests, in this order: of the state of the casts that all must have alike, of the weights, of what is drawn."""
+    """Digests, in this order: of the state of the casts that all must have alike, of the weights,
+    of what is drawn."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
@@ -282,13 +303,15 @@ def agreed(place: Place, told: dict) -> list[str]:
         layers = list(scaled_linears(training.model))
         state = [t.flatten().float() for layer in layers for name, t in layer.state_dict().items()
                  if name in ("amax_history", "draws")]
-        keys = [layer.keys.flatten() for layer in layers if layer.recipe.stochastic] or [torch.zeros(1)]
+        keys = ([layer.keys.flatten() for layer in layers if layer.recipe.stochastic]
+                or [torch.zeros(1)])
         assert not layers[0].recipe.delayed or layers[0].amax_history.any()
         return [_digest(torch.cat(t)) for t in (state, [_weights(training)], keys)]
 
 
 def overflows(place: Place, told: dict) -> list:
-    """Of an update in which rank 1 alone overflows, and of the next: whether weights moved, the loss scale, the loss."""
+    """Of an update in which rank 1 alone overflows, and of the next: whether weights moved, the
+    loss scale, the loss."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
@@ -298,7 +321,8 @@ def overflows(place: Place, told: dict) -> list:
             loss = lambda model, batch, mine=mine: training.objective(model, batch) * mine
             done = replace(training, objective=loss).update(0)
             scale = training.scaler.scale.item() if training.scaler else 0
-            found += [not torch.equal(before, _weights(training)), scale, math.isfinite(done.loss.item()),
+            found += [not torch.equal(before, _weights(training)), scale,
+                      math.isfinite(done.loss.item()),
                       math.isfinite(done.grad_norm.item())]
         return found
 
@@ -309,14 +333,16 @@ def inf_in_a_row(place: Place, told: dict) -> list:
     with _meet(place, config) as ranks:
         training = Training.build(config, ranks=ranks)
         if ranks.rank == 1:
-            training.model.embed.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]), math.inf))
+            training.model.embed.weight.register_hook(lambda g: g.index_fill(0, torch.tensor([0]),
+                math.inf))
         before = _weights(training)
         training.update(0)
         return [torch.equal(before, _weights(training)), training.scaler.scale.item()]
 
 
 def compiled(place: Place, told: dict) -> list[list[float]]:
-    """Losses and gradient norms of two updates, and gradients in full: traced, without code, and not. And how often a graph broke."""
+    """Losses and gradient norms of two updates, and gradients in full: traced, without code, and
+    not. And how often a graph broke."""
     config, plain, found = Config.from_dict(told["config"]), torch.compile, []
     torch.compile = lambda f, **options: plain(f, **options | {"backend": "aot_eager"})
     counters.clear()
@@ -333,7 +359,8 @@ def compiled(place: Place, told: dict) -> list[list[float]]:
 
 
 def races(place: Place, told: dict) -> dict:
-    """Of what this rank was asked to choose, what a layer then calls, and what it raised where the first one cannot choose."""
+    """Of what this rank was asked to choose, what a layer then calls, and what it raised where the
+    first one cannot choose."""
     config, asked = Config.from_dict(told["config"]), []
     with _meet(place, config) as ranks:
         def watched(name: str, *given, **how):
@@ -342,7 +369,8 @@ def races(place: Place, told: dict) -> dict:
 
         with patch("lpkit.execution.kernels.choose", watched):
             training = Training.build(config, data=RandomTokens(config), ranks=ranks)
-        used = ["rms-norm", training.decisions.choices["kernel:rms-norm"].used, training.model.blocks[0].norm1.normalise.__name__]
+        used = ["rms-norm", training.decisions.choices["kernel:rms-norm"].used,
+                training.model.blocks[0].norm1.normalise.__name__]
         with patch("lpkit.execution.kernels.choose", side_effect=ConfigError("planted")):
             try:
                 Training.build(config, data=RandomTokens(config), ranks=ranks)
@@ -351,7 +379,8 @@ def races(place: Place, told: dict) -> dict:
 
 
 def optimizers_race(place: Place, told: dict) -> list:
-    """What of the optimizer this rank raced, and what it runs, where each would find another version the fastest."""
+    """What of the optimizer this rank raced, and what it runs, where each would find another
+    version the fastest."""
     config, asked = Config.from_dict(told["config"]), []
 
     def found(name: str, *_, **__):
@@ -361,11 +390,13 @@ def optimizers_race(place: Place, told: dict) -> list:
 
     with _meet(place, config) as ranks, patch("lpkit.optim.one_pass.choose", found):
         optimizer = Training.build(config, data=RandomTokens(config), ranks=ranks).optimizer
-        return [asked, optimizer.choices["kernel:lion"].used, all(rule.one_pass is None for rule in optimizer.rule_of.values())]
+        return [asked, optimizer.choices["kernel:lion"].used,
+                all(rule.one_pass is None for rule in optimizer.rule_of.values())]
 
 
 def counted(place: Place, told: dict) -> list:
-    """What the second update sent, as data and as control, and what this rank held, in all and by row."""
+    """What the second update sent, as data and as control, and what this rank held, in all and by
+    row."""
     config = Config.from_dict(told["config"])
     with _meet(place, config) as ranks:
         # gloo's own thread lets a tensor go a moment after the wait for it, which counts as held
@@ -375,25 +406,29 @@ def counted(place: Place, told: dict) -> list:
         with MessageCount() as count:
             bench.train()
         assert count.sent == found.messages
-        as_lists = [[[*message, times] for message, times in sent.items()] for sent in (count.sent, count.control)]
+        as_lists = [[[*message, times] for message, times in sent.items()]
+                    for sent in (count.sent, count.control)]
         return [*as_lists, found.peak_bytes, found.rows]
 
 
 def starts(place: Place, told: dict) -> list:
-    """Of each layout: the weights' digest, the most that building held, over the weights' bytes, and the ranks of a shard."""
+    """Of each layout: the weights' digest, the most that building held, over the weights' bytes,
+    and the ranks of a shard."""
     found = []
     for i, layout in enumerate(told["layouts"]):
         config = _sharded(told, **layout)
         place.store += f"-{i}"
         with _meet(place, config) as ranks:
-            training, peak = _watched(partial(Training.build, config, data=RandomTokens(config), ranks=ranks))
+            training, peak = _watched(partial(Training.build, config, data=RandomTokens(config),
+                ranks=ranks))
             weights = _weights(training)
             found.append([_digest(weights), peak / weights.nbytes, config.parallel.shard])
     return found
 
 
 def _sharded(told: dict, **layout) -> Config:
-    return Config.from_dict(told["config"]).replace({f"parallel.{key}": value for key, value in layout.items()})
+    return Config.from_dict(told["config"]).replace(
+        {f"parallel.{key}": value for key, value in layout.items()})
 
 
 def _watched(work):
@@ -435,8 +470,8 @@ def _state_digest(training: Training) -> str:
 
 
 def out_of_memory(place: Place, told: dict) -> None:
-    """A run whose rank `told["rank"]` meets the end of memory in its third update: planted, or, with `told["room_bytes"]`,
-    because it may have no more than that beyond what it has."""
+    """A run whose rank `told["rank"]` meets the end of memory in its third update: planted, or,
+    with `told["room_bytes"]`, because it may have no more than that beyond what it has."""
     torch.set_num_threads(1)
     updates, plain = itertools.count(1), Training.forward_backward
 
@@ -454,8 +489,8 @@ def out_of_memory(place: Place, told: dict) -> None:
 
 
 def toys_train(place: Place, told: dict) -> list:
-    """Updates by techniques of tests/toys.py in one layout after another: losses, whole weights, and whether half of the way goes on from what
-    was saved."""
+    """Updates by techniques of tests/toys.py in one layout after another: losses, whole weights,
+    and whether half of the way goes on from what was saved."""
     toys.add()
     found = []
     for i, layout in enumerate(told["layouts"]):

@@ -4,8 +4,10 @@ An attack is a module of this folder with
 
     COUNT                               of trials by hand; `lpkit bench reliability` runs them all
     FEW                                 of trials in the test suite, a few seconds long
-    attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome; where this machine has not
-                                        what it needs, one of no trial, with NOT_TRIED and why among its facts
+    attack(count, seed, folder)         does them in the empty `folder`, and returns an Outcome;
+    where this machine has not
+                                        what it needs, one of no trial, with NOT_TRIED and why among
+                                        its facts
 """
 
 import os
@@ -21,7 +23,8 @@ NAMES = sorted(one.name for one in pkgutil.iter_modules(__path__) if not one.nam
 
 
 def patience() -> float:
-    """What is promised in seconds is so of a machine that does nothing else; beside more work than cores, times this."""
+    """What is promised in seconds is so of a machine that does nothing else; beside more work than
+    cores, times this."""
     return max(1, os.getloadavg()[0] / cores())
 
 
@@ -39,7 +42,8 @@ class Outcome:
 
     tried: int = 0
     failures: dict[str, list[str]] = field(default_factory=dict)
-    facts: dict[str, float | str | dict] = field(default_factory=dict)     # what else was seen, with units; counts by kind
+    # what else was seen, with units; counts by kind
+    facts: dict[str, float | str | dict] = field(default_factory=dict)
 
     def failed(self, what: str, trial: object) -> None:
         self.failures.setdefault(what, []).append(str(trial))

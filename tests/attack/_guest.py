@@ -1,7 +1,9 @@
-"""What a hostile learner does, in a kernel of a room or, with an account, elsewhere on the machine. The standard library alone.
+"""What a hostile learner does, in a kernel of a room or, with an account, elsewhere on the machine.
+The standard library alone.
 
-`python -m tests.attack._guest UID FIRST END SHARE PORT ...` becomes that user, and takes ports until its input ends: the named ones, and of
-the range as many as it gets, to the SHARE; the others it takes and lets go without end. Then it prints what it got and heard.
+`python -m tests.attack._guest UID FIRST END SHARE PORT ...` becomes that user, and takes ports
+until its input ends: the named ones, and of the range as many as it gets, to the SHARE; the others
+it takes and lets go without end. Then it prints what it got and heard.
 """
 
 import glob
@@ -61,7 +63,8 @@ class Taker:
                     end.sendall(ANSWER)
 
     def run(self, ports: list[int], held: int = 0, churned: tuple[int, ...] = ()) -> None:
-        """Until it is over: take the ports again and again, hold up to `held` of the others, and take and let go the rest."""
+        """Until it is over: take the ports again and again, hold up to `held` of the others, and
+        take and let go the rest."""
         ports, wanted = {*ports}, list(churned)
         random.shuffle(wanted)
         keeping, turning = wanted[:held], wanted[held:]
@@ -104,13 +107,15 @@ class OnSocket(http.client.HTTPConnection):
         self.sock.connect(self.path)
 
 
-def asked(path: str, method: str, url: str, body: bytes | None = None, token: str = "", seconds: float = 20, **headers: str) -> tuple[int, bytes]:
+def asked(path: str, method: str, url: str, body: bytes | None = None, token: str = "",
+          seconds: float = 20, **headers: str) -> tuple[int, bytes]:
     """Status and body of an answer on a Unix socket; 0 where none came."""
     connection = OnSocket("localhost", timeout=seconds)
     connection.path = path
     with closing(connection):
         try:
-            connection.request(method, url, body, ({"Authorization": f"token {token}"} if token else {}) | headers)
+            connection.request(method, url, body,
+                               ({"Authorization": f"token {token}"} if token else {}) | headers)
             answer = connection.getresponse()
             return answer.status, answer.read()
         except (OSError, http.client.HTTPException):
@@ -127,9 +132,13 @@ def replaced(path: str) -> list[str]:
         with socket.socket(socket.AF_UNIX) as one:
             one.bind(place)
 
-    ways = {"unlink": lambda: os.unlink(path), "rename": lambda: os.rename(path, f"{path}.old"), "replace": lambda: os.rename(ours, path),
-            "bind": lambda: bind(path), "link": lambda: os.symlink(ours, path), "open": lambda: open(path, "w"), "chmod": lambda: os.chmod(path, 0o777),
-            "neighbour": lambda: bind(f"{path}-eve"), "folder": lambda: os.rename(folder, f"{folder}-old"), "make": lambda: os.mkdir(f"{folder}/51999")}
+    ways = {"unlink": lambda: os.unlink(path), "rename": lambda: os.rename(path, f"{path}.old"),
+            "replace": lambda: os.rename(ours, path),
+            "bind": lambda: bind(path), "link": lambda: os.symlink(ours, path),
+            "open": lambda: open(path, "w"), "chmod": lambda: os.chmod(path, 0o777),
+            "neighbour": lambda: bind(f"{path}-eve"),
+            "folder": lambda: os.rename(folder, f"{folder}-old"),
+            "make": lambda: os.mkdir(f"{folder}/51999")}
     for name, way in ways.items():
         with suppress(OSError):
             way()
@@ -142,19 +151,26 @@ def replaced(path: str) -> list[str]:
 # ---- reports
 
 def report(number: object, **more: object) -> dict:
-    return {"id": f"{os.getpid()}-{number}", "kind": "exercise", "notebook": "03_number_formats", "name": "03.eve", "verdict": "wrong", **more}
+    return {"id": f"{os.getpid()}-{number}", "kind": "exercise", "notebook": "03_number_formats",
+            "name": "03.eve", "verdict": "wrong", **more}
 
 
 def odd_bodies(rng: random.Random, of_another: str) -> list[bytes]:
     """Bodies of requests, few of which are reports."""
     n = rng.randrange(1 << 40)
-    wrong = [{"value": float("nan")}, {"value": float("inf")}, {"seconds": float("-inf")}, {"notebook": 5}, {"name": 7}, {"name": None}, {"name": "\ud800"},
-             {"name": [[[[]]]]}, {"held": "yes"}, {"attempts": True}, {"time": "now"}, {"kind": "party"}, {"kind": ["guess"]}, {"id": ["1"]}, {"id": {}},
-             {"value": 10**400}, {"name": "\x1b[2J\x00"}, {"name": "x" * 100_000}, {"pseudonym": of_another, "name": "03.of-another"}, {"verdict": {}},
-             {"factor": -10**299}, {"measured": 1e308}, {"name": "=HYPERLINK(1)"}, {"name": "</script><script>alert(1)</script>"}, {"unit": "'\",\r\n"}]
+    wrong = [{"value": float("nan")}, {"value": float("inf")}, {"seconds": float("-inf")},
+             {"notebook": 5}, {"name": 7}, {"name": None}, {"name": "\ud800"},
+             {"name": [[[[]]]]}, {"held": "yes"}, {"attempts": True}, {"time": "now"},
+             {"kind": "party"}, {"kind": ["guess"]}, {"id": ["1"]}, {"id": {}},
+             {"value": 10**400}, {"name": "\x1b[2J\x00"}, {"name": "x" * 100_000},
+             {"pseudonym": of_another, "name": "03.of-another"}, {"verdict": {}},
+             {"factor": -10**299}, {"measured": 1e308}, {"name": "=HYPERLINK(1)"},
+             {"name": "</script><script>alert(1)</script>"}, {"unit": "'\",\r\n"}]
     bodies = [json.dumps([report(f"{n}-{k}", **one)]).encode() for k, one in enumerate(wrong)]
-    bodies += [b"[" * 100_000, b'{"a":' * 20_000, b"", b"[", b"null", b"7", b"{}", b'["' + b"x" * 130_000 + b'"]', b"\xff\xfe", rng.randbytes(5000),
-               b'[{"value": 1e999, "id": "1", "kind": "guess", "name": "a", "notebook": "b"}]', b"[" + b"1" * 130_000 + b"]",
+    bodies += [b"[" * 100_000, b'{"a":' * 20_000, b"", b"[", b"null", b"7", b"{}",
+               b'["' + b"x" * 130_000 + b'"]', b"\xff\xfe", rng.randbytes(5000),
+               b'[{"value": 1e999, "id": "1", "kind": "guess", "name": "a", "notebook": "b"}]',
+               b"[" + b"1" * 130_000 + b"]",
                b"[" + b",".join([b"{}"] * 40_000) + b"]", b"x" * (20 << 20)]
     rng.shuffle(bodies)
     return bodies
@@ -169,7 +185,8 @@ def burst(path: str, count: int, at_once: int = 800) -> dict:
         while starts:
             with suppress(IndexError):
                 first = starts.pop()
-                body = json.dumps([{"id": f"{os.getpid()}b{first + n}", "kind": "guess", "notebook": "03", "name": "03.burst", "value": 1}
+                body = json.dumps([{"id": f"{os.getpid()}b{first + n}", "kind": "guess",
+                                    "notebook": "03", "name": "03.burst", "value": 1}
                                    for n in range(at_once)]).encode()
                 status, said = asked(path, "POST", "/services/progress/report", body, seconds=120)
                 counts.append(json.loads(said)["kept"] if status == 200 else 0)
@@ -192,7 +209,8 @@ def crowd(path: str, count: int, seconds: float = 20.0) -> list[socket.socket]:
         one.setblocking(False)
         try:
             one.connect(path)
-            one.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n[")
+            (one.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: "
+                      b"100\r\n\r\n["))
             ends.append(one)
         except OSError:     # too many wait to be accepted
             one.close()
@@ -231,7 +249,8 @@ def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
         if not os.fork():
             with open(tell, "w") as out:
                 mine = churned[part::parts]
-                taker = Taker().begin([int(port) for port in ports] if not part else [], round(float(share) * len(mine)), mine)
+                taker = Taker().begin([int(port) for port in ports] if not part else [],
+                                      round(float(share) * len(mine)), mine)
                 while not taker.ready:
                     time.sleep(0.01)
                 print("ready", file=out, flush=True)
@@ -243,7 +262,8 @@ def main(uid: str, first: str, end: str, share: str, *ports: str) -> None:
     if all(one.readline() for one in ends):
         print("ready", flush=True)
     said = [json.loads(one.read()) for one in ends]
-    print(json.dumps({key: [each for one in said for each in one[key]] for key in ("taken", "heard")}), flush=True)
+    print(json.dumps({key: [each for one in said for each in one[key]]
+                      for key in ("taken", "heard")}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The warm parent of lpkit.parallel.supervisor, whose ranks hang after SIGUSR2 where they were to wait for the next
-message: they live, and their threads beat."""
+"""The warm parent of lpkit.parallel.supervisor, whose ranks hang after SIGUSR2 where they were to
+wait for the next message: they live, and their threads beat."""
 
 import signal
 import sys

@@ -1,4 +1,5 @@
-"""Commands in processes that cost milliseconds: one imports what they need, and forks for each of them."""
+"""Commands in processes that cost milliseconds: one imports what they need, and forks for each of
+them."""
 
 import json
 import os
@@ -16,24 +17,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LONGEST_SECONDS = 120
 # The smallest training that has everything a run has.
-SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120, "global_batch": 4,
+SMALL = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "steps": 120,
+         "global_batch": 4,
          "eval_every": 0, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32",
          "system.device": "cpu", "system.threads": 1}
 
 
 # What changes files, as Python's own audit says it, and which of its arguments are their paths.
-WRITES = {"os.mkdir": (0,), "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,), "os.truncate": (0,), "os.symlink": (1,),
+WRITES = {"os.mkdir": (0,), "os.remove": (0,), "os.rename": (0, 1), "os.rmdir": (0,),
+          "os.truncate": (0,), "os.symlink": (1,),
           "os.link": (1,), "os.chmod": (0,), "os.chown": (0,)}
 HARMLESS = ("/dev/null", "/dev/tty")
 
 
 class Nursery:
     def __init__(self, process: subprocess.Popen, folder: Path):
-        self._process, self.output, self._wrote = process, folder / "output.txt", folder / "wrote.txt"
+        self._process, self.output, self._wrote = (process, folder / "output.txt",
+            folder / "wrote.txt")
 
     def begin(self, *words: object) -> int:
         """Run `lpkit WORDS`; its process."""
-        self._process.stdin.write(json.dumps([[str(word) for word in words], str(self.output)]) + "\n")
+        self._process.stdin.write(json.dumps([[str(word) for word in words], str(self.output)])
+                                  + "\n")
         self._process.stdin.flush()
         self._pid = int(self._process.stdout.readline())
         return self._pid
@@ -68,7 +73,8 @@ def tell_of_writes() -> None:
 
     def hook(event: str, arguments: tuple) -> None:
         places = [arguments[i] for i in WRITES.get(event, ())]
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if (event == "open" and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
             places = [arguments[0]]
         for place in places:
             if isinstance(place, (str, bytes, os.PathLike)):
@@ -82,10 +88,14 @@ def tell_of_writes() -> None:
 @contextmanager
 def nursery(folder: Path, main: str = "lpkit.cli:main", warm: str = "tests.attack._nursery:warm",
             **environment: str) -> Iterator[Nursery]:
-    """Its commands, or another function of words, run in `folder` and keep their caches there. `warm` is called before the first."""
-    own = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}    # of whoever imported a compiler
-    environment = dict(own, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1", **environment)
-    with subprocess.Popen([sys.executable, "-m", "tests.attack._nursery", str(folder), main, warm], stdin=subprocess.PIPE,
+    """Its commands, or another function of words, run in `folder` and keep their caches there.
+    `warm` is called before the first."""
+    # of whoever imported a compiler
+    own = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}
+    environment = dict(own, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1",
+                       PYTHONDONTWRITEBYTECODE="1", **environment)
+    with subprocess.Popen([sys.executable, "-m", "tests.attack._nursery", str(folder), main, warm],
+                          stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
         yield Nursery(process, folder)
         process.stdin.close()
@@ -95,7 +105,8 @@ def prepare(folder: Path, **settings: object) -> Path:
     """A corpus and a config in `folder`; the config."""
     from lpkit.config import Config
 
-    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
+    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
+        for i in range(20_000)))
     config = Config().replace(SMALL | {"data.source": str(folder / "corpus.txt")} | settings)
     (folder / "config.yaml").write_text(config.to_yaml())
     return folder / "config.yaml"
@@ -115,7 +126,8 @@ def saving(run: Path) -> bool:
 # ---- in the nursery
 
 def _child(main: Callable[[list[str]], int], words: list[str], output: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's background child ignores it,
+    # a shell's background child ignores it,
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)                # and what nohup began, this
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""docs/reliability.md, from what `lpkit bench reliability --out data/measured` recorded, and how old it is."""
+"""docs/reliability.md, from what `lpkit bench reliability --out data/measured` recorded, and how
+old it is."""
 
 import json
 import re
@@ -31,42 +32,51 @@ def page() -> str:
                   markdown_table(("attack", "trials", "did harm", "seconds", "at commit", "seen"),
                                  [_row({**result, **case}) for case in result["cases"]]), ""]
         for case in ({**result, **case} for case in result["cases"]):
-            if kinds := {kind: counts for kind, counts in case["facts"].items() if isinstance(counts, dict)}:
+            if kinds := {kind: counts for kind, counts in case["facts"].items()
+                         if isinstance(counts, dict)}:
                 heads = next(iter(kinds.values()))
-                lines += [markdown_table((case["case"], *heads), [(kind, *map(str, counts.values())) for kind, counts in kinds.items()]), ""]
+                lines += [markdown_table((case["case"], *heads),
+                                         [(kind, *map(str, counts.values()))
+                                          for kind, counts in kinds.items()]), ""]
     return "\n".join(lines)
 
 
 def _row(case: dict) -> tuple[str, ...]:
     harm = ", ".join(f"{what}: {len(trials)}" for what, trials in case["failures"].items())
-    seen = ", ".join(f"{what}: {value}" for what, value in case["facts"].items() if not isinstance(value, dict))
+    seen = ", ".join(f"{what}: {value}" for what, value in case["facts"].items()
+                     if not isinstance(value, dict))
     return (case["case"], f"{case['peer_median']:,.0f}", harm or "none", f"{case['seconds']:,.0f}",
             case.get("at", case["commit"]), seen)
 
 
 def age(text: str, root: Path = ROOT) -> str:
-    """What is to be said of a page that is older than the code; nothing where git cannot tell (no checkout, a shallow one)."""
+    """What is to be said of a page that is older than the code; nothing where git cannot tell (no
+    checkout, a shallow one)."""
     by_attack: dict[str, list[tuple[int, str]]] = {}
     for section in text.split("\n## ")[1:]:
         for name, changes in _changes(section, root):
             by_attack.setdefault(name, []).append(changes)
-    count, words = max(map(min, by_attack.values()), default=(0, ""))     # of each attack the newest
+    # of each attack the newest
+    count, words = max(map(min, by_attack.values()), default=(0, ""))
     said = [words] * (count > 0)
     absent = [name for name in NAMES if f"| {name} |" not in text]
     said += [f"it has no row for {', '.join(absent)}"] * bool(absent)
-    renew = "`lpkit bench reliability --out data/measured` and `python -m tests.pages reliability` renew it"
+    renew = ("`lpkit bench reliability --out data/measured` and `python -m tests.pages "
+             "reliability` renew it")
     return f"docs/reliability.md is old: {'; '.join(said)}. {renew}" if said else ""
 
 
 def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
-    """By attack of a machine: how often lpkit/ has changed since, by commit, and that in words. A commit that left the history, as
-    those of branches that are squashed do, is of the day of its record at the latest."""
+    """By attack of a machine: how often lpkit/ has changed since, by commit, and that in words. A
+    commit that left the history, as those of branches that are squashed do, is of the day of its
+    record at the latest."""
     day = re.search(r"^Measured (\S+)", section, re.M)
     for name, commit in re.findall(r"^\| (\w+) \|.* \| ([0-9a-f]{12})\+? \|", section, re.M):
         if count := _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"):
             yield name, (int(count), f"lpkit/ has changed in {count} commits since it was measured")
         elif day and _git(root, "rev-parse", "--is-shallow-repository") == "false":
-            count = _git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--", "lpkit") or "0"
+            count = (_git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--",
+                          "lpkit") or "0")
             yield name, (int(count), f"{count} commits to lpkit/ since {day[1]}")
 
 

@@ -1,7 +1,8 @@
 """Launches, and a stranger who would be one of their ranks: another user, in the same network.
 
-`python -m tests.attack._strangers FOLDER` makes a network namespace of its own, so that the stranger meets no other
-launch of the machine. A line in is a trial; a line out is what came of it. The first line says whether it can be done.
+`python -m tests.attack._strangers FOLDER` makes a network namespace of its own, so that the
+stranger meets no other launch of the machine. A line in is a trial; a line out is what came of it.
+The first line says whether it can be done.
 """
 
 import ctypes
@@ -25,15 +26,18 @@ SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY = 4, 20
 NOBODY, FILES = 65534, 1024         # uid; what `ulimit -n` is where nobody raised it
 HUGE = 5_950_667_431_827_801_216    # bytes that a rank was once told to make room for
-SEQUENCES = range(3)                # gloo counts a process's pairs from 0, and tells them apart by that
+# gloo counts a process's pairs from 0, and tells them apart by that
+SEQUENCES = range(3)
 FLOOD, FLOOD_SECONDS = 3000, 4.0
-# gloo/transport/tcp/pair.h: a message is bytes, opcode, slot, offset, length, remote offset; then data
+# gloo/transport/tcp/pair.h: a message is bytes, opcode, slot, offset, length, remote offset; then
+# data
 HEADER = struct.Struct("<6Q")
 SEND, SEND_READY, RECEIVE_READY = 1, 2, 3
 
 
 def own_network() -> str:
-    """Enter a network namespace with a loopback that is up. Returns why it cannot be, or nothing."""
+    """Enter a network namespace with a loopback that is up. Returns why it cannot be, or
+    nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     if os.geteuid():
         return "only root may become another user"
@@ -49,7 +53,8 @@ def own_network() -> str:
 # ---- the stranger
 
 class Listening:
-    """Who listens, as every user may ask: (family, address, port). /proc/net/tcp says it, too, a hundred times later."""
+    """Who listens, as every user may ask: (family, address, port). /proc/net/tcp says it, too, a
+    hundred times later."""
 
     def __init__(self):
         self.kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG)
@@ -57,9 +62,11 @@ class Listening:
     def __call__(self) -> set[tuple[int, str, int]]:
         found = set()
         for family in (socket.AF_INET, socket.AF_INET6):
-            # of <linux/sock_diag.h>: a dump (0x301) of the TCP sockets of a family in the state LISTEN (10)
+            # of <linux/sock_diag.h>: a dump (0x301) of the TCP sockets of a family in the state
+            # LISTEN (10)
             asked = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, 0, 1 << 10)
-            self.kernel.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, 0x301, 0, 0) + asked)
+            self.kernel.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, 0x301, 0,
+                                         0) + asked)
             over = False
             while not over:
                 said = self.kernel.recv(1 << 16)
@@ -115,7 +122,8 @@ class Guest:
                 self.greet()
             self.unread += self.socket.recv(1 << 16)
         spoken = bool(self.unread)
-        while len(self.unread) >= HEADER.size and self.kind not in ("silent", "garbage", "huge header"):
+        while (len(self.unread) >= HEADER.size and self.kind not in ("silent", "garbage",
+                "huge header")):
             _, opcode, slot, _, length, _ = HEADER.unpack_from(self.unread)
             data = length if opcode == SEND else 0
             if len(self.unread) < HEADER.size + data:
@@ -126,7 +134,8 @@ class Guest:
                 self.socket.send(HEADER.pack(HEADER.size, RECEIVE_READY, slot, 0, length, 0))
             elif opcode == RECEIVE_READY:
                 self.socket.send(HEADER.pack(HEADER.size, SEND_READY, slot, 0, length, 0)
-                                 + HEADER.pack(HEADER.size + length, SEND, slot, 0, length, 0) + self.answer(length))
+                                 + HEADER.pack(HEADER.size + length, SEND, slot, 0, length,
+                                               0) + self.answer(length))
         return spoken
 
     def answer(self, length: int) -> bytes:
@@ -136,7 +145,8 @@ class Guest:
             return b""
         # gloo cuts what it gathers: a number of bytes in two, and then so many bytes
         if length <= 8 and not self.count:
-            self.count = struct.pack("<q", HUGE if self.kind == "huge length" else len(self.payload))
+            self.count = struct.pack("<q", HUGE if self.kind == "huge length"
+                                     else len(self.payload))
             self.rest = self.payload
         if length <= 8:
             said, self.count = self.count[:length], self.count[length:]
@@ -146,7 +156,8 @@ class Guest:
 
 
 def stranger(kind: str, marker: str, seed: str, go: int, report: int) -> None:
-    """Does not return. Tells, when asked to end or when a flood is over, how often a rank spoke to it."""
+    """Does not return. Tells, when asked to end or when a flood is over, how often a rank spoke to
+    it."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (FLOOD + 100, FLOOD + 100))
     os.setgroups([])
     os.setgid(NOBODY)
@@ -213,7 +224,8 @@ def launched(kind: str, trial: dict, parent, seconds: float) -> dict:
     os.close(asked)
     os.close(told)
     begun = time.monotonic()
-    handle = lpkit.launch(Config.from_dict(trial["config"]), processes=2, out=trial["out"], parent=parent,
+    handle = lpkit.launch(Config.from_dict(trial["config"]), processes=2, out=trial["out"],
+                          parent=parent,
                           progress_seconds=seconds / 2)
     if kind == "late flood":
         while not handle.done and not handle.records:
@@ -240,7 +252,8 @@ def launched(kind: str, trial: dict, parent, seconds: float) -> dict:
     os.waitpid(pid, 0)
     os.close(go)
     os.close(report)
-    return {"hung": hung, "error": error, "seconds": time.monotonic() - begun, "met": [int(word) for word in words]}
+    return {"hung": hung, "error": error, "seconds": time.monotonic() - begun,
+            "met": [int(word) for word in words]}
 
 
 def _readable(fd: int, seconds: float = 0) -> bool:
@@ -254,7 +267,8 @@ def main(folder: str) -> None:
     print(json.dumps({"cannot": why}), flush=True)
     if why:
         return
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE,
+                       (FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     os.umask(0o077)
     os.chdir(Path(folder))
     from lpkit.parallel.processes import WarmParent

@@ -28,13 +28,15 @@ RESUMED = 20        # every 20th trial also trains on
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
-    original, copy, source, config = folder / "whole", folder / "flipped", folder / "tokens", settings(folder)
+    original, copy, source, config = (folder / "whole", folder / "flipped", folder / "tokens",
+                                      settings(folder))
     run = train(config.replace({"steps": 4}), out=original)
     longer = folder / "longer"
     shutil.copytree(original, longer)
     losses = [line["loss"] for line in train(config, out=longer, resume=True).metrics]
     want = numbers(run.path, source)
-    files = [path for path in (*sorted(original.rglob("*")), *sorted(source.rglob("*"))) if path.is_file() and path.stat().st_size]
+    files = [path for path in (*sorted(original.rglob("*")), *sorted(source.rglob("*")))
+             if path.is_file() and path.stat().st_size]
     for _ in range(count):
         victim = rng.choice(files)
         at, bit = rng.randrange(victim.stat().st_size), rng.randrange(8)
@@ -46,7 +48,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         for name, value in numbers(*flipped).items():
             if isinstance(value, BaseException):
                 if not isinstance(value, (ConfigError, RunFailedError)) or "\n" in str(value):
-                    outcome.failed("not a sentence", f"{trial}: {name}: {type(value).__name__}: {value}"[:300])
+                    outcome.failed("not a sentence",
+                                   f"{trial}: {name}: {type(value).__name__}: {value}"[:300])
             elif not same(name, value, want[name], flipped[0]):
                 outcome.failed("a number changed silently", f"{trial}: {name}")
         if outcome.tried % RESUMED == 0 and base is original:
@@ -59,7 +62,9 @@ def settings(folder: Path) -> Config:
     """A run of 6 steps with telemetry, whose tokens are prepared in `folder`."""
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
-    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6, "schedule": "constant", "schedule.warmup_steps": 2, "data.val_fraction": 0.3, "model.width": 16, "model.context": 16,
+    config = Config().replace(SMALL | {"data.source": str(corpus), "steps": 6,
+        "schedule": "constant", "schedule.warmup_steps": 2, "data.val_fraction": 0.3,
+        "model.width": 16, "model.context": 16,
                                        "precision.telemetry_every": 3})
     prepare_into(folder / "tokens", config.data, config.model.vocab, folder / "cache")
     return config.replace({"data.source": str(folder / "tokens")})
@@ -77,11 +82,15 @@ def numbers(path: Path, source: Path) -> dict[str, object]:
     run = Run(path)
     found = {}
     for name, read in {
-        "config": lambda: run.config, "summary": lambda: {**run.summary, "run_dir": ""}, "environments": lambda: run.environments,
-        "tokenizer": lambda: run.tokenizer, "identity": lambda: run.identity, "metrics": lambda: run.metrics,
-        "telemetry": lambda: _samples(path), "checkpoint": lambda: checkpoint.load_latest(run.checkpoints, quarantine=False),
+        "config": lambda: run.config, "summary": lambda: {**run.summary, "run_dir": ""},
+        "environments": lambda: run.environments,
+        "tokenizer": lambda: run.tokenizer, "identity": lambda: run.identity,
+        "metrics": lambda: run.metrics,
+        "telemetry": lambda: _samples(path),
+        "checkpoint": lambda: checkpoint.load_latest(run.checkpoints, quarantine=False),
         "weights": lambda: _weights(run), "html": lambda: run._repr_html_() and None,
-        "tokens": lambda: [array.tolist() for array in (open_tokens(source).train, open_tokens(source).val)],
+        "tokens": lambda: [array.tolist() for array in (open_tokens(source).train,
+            open_tokens(source).val)],
     }.items():
         try:
             found[name] = read()
@@ -110,7 +119,8 @@ def same(name: str, value, want, path: Path) -> bool:
         found, problems = value
         if found is None:
             return bool(problems)
-        return (found.step == want[0].step or bool(problems)) and (found.step != want[0].step or _equal(found.tensors, want[0].tensors))
+        return ((found.step == want[0].step or bool(problems))
+                and (found.step != want[0].step or _equal(found.tensors, want[0].tensors)))
     if name == "weights":       # older ones, if it is said
         return bool(value[1]) or _equal(value[0], want[0])
     return value == want

@@ -1,8 +1,9 @@
-"""Wrong command lines: each ends within 10 s in exit code 2 and one sentence, leaves nothing behind, writes nowhere else, and needs
-no torch, which takes seconds to import. How soon they are answered is a fact of the attack.
+"""Wrong command lines: each ends within 10 s in exit code 2 and one sentence, leaves nothing
+behind, writes nowhere else, and needs no torch, which takes seconds to import. How soon they are
+answered is a fact of the attack.
 
-A trial is a list of arguments, drawn by rules from a seed. Paths name the files of `odd_files`, which are no files, or hold
-what no reader should believe.
+A trial is a list of arguments, drawn by rules from a seed. Paths name the files of `odd_files`,
+which are no files, or hold what no reader should believe.
 """
 
 import gzip
@@ -23,18 +24,26 @@ COUNT, FEW = 600, 40
 SECONDS = 10.0
 TORCH = "torch was imported"
 ESCAPE = "\x1b[31mred\x1b[0m \u202egnp.exe \u200b"
-STRANGE = ["", " ", ESCAPE, "x" * 5000, "a\nb", "\udcff", "-", "..", "%s%n", "{0}", "None", "\u0661"]
-NO_NUMBERS = ["", "x", "nan", "inf", "1e400", "-1", "9" * 5000, "1;5", "0x10", ESCAPE, "true", "--", "1.5.2", "-inf", "1e-400"]
+STRANGE = ["", " ", ESCAPE, "x" * 5000, "a\nb", "\udcff", "-", "..", "%s%n", "{0}", "None",
+           "\u0661"]
+NO_NUMBERS = ["", "x", "nan", "inf", "1e400", "-1", "9" * 5000, "1;5", "0x10", ESCAPE, "true", "--",
+              "1.5.2", "-inf", "1e-400"]
 NO_COUNTS = [*NO_NUMBERS, "0", "1.5", "99999999999999999999"]
 YAMLS = {
     "bomb": "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi")),
-    "deep": "model: " + "[" * 3000, "deeper": "{a: " * 3000, "twice": "steps: 1\nsteps: 2\n", "list": "[1, 2]", "word": "hello",
-    "tag": "!!python/object/apply:os.system ['touch hacked']", "alias": "steps: *none", "tab": "model:\n\tlayers: 2", "quote": 'a: "',
-    "escape": 'steps: "\\e[31mred"', "escaped_key": '"\\e[31m\\n": 1', "digits": f"steps: {'9' * 5000}", "infinite": "optimizer: {lr: .inf}",
-    "date": "steps: 2001-99-99", "long": f"steps: {'x' * 60_000}", "large": "# \n" * 100_000, "text": "model: {layers: many}",
-    "nothing": "model: null", "negative": "seed: -1", "key": "? [a]\n: 1", "bool": "steps: true", "base60": "steps: " + "1:" * 500 + "1",
-    "merge": "<<: {steps: 1, steps: 2}", "newer": "version: 99", "older": "version: 1\nmodel: " + "{a: " * 12 + "1" + "}" * 12,
+    "deep": "model: " + "[" * 3000, "deeper": "{a: " * 3000, "twice": "steps: 1\nsteps: 2\n",
+    "list": "[1, 2]", "word": "hello",
+    "tag": "!!python/object/apply:os.system ['touch hacked']", "alias": "steps: *none",
+    "tab": "model:\n\tlayers: 2", "quote": 'a: "',
+    "escape": 'steps: "\\e[31mred"', "escaped_key": '"\\e[31m\\n": 1',
+    "digits": f"steps: {'9' * 5000}", "infinite": "optimizer: {lr: .inf}",
+    "date": "steps: 2001-99-99", "long": f"steps: {'x' * 60_000}", "large": "# \n" * 100_000,
+    "text": "model: {layers: many}",
+    "nothing": "model: null", "negative": "seed: -1", "key": "? [a]\n: 1", "bool": "steps: true",
+    "base60": "steps: " + "1:" * 500 + "1",
+    "merge": "<<: {steps: 1, steps: 2}", "newer": "version: 99",
+    "older": "version: 1\nmodel: " + "{a: " * 12 + "1" + "}" * 12,
 }
 
 
@@ -51,16 +60,19 @@ def odd_files(folder: Path) -> None:
         (folder / f"dangling{suffix}").symlink_to(folder / "nowhere")
         (folder / f"binary{suffix}").write_bytes(random.Random(0).randbytes(4000) + b"\0")
         (folder / f"empty_file{suffix}").write_bytes(b"")
-        os.mknod(folder / f"socket{suffix}", 0o600 | 0o140000) if os.geteuid() == 0 else _socket(folder / f"socket{suffix}")
+        (os.mknod(folder / f"socket{suffix}", 0o600 | 0o140000) if os.geteuid() == 0
+         else _socket(folder / f"socket{suffix}"))
     (folder / "esc\x1b[31m\nape.yaml").write_text("steps: 0")
     (folder / "bomb.txt.gz").write_bytes(gzip.compress(b"a" * (80 << 20), 1))
-    (folder / "cut.txt.gz").write_bytes(gzip.compress(random.Random(0).randbytes(9000).hex().encode())[:-900])
+    (folder / "cut.txt.gz").write_bytes(
+        gzip.compress(random.Random(0).randbytes(9000).hex().encode())[:-900])
     (folder / "deep.jsonl").write_text("[" * 100_000)
     (folder / "deep.ipynb").write_text("[" * 100_000)
     (folder / "list.ipynb").write_text("[1]")
     for name in ("short.txt", "esc\x1b[31m.txt"):
         (folder / name).write_text("short")
-    for name, header in (("fifo", None), ("list", "[1]"), ("deep", "[" * 100_000), ("huge", '{"format": "lpkit-tokens", "version": 1e999}')):
+    for name, header in (("fifo", None), ("list", "[1]"), ("deep", "[" * 100_000),
+                         ("huge", '{"format": "lpkit-tokens", "version": 1e999}')):
         place = folder / f"header_{name}"
         place.mkdir()
         if header is None:
@@ -90,7 +102,8 @@ class Draw:
     def near(self, name: str) -> str:
         """`name` with something wrong in it."""
         i = self.random.randrange(len(name))
-        return self.one(name[:i] + name[i + 1:] + "~", name[:i] + self.one(*STRANGE[1:]) + name[i:], name.upper() + "!", *STRANGE)
+        return self.one(name[:i] + name[i + 1:] + "~", name[:i] + self.one(*STRANGE[1:]) + name[i:],
+                        name.upper() + "!", *STRANGE)
 
     def kind(self) -> str:
         return self.one("fifo", "folder", "zero", "loop", "dangling", "binary", "socket", "missing")
@@ -100,7 +113,8 @@ class Draw:
         return str(self.odd / f"{name}.yaml")
 
     def target(self) -> str:
-        return self.one(self.near("cpu-3m"), self.near("gpt2-124m"), self.yaml(), self.yaml(), self.yaml())
+        return self.one(self.near("cpu-3m"), self.near("gpt2-124m"), self.yaml(), self.yaml(),
+                        self.yaml())
 
     def machine(self) -> str:
         return self.one(self.near("h200"), self.yaml(), str(self.odd / "empty_file.yaml"))
@@ -112,7 +126,8 @@ class Draw:
         text = {"data.source", "data.tokenizer", "transforms", "governors", "start.run"}
         if key in text or (isinstance(settings[key], tuple) and value == "-1"):
             key = "steps"
-        return self.one(f"{key}={value}", f"{self.near(key)}={value}", key, f"={value}", f"{key}.{self.near('name')}={value}",
+        return self.one(f"{key}={value}", f"{self.near(key)}={value}", key, f"={value}",
+                        f"{key}.{self.near('name')}={value}",
                         "model=1", "memory=x", "version=99", "global_batch=7,grad_accum_steps=2")
 
     def command(self) -> list[str]:
@@ -121,24 +136,31 @@ class Draw:
                         ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"])
 
     def source(self) -> str:
-        files = [f"{self.kind()}{suffix}" for suffix in (".txt", ".jsonl", ".gz", ".zst", ".parquet", "")]
-        files += ["bomb.txt.gz", "cut.txt.gz", "deep.jsonl", "short.txt", "esc\x1b[31m.txt", "binary.txt", "binary.gz", "binary.parquet", "empty_file.txt",
+        files = [f"{self.kind()}{suffix}" for suffix in (".txt", ".jsonl", ".gz", ".zst",
+            ".parquet", "")]
+        files += ["bomb.txt.gz", "cut.txt.gz", "deep.jsonl", "short.txt", "esc\x1b[31m.txt",
+                  "binary.txt", "binary.gz", "binary.parquet", "empty_file.txt",
                   "header_list", "*.nothing", "folder/*"]
-        return self.one(*(str(self.odd / name) for name in files), *STRANGE[:1], "x" * 5000, ESCAPE, "hf:../etc", "hf:", "a\nb")
+        return self.one(*(str(self.odd / name) for name in files), *STRANGE[:1], "x" * 5000, ESCAPE,
+                        "hf:../etc", "hf:", "a\nb")
 
 
 def unknown_commands(draw: Draw) -> list[str]:
-    return [draw.near(draw.one("train", "predict", "notebook")), *draw.one([], ["--json"], ["cpu-3m"])]
+    return [draw.near(draw.one("train", "predict", "notebook")),
+            *draw.one([], ["--json"], ["cpu-3m"])]
 
 
 def unknown_options(draw: Draw) -> list[str]:
-    command = draw.one(draw.command(), ["doctor"], ["lab"], ["bench", "import"], ["data", "prepare", "x"], ["sample", "x"])
+    command = draw.one(draw.command(), ["doctor"], ["lab"], ["bench", "import"],
+                       ["data", "prepare", "x"], ["sample", "x"])
     return [*command, f"--{draw.near('steps').strip('-')}~", *draw.one([], ["1"])]
 
 
 def missing(draw: Draw) -> list[str]:
-    return draw.one(["train"], ["predict"], ["advise"], ["plan"], ["plan", "--model", "llama-8b"], ["data"], ["data", "prepare"], ["sample"],
-                    ["notebook"], ["train", "--resume"], ["export", "x"], ["data", "show"], ["predict", "cpu-3m", "--devices"],
+    return draw.one(["train"], ["predict"], ["advise"], ["plan"], ["plan", "--model", "llama-8b"],
+                    ["data"], ["data", "prepare"], ["sample"],
+                    ["notebook"], ["train", "--resume"], ["export", "x"], ["data", "show"],
+                    ["predict", "cpu-3m", "--devices"],
                     ["plan", "--model", "llama-8b", "--tokens", "1T"], ["train", "cpu-3m", "--set"])
 
 
@@ -152,33 +174,49 @@ def wrong_settings(draw: Draw) -> list[str]:
 
 
 def wrong_machines(draw: Draw) -> list[str]:
-    return [*draw.one(["predict", "cpu-3m"], ["advise", "cpu-3m"], ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"]),
+    return [*draw.one(["predict", "cpu-3m"], ["advise", "cpu-3m"],
+                      ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"]),
             "--machine", draw.machine()]
 
 
 def wrong_numbers(draw: Draw) -> list[str]:
     command, option, values = draw.one(
-        (["predict", "cpu-3m"], "--devices", NO_COUNTS), (["predict", "cpu-3m"], "--mfu", [*NO_NUMBERS, "0", "2"]),
-        (["predict", "cpu-3m"], "--zero", [*NO_NUMBERS, "4", "1.0"]), (["predict", "cpu-3m"], "--price-per-hour", NO_NUMBERS[:-1]),
-        (["advise", "cpu-3m", "--measure"], "--seeds", NO_COUNTS), (["advise", "cpu-3m", "--measure"], "--steps", NO_COUNTS),
-        (["sample", "x"], "--tokens", NO_COUNTS), (["sample", "x"], "--temperature", NO_NUMBERS[:-1]),
-        (["sample", "x"], "--top-k", NO_COUNTS), (["sample", "x"], "--seed", [*NO_NUMBERS, "1.5", "99999999999999999999"]),
-        (["bench", "import"], "--rounds", NO_COUNTS), (["data", "prepare", str(draw.odd / "short.txt")], "--vocab", NO_COUNTS),
-        (["data", "prepare", str(draw.odd / "short.txt")], "--val-fraction", [*NO_NUMBERS, "0", "1"]),
-        *((["plan", "--model", "llama-8b", "--tokens", "1e9"], option, NO_COUNTS) for option in ("--devices", "--top", "--context")),
-        *((["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"], option, [*NO_NUMBERS, "0"])
-          for option in ("--budget", "--batch-tokens", "--price-per-hour", "--factor", "--deadline", "--show")),
+        (["predict", "cpu-3m"], "--devices", NO_COUNTS),
+        (["predict", "cpu-3m"], "--mfu", [*NO_NUMBERS, "0", "2"]),
+        (["predict", "cpu-3m"], "--zero", [*NO_NUMBERS, "4", "1.0"]),
+        (["predict", "cpu-3m"], "--price-per-hour", NO_NUMBERS[:-1]),
+        (["advise", "cpu-3m", "--measure"], "--seeds", NO_COUNTS),
+        (["advise", "cpu-3m", "--measure"], "--steps", NO_COUNTS),
+        (["sample", "x"], "--tokens", NO_COUNTS),
+        (["sample", "x"], "--temperature", NO_NUMBERS[:-1]),
+        (["sample", "x"], "--top-k", NO_COUNTS),
+        (["sample", "x"], "--seed", [*NO_NUMBERS, "1.5", "99999999999999999999"]),
+        (["bench", "import"], "--rounds", NO_COUNTS),
+        (["data", "prepare", str(draw.odd / "short.txt")], "--vocab", NO_COUNTS),
+        (["data", "prepare", str(draw.odd / "short.txt")], "--val-fraction",
+         [*NO_NUMBERS, "0", "1"]),
+        *((["plan", "--model", "llama-8b", "--tokens", "1e9"], option, NO_COUNTS)
+          for option in ("--devices", "--top", "--context")),
+        *((["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8"], option,
+           [*NO_NUMBERS, "0"])
+          for option in ("--budget", "--batch-tokens", "--price-per-hour", "--factor", "--deadline",
+                         "--show")),
         (["plan", "--model", "llama-8b", "--devices", "8"], "--tokens", [*NO_NUMBERS, "0", "5x"]),
         (["lab", "--no-browser"], "--port", [*NO_NUMBERS, "70000", "1.5"]))
     return [*command, f"{option}={draw.one(*values)}"]
 
 
 def wrong_names(draw: Draw) -> list[str]:
-    return draw.one(["predict", "cpu-3m", f"--precision={draw.near('bf16')}"], ["predict", "cpu-3m", f"--optimizer={draw.near('adamw')}"],
-                    ["predict", "cpu-3m", f"--recompute={draw.near('block')}"], ["advise", "cpu-3m", f"--recipe={draw.near('mxfp8')}"],
-                    ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", f"--precision={draw.near('bf16')}"],
-                    ["data", "prepare", str(draw.odd / "short.txt"), f"--tokenizer={draw.near('bytes')}"],
-                    ["bench", draw.near("import")], ["data", draw.near("show"), "x"], ["claims", draw.near("lion-lighter")])
+    return draw.one(["predict", "cpu-3m", f"--precision={draw.near('bf16')}"],
+                    ["predict", "cpu-3m", f"--optimizer={draw.near('adamw')}"],
+                    ["predict", "cpu-3m", f"--recompute={draw.near('block')}"],
+                    ["advise", "cpu-3m", f"--recipe={draw.near('mxfp8')}"],
+                    ["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8",
+                     f"--precision={draw.near('bf16')}"],
+                    ["data", "prepare", str(draw.odd / "short.txt"),
+                     f"--tokenizer={draw.near('bytes')}"],
+                    ["bench", draw.near("import")], ["data", draw.near("show"), "x"],
+                    ["claims", draw.near("lion-lighter")])
 
 
 def wrong_corpora(draw: Draw) -> list[str]:
@@ -186,32 +224,42 @@ def wrong_corpora(draw: Draw) -> list[str]:
     # bpe reads 2 MB/s, so the 64 MiB that a packed file may have for free take it half a minute
     tokenizer = draw.one([], [], ["--tokenizer", "bpe"]) if "bomb" not in source else []
     return draw.one(["data", "prepare", source, *tokenizer],
-                    ["data", "show", str(draw.odd / draw.one("header_fifo", "header_list", "header_deep", "header_huge", draw.kind()))],
-                    ["data", "prepare", str(draw.odd / "short.txt"), "--out", draw.one("", str(draw.odd), str(draw.odd / "fifo"), "/dev/null/x")])
+                    ["data", "show", str(draw.odd / draw.one("header_fifo", "header_list",
+                        "header_deep", "header_huge", draw.kind()))],
+                    ["data", "prepare", str(draw.odd / "short.txt"), "--out",
+                     draw.one("", str(draw.odd), str(draw.odd / "fifo"), "/dev/null/x")])
 
 
 def wrong_places(draw: Draw) -> list[str]:
-    place = draw.one("", str(draw.odd / draw.one("fifo", "zero", "socket", "loop", "binary", "dangling")), "/dev/null", "x" * 5000, "x" * 300,
+    place = draw.one("", str(draw.odd / draw.one("fifo", "zero", "socket", "loop", "binary",
+        "dangling")), "/dev/null", "x" * 5000, "x" * 300,
                      str(draw.odd / "binary" / "below"))
-    return draw.one(["train", "cpu-3m", "--out", place], ["notebook", "00", "--out", place], ["train", "--resume", "--out", place],
+    return draw.one(["train", "cpu-3m", "--out", place], ["notebook", "00", "--out", place],
+                    ["train", "--resume", "--out", place],
                     ["bench", "import", "--rounds", "1", "--out", place])
 
 
 def wrong_runs(draw: Draw) -> list[str]:
     place = str(draw.odd / draw.one("run_bomb", "run_deep", "run_word", draw.kind(), *STRANGE[:4]))
-    return draw.one(["sample", place], ["train", "--resume", "--out", place], ["export", place, "--out", str(draw.odd / "weights")])
+    return draw.one(["sample", place], ["train", "--resume", "--out", place],
+                    ["export", place, "--out", str(draw.odd / "weights")])
 
 
 def wrong_notebooks(draw: Draw) -> list[str]:
     odd = str(draw.odd / f"{draw.one('deep', 'list', 'empty_file', draw.kind())}.ipynb")
-    return draw.one(["notebook", odd], ["notebook", odd, "--list"], ["notebook", draw.near("start_here")], ["notebook", "--all", "00"],
-                    ["notebook", "00", f"{draw.near('steps')}=1"], ["notebook", "00", f"steps={draw.one('x', 'nan', '1.5', ESCAPE)}"],
-                    ["notebook", "00", "--on", draw.one("", "threads=2", "processes=0", "processes=x", ESCAPE, f"processes={'9' * 5000}")],
-                    ["notebook", "00", "--tier", draw.near("cpu")], ["notebook", "00", "--tier", "cpu", "tier=smoke"])
+    return draw.one(["notebook", odd], ["notebook", odd, "--list"],
+                    ["notebook", draw.near("start_here")], ["notebook", "--all", "00"],
+                    ["notebook", "00", f"{draw.near('steps')}=1"],
+                    ["notebook", "00", f"steps={draw.one('x', 'nan', '1.5', ESCAPE)}"],
+                    ["notebook", "00", "--on", draw.one("", "threads=2", "processes=0",
+                        "processes=x", ESCAPE, f"processes={'9' * 5000}")],
+                    ["notebook", "00", "--tier", draw.near("cpu")],
+                    ["notebook", "00", "--tier", "cpu", "tier=smoke"])
 
 
 RULES: list[Callable[[Draw], list[str]]] = [
-    unknown_commands, unknown_options, missing, wrong_targets, wrong_settings, wrong_machines, wrong_numbers, wrong_numbers, wrong_names,
+    unknown_commands, unknown_options, missing, wrong_targets, wrong_settings, wrong_machines,
+    wrong_numbers, wrong_numbers, wrong_names,
     wrong_corpora, wrong_places, wrong_runs, wrong_notebooks]
 
 
@@ -235,7 +283,8 @@ def complaints(code: int, said: str, seconds: float, left: set[Path], wrote: str
     """What is wrong about how a wrong command line ended."""
     lines = [line for line in said.split("\n") if line.strip() and "B/s]" not in line]
     sentences = [line for line in lines if line.startswith("lpkit: ")]
-    others = [line for line in lines if line not in sentences and not line.startswith((" ", "bench ", TORCH))]
+    others = [line for line in lines if line not in sentences
+              and not line.startswith((" ", "bench ", TORCH))]
     found = {
         "hangs": seconds > SECONDS * patience(),
         "a traceback": "Traceback" in said,
@@ -260,7 +309,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     home = folder / "cache"
     home.mkdir()
     outcome, times = Outcome(), {}
-    with nursery(folder, "tests.attack.command_line:command", "tests.attack.command_line:nothing", HOME=str(home),
+    with nursery(folder, "tests.attack.command_line:command", "tests.attack.command_line:nothing",
+                 HOME=str(home),
                  TMPDIR=str(home)) as forks:
         forks.lpkit("--help")       # and leaves the files that every command does
         for arguments in trials(count, seed, folder / "odd"):
@@ -270,8 +320,11 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             outcome.tried += 1
             times[f"{arguments!r:.100}"] = round(seconds, 2)
             for what in complaints(code, forks.said, seconds, left, forks.wrote):
-                outcome.failed(what, f"{arguments!r:.300} -> {code} {left or forks.wrote or forks.said[-300:]!r}")
+                outcome.failed(what, f"{arguments!r:.300} -> {code} "
+                                     f"{left or forks.wrote or forks.said[-300:]!r}")
     slowest = max(times, key=times.get)
-    outcome.facts |= {"median_seconds": statistics.median(times.values()), "slowest_seconds": times[slowest], "slowest": slowest,
-                      "p95_seconds": statistics.quantiles(times.values(), n=20, method="inclusive")[-1] if len(times) > 1 else times[slowest]}
+    outcome.facts |= {"median_seconds": statistics.median(times.values()),
+                      "slowest_seconds": times[slowest], "slowest": slowest,
+                      "p95_seconds": statistics.quantiles(times.values(), n=20,
+                          method="inclusive")[-1] if len(times) > 1 else times[slowest]}
     return outcome

@@ -1,6 +1,8 @@
-"""What users bring (tests/inputs): folders, tokenizers, texts, YAML files and command lines are right, or refused in one sentence.
+"""What users bring (tests/inputs): folders, tokenizers, texts, YAML files and command lines are
+right, or refused in one sentence.
 
-A trial is a case of a table. A case that is wrong without a word, or that ends in a traceback, did harm.
+A trial is a case of a table. A case that is wrong without a word, or that ends in a traceback, did
+harm.
 """
 
 import importlib
@@ -18,7 +20,8 @@ NAMED = {"folders": "folders to import", "yamls": "YAML files", "command_lines":
 
 def tables() -> dict[str, list[tuple[str, Callable[[], str]]]]:
     """The cases by module of tests/inputs."""
-    names = sorted(one.name for one in pkgutil.iter_modules(inputs.__path__) if not one.name.startswith("_"))
+    names = sorted(one.name for one in pkgutil.iter_modules(inputs.__path__)
+                   if not one.name.startswith("_"))
     return {name: list(importlib.import_module(f"tests.inputs.{name}").cases()) for name in names}
 
 
@@ -32,7 +35,8 @@ def drawn(count: int, seed: int) -> Iterator[tuple[str, str, Callable[[], str]]]
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, counts = Outcome(), {}
     for table, name, case in drawn(count, seed):
-        of_table = counts.setdefault(table, {"tried": 0, "right": 0, "refused": 0, "silent": 0, "tracebacks": 0})
+        of_table = counts.setdefault(table, {"tried": 0, "right": 0, "refused": 0, "silent": 0,
+            "tracebacks": 0})
         ended = _ended(case)
         outcome.tried += 1
         of_table["tried"] += 1

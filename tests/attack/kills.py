@@ -73,12 +73,15 @@ def _same(run: Path, whole: Path, trial: str, outcome: Outcome) -> None:
     a, b = Run.open(run), Run.open(whole)
     if [line["loss"] for line in a.metrics] != [line["loss"] for line in b.metrics]:
         outcome.failed("a loss differs", trial)
-    one, two = (checkpoint.load_latest(each.checkpoints, quarantine=False)[0].tensors for each in (a, b))
+    one, two = (checkpoint.load_latest(each.checkpoints, quarantine=False)[0].tensors
+                for each in (a, b))
     if one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
         outcome.failed("a tensor differs", trial)
     if a.summary["status"] != "complete" or a.problems or a.summary["damaged"]:
-        outcome.failed("the record differs", f"{trial}: {a.summary['status']}, {a.problems}, {a.summary['damaged']}")
-    left = [path for path in run.rglob("*") if path.name.endswith(".tmp") or "quarantine" in path.parts]
+        outcome.failed("the record differs",
+                       f"{trial}: {a.summary['status']}, {a.problems}, {a.summary['damaged']}")
+    left = [path for path in run.rglob("*") if path.name.endswith(".tmp")
+            or "quarantine" in path.parts]
     left += (run.parent / "cache").rglob("*.tmp")
     if left:
         outcome.failed("something was left behind", f"{trial}: {left}")

@@ -1,8 +1,9 @@
-"""A rank of a training in any layout is killed, is stopped, or never enters the next message, at any moment: in every
-layout that parity is proved for, on up to 8 processes. That very rank is named, in time, and no process is left.
+"""A rank of a training in any layout is killed, is stopped, or never enters the next message, at
+any moment: in every layout that parity is proved for, on up to 8 processes. That very rank is
+named, in time, and no process is left.
 
-SIGUSR2 makes a rank hang, as tests/attack/_hanging.py says. SIGTERM to this process ends the attack early, with what it
-has.
+SIGUSR2 makes a rank hang, as tests/attack/_hanging.py says. SIGTERM to this process ends the attack
+early, with what it has.
 """
 
 import importlib
@@ -34,10 +35,13 @@ TIMEOUT_SECONDS = 2.0       # without a sign of life
 PROGRESS_SECONDS = 4.0      # in which no rank gets further
 FAULTS = {signal.SIGKILL: "died ", signal.SIGSTOP: "gave no sign of life for ",
           signal.SIGUSR2: "got no further for "}
-LAYOUTS = {name: layout for name, layout in (parity.LAYOUTS | parity.AXES).items() if parity._goes("fp32", layout)}
+LAYOUTS = {name: layout for name, layout in (parity.LAYOUTS | parity.AXES).items()
+           if parity._goes("fp32", layout)}
 CONFIG = preset("cpu-3m").replace({
-    "model.layers": 4, "model.width": 32, "model.heads": 4, "model.context": 32, "steps": 10**6, "system.device": "cpu",
-    "system.threads": 1, "precision.recipe": "fp32", "global_batch": 8, "grad_accum_steps": 8, "eval_every": 0,
+    "model.layers": 4, "model.width": 32, "model.heads": 4, "model.context": 32, "steps": 10**6,
+    "system.device": "cpu",
+    "system.threads": 1, "precision.recipe": "fp32", "global_batch": 8, "grad_accum_steps": 8,
+    "eval_every": 0,
     "checkpoint_every": 0})
 
 
@@ -45,7 +49,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, seconds, over = Outcome(), {sent.name: [] for sent in FAULTS}, threading.Event()
     launching = importlib.import_module("lpkit.training.launch")
     order = list(itertools.product(LAYOUTS, FAULTS))
-    beside = 4 if count == FEW else 1       # as a test it runs beside others, whose load comes and goes
+    # as a test it runs beside others, whose load comes and goes
+    beside = 4 if count == FEW else 1
     random.Random(seed).shuffle(order)
 
     def trial(number: int, parent: WarmParent) -> None:
@@ -59,10 +64,12 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         config = CONFIG.replace({f"parallel.{key}": value for key, value in LAYOUTS[name].items()})
         slack = beside * patience()
         handle = launching.launch(config, processes=world, parent=parent, out=folder / str(number),
-                                  timeout_seconds=TIMEOUT_SECONDS * slack, progress_seconds=PROGRESS_SECONDS * slack)
+                                  timeout_seconds=TIMEOUT_SECONDS * slack,
+                                  progress_seconds=PROGRESS_SECONDS * slack)
         until(lambda: len(handle.ranks) == world or handle.done)
         time.sleep(delay)
-        pids, begun, error = [said["pid"] for said in handle.ranks.values()], time.monotonic(), "none"
+        pids, begun, error = [said["pid"]
+                              for said in handle.ranks.values()], time.monotonic(), "none"
         if began := not handle.done:
             os.kill(handle.ranks[victim]["pid"], sent)
         try:
@@ -85,13 +92,16 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
     before = signal.signal(signal.SIGTERM, lambda *_: over.set())
     try:
-        with WarmParent("tests.attack._hanging") as parent, patch.object(launching, "cores", lambda: 8), \
+        with WarmParent("tests.attack._hanging") as parent, patch.object(launching, "cores",
+                lambda: 8), \
                 ThreadPoolExecutor(cores()) as pool:
             list(pool.map(lambda number: trial(number, parent), range(count)))
     finally:
         signal.signal(signal.SIGTERM, before)
-    outcome.facts = {"layouts": len({order[number % len(order)][0] for number in range(outcome.tried)})}
+    outcome.facts = {"layouts": len({order[number % len(order)][0]
+                                     for number in range(outcome.tried)})}
     for name, of in seconds.items():
         if of:
-            outcome.facts |= {f"{name} trials": len(of), f"{name} slowest_seconds": round(max(of), 2)}
+            outcome.facts |= {f"{name} trials": len(of),
+                              f"{name} slowest_seconds": round(max(of), 2)}
     return outcome

@@ -21,9 +21,11 @@ from lpkit.training.training import Training
 from tests.attack import Outcome
 
 COUNT, FEW = 200, 8     # steps
-TINY = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32, "global_batch": 4,
+TINY = {"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 32,
+        "global_batch": 4,
         "schedule.warmup_steps": 1, "eval_every": 3, "eval_batches": 1, "checkpoint_every": 5,
-        "precision.recipe": "bf16", "system.device": "cpu", "system.threads": 1, "system.compile": False}
+        "precision.recipe": "bf16", "system.device": "cpu", "system.threads": 1,
+        "system.compile": False}
 
 
 class Live(TorchDispatchMode):
@@ -57,8 +59,10 @@ def _storages(value: object) -> Iterator[tuple[int, torch.UntypedStorage]]:
 
 
 def config(folder: Path) -> Config:
-    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(2000)))
-    return Config().replace(TINY | {"data.source": str(folder / "corpus.txt"), "data.val_fraction": 0.5})
+    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
+        for i in range(2000)))
+    return Config().replace(TINY | {"data.source": str(folder / "corpus.txt"),
+                                    "data.val_fraction": 0.5})
 
 
 # ---- those who look: each may be attached to a Training
@@ -77,7 +81,8 @@ def tracked(training: Training) -> None:
 
 def hooked(training: Training) -> None:
     """As the failure lab plants a fault, and takes low-precision products to 16 bits."""
-    faults.inject(training.model, faults.Injection(fault="stale-amax", layers=("blocks.0.attention.qkv",)))
+    faults.inject(training.model, faults.Injection(fault="stale-amax",
+        layers=("blocks.0.attention.qkv",)))
     faults.run_in_high_precision(training.model, faults.low_precision_products(training.model)[:2])
 
 

@@ -1,5 +1,5 @@
-"""Links and planted files all over a run folder and the kernel cache. What trains, samples and cleans up there changes
-nothing elsewhere, and each time does what is right or says one sentence."""
+"""Links and planted files all over a run folder and the kernel cache. What trains, samples and
+cleans up there changes nothing elsewhere, and each time does what is right or says one sentence."""
 
 import faulthandler
 import json
@@ -33,21 +33,27 @@ from tests.attack import Outcome
 
 COUNT, FEW = 100, 8
 SECONDS = 60        # for a trial; a pipe would keep its reader for ever
-SMALL = {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 16, "steps": 6, "global_batch": 2,
-         "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, "keep_checkpoints": 2, "precision.recipe": "fp32",
+SMALL = {"model.layers": 1, "model.width": 16, "model.heads": 2, "model.context": 16, "steps": 6,
+         "global_batch": 2,
+         "eval_every": 0, "eval_batches": 1, "checkpoint_every": 1, "keep_checkpoints": 2,
+         "precision.recipe": "fp32",
          "precision.telemetry_every": 2, "system.device": "cpu", "system.threads": 1}
 OLDER, NEWER, NEXT = "step-00000003", "step-00000004", "step-00000005"
 NAMES = [
-    "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tokenizer.json", "telemetry.jsonl", ".lock",
+    "config.yaml", "environment.json", "metrics.jsonl", "summary.json", "tokenizer.json",
+    "telemetry.jsonl", ".lock",
     ".config.yaml.ab12cd34.tmp", "checkpoints", "checkpoints/latest", "checkpoints/quarantine",
-    f"checkpoints/{OLDER}", f"checkpoints/{NEWER}", f"checkpoints/{NEXT}", f"checkpoints/.{NEXT}.tmp", f"checkpoints/.{OLDER}.tmp",
-    f"checkpoints/{NEWER}/manifest.json", f"checkpoints/{NEWER}/state.json", f"checkpoints/{NEWER}/tensors.safetensors",
+    f"checkpoints/{OLDER}", f"checkpoints/{NEWER}", f"checkpoints/{NEXT}",
+    f"checkpoints/.{NEXT}.tmp", f"checkpoints/.{OLDER}.tmp",
+    f"checkpoints/{NEWER}/manifest.json", f"checkpoints/{NEWER}/state.json",
+    f"checkpoints/{NEWER}/tensors.safetensors",
     f"checkpoints/{OLDER}/state.json", f"checkpoints/{NEWER}/more", "checkpoints/.more.tmp"]
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, whole = Outcome(), folder / "whole"
-    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
+    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
+        for i in range(20_000)))
     config = Config().replace(SMALL | {"data.source": str(folder / "corpus.txt")})
     said = _forked(lambda: _prepare(config, folder), folder)
     if said != {"prepare": ["done", None]}:
@@ -61,7 +67,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         _outside(trial)
         meanwhile, plants = None, []
         if number % 4 == 3:
-            path, kind = trial / "run" / rng.choice(NAMES), rng.choice(sorted(ONLY_HERE & set(LINKS)))
+            path, kind = trial / "run" / rng.choice(NAMES), rng.choice(
+                sorted(ONLY_HERE & set(LINKS)))
             meanwhile = partial(LINKS[kind], path, trial / "outside", rng)
             plants.append(f"at step 5, {path.relative_to(trial)} becomes {kind}")
         else:
@@ -74,7 +81,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         outcome.facts["slowest_trial_seconds"] = round(slowest, 2)
         for what in sorted({*before} | {*(after := _seen(trial / "outside"))}):
             if before.get(what) != after.get(what):
-                outcome.failed("something outside was changed", f"{about}: {what}: {before.get(what)} {after.get(what)}"[:600])
+                outcome.failed("something outside was changed",
+                               f"{about}: {what}: {before.get(what)} {after.get(what)}"[:600])
         for what, (how, value) in found.items():
             if how == "sentence" and "\n" not in value:
                 outcome.facts["sentences"] = outcome.facts.get("sentences", 0) + 1
@@ -95,19 +103,22 @@ def _prepare(config: Config, folder: Path) -> dict[str, Any]:
         shutil.copytree(compiled, compile_c.own_cache())
     source = prepare_into(folder / "tokens", config.data, config.model.vocab).folder
     control = Control()
-    Handle(config.replace({"data.source": str(source)}), out=folder / "half" / "run", control=control,
+    Handle(config.replace({"data.source": str(source)}), out=folder / "half" / "run",
+           control=control,
            observers=[lambda record: control.stop() if record.step == 4 else None]).begin().result()
     shutil.copytree(folder / "half", folder / "whole")
     return {"prepare": ["done", None]}
 
 
-def _use(config: Config, place: Path, meanwhile: Callable[[], None] | None = None) -> dict[str, Any]:
+def _use(config: Config, place: Path, meanwhile: Callable[[], None] | None = None) -> dict[str,
+        Any]:
     """What an owner does with a run, while somebody else does `meanwhile`; and what came of it."""
     os.environ["XDG_CACHE_HOME"] = str(place / "cache")
     run, found = place / "run", {}
 
     def trained() -> list[float]:
-        train(config, out=run, resume=True, observers=[lambda record: meanwhile and record.step == 5 and meanwhile()])
+        train(config, out=run, resume=True,
+              observers=[lambda record: meanwhile and record.step == 5 and meanwhile()])
         return [line["loss"] for line in Run.open(run).metrics]
 
     for name, work in {
@@ -135,7 +146,8 @@ def _forked(work: Callable[[], dict[str, Any]], folder: Path) -> dict[str, Any]:
         torch.set_num_threads(1)
         for known in (compile_c._opened, cast._library):    # else the cache is not looked at again
             known.cache_clear()
-        hardware.peak_flops = lambda *_: (1e12, "not measured")     # half a second, and nothing is attacked there
+        # half a second, and nothing is attacked there
+        hardware.peak_flops = lambda *_: (1e12, "not measured")
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), 2)
         try:
@@ -175,7 +187,8 @@ def _seen(folder: Path) -> dict[str, Any]:
     for path in [folder, *folder.rglob("*")]:
         status = path.lstat()
         content = path.read_bytes().hex()[:2000] if stat.S_ISREG(status.st_mode) else None
-        seen[str(path.relative_to(folder.parent))] = [oct(status.st_mode), status.st_mtime_ns, status.st_size, content]
+        seen[str(path.relative_to(folder.parent))] = [oct(status.st_mode), status.st_mtime_ns,
+            status.st_size, content]
     return seen
 
 
@@ -240,20 +253,27 @@ def _loop(path: Path, outside: Path, rng: random.Random) -> None:
 
 
 LINKS = {
-    "a link to a file": lambda path, outside, rng: _link(path, outside / rng.choice(("victim", "private"))),
-    "a link to a folder": lambda path, outside, rng: _link(path, outside / rng.choice(("folder", "checkpoints", f"checkpoints/{OLDER}"))),
-    "a link up and down": lambda path, outside, rng: _link(path, os.path.relpath(outside / "victim", path.parent)),
+    "a link to a file": lambda path, outside, rng: _link(path,
+        outside / rng.choice(("victim", "private"))),
+    "a link to a folder": lambda path, outside, rng: _link(path,
+        outside / rng.choice(("folder", "checkpoints", f"checkpoints/{OLDER}"))),
+    "a link up and down": lambda path, outside, rng: _link(path,
+        os.path.relpath(outside / "victim", path.parent)),
     "a link to its folder": lambda path, outside, rng: _link(path, "."),
     "a dangling link": lambda path, outside, rng: _link(path, outside / "new"),
-    "a link to what it was": _moved, "a hard link": _hard, "a loop": _loop, "a pipe": _pipe, "a folder with a link": _folder,
-    "a link to a device": lambda path, outside, rng: _link(path, rng.choice(("/dev/null", "/dev/zero", "/dev/full"))),
+    "a link to what it was": _moved, "a hard link": _hard, "a loop": _loop, "a pipe": _pipe,
+    "a folder with a link": _folder,
+    "a link to a device": lambda path, outside, rng: _link(path,
+        rng.choice(("/dev/null", "/dev/zero", "/dev/full"))),
 }
 
-ONLY_HERE = {*LINKS} - {"a link to what it was", "a hard link"}     # nothing is planted elsewhere too
+# nothing is planted elsewhere too
+ONLY_HERE = {*LINKS} - {"a link to what it was", "a hard link"}
 
 
 def _latest(trial: Path, rng: random.Random) -> None:
-    (trial / "run" / "checkpoints" / "latest").write_text(rng.choice(("../..\n", "/\n", "../../outside/checkpoints/" + OLDER, "\0")))
+    (trial / "run" / "checkpoints" / "latest").write_text(
+        rng.choice(("../..\n", "/\n", "../../outside/checkpoints/" + OLDER, "\0")))
 
 
 def _manifest(trial: Path, rng: random.Random) -> str:
@@ -262,7 +282,8 @@ def _manifest(trial: Path, rng: random.Random) -> str:
     if not path.is_file():
         return "nothing"
     manifest = json.loads(path.read_text())
-    name = rng.choice(("../../../outside/victim", str(trial / "outside" / "victim"), "..", "state.json/../../x"))
+    name = rng.choice(("../../../outside/victim", str(trial / "outside" / "victim"), "..",
+                       "state.json/../../x"))
     manifest["files"][name] = manifest["files"].pop("state.json")
     path.write_text(json.dumps(manifest))
     return f"a manifest that names {name}"
@@ -275,7 +296,8 @@ def _quarantined(trial: Path, rng: random.Random) -> None:
         (root / NEWER / "state.json").write_text("{}")
         _remove(root / "quarantine")
         (root / "quarantine").mkdir()
-        (root / "quarantine" / NEWER).symlink_to(rng.choice(("../../../outside/folder", "../../../outside/new")))
+        (root / "quarantine" / NEWER).symlink_to(
+            rng.choice(("../../../outside/folder", "../../../outside/new")))
 
 
 def _kernel(change: Callable[[Path, Path], Any]) -> Callable[[Path, random.Random], None]:
@@ -295,12 +317,15 @@ def _given_away(path: Path, outside: Path) -> None:
 
 
 OTHERS = {
-    "latest leads up": _latest, "a manifest leads up": _manifest, "quarantine leads up": _quarantined,
-    "a truncated kernel": _kernel(lambda path, outside: os.truncate(path, path.stat().st_size // 3)),
+    "latest leads up": _latest, "a manifest leads up": _manifest,
+    "quarantine leads up": _quarantined,
+    "a truncated kernel": _kernel(lambda path, outside: os.truncate(path,
+        path.stat().st_size // 3)),
     "a kernel for all to write": _kernel(lambda path, outside: path.chmod(0o666)),
     "another's kernel": _kernel(_given_away),
     "a linked kernel": _kernel(lambda path, outside: _link(path, outside / "victim")),
     "an endless kernel": _kernel(lambda path, outside: _link(path, "/dev/zero")),
     "a kernel that is text": _kernel(lambda path, outside: path.write_text("text")),
-    "a linked folder of kernels": _kernel(lambda path, outside: _moved(path.parent, outside, random.Random(0))),
+    "a linked folder of kernels": _kernel(lambda path, outside: _moved(path.parent, outside,
+        random.Random(0))),
 }

@@ -1,8 +1,9 @@
-"""Runs whose memory ends at a random moment: each says so, its newest checkpoint is whole, and it goes on as if nothing
-had happened.
+"""Runs whose memory ends at a random moment: each says so, its newest checkpoint is whole, and it
+goes on as if nothing had happened.
 
-The moment is an operation of PyTorch's, by its number from the start of `train`. There it fails by itself, in the words of one
-of the allocators; or from there on the process may have no more memory than it has (RLIMIT_AS), and fails where it wants more.
+The moment is an operation of PyTorch's, by its number from the start of `train`. There it fails by
+itself, in the words of one of the allocators; or from there on the process may have no more memory
+than it has (RLIMIT_AS), and fails where it wants more.
 """
 
 import json
@@ -18,15 +19,18 @@ from tests.attack import Outcome
 from tests.attack._nursery import Nursery, nursery
 
 COUNT, FEW = 25, 2      # runs
-TINY = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64, "global_batch": 16, "steps": 12,
-        "eval_every": 4, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32", "schedule.warmup_steps": 1,
+TINY = {"model.layers": 2, "model.width": 64, "model.heads": 2, "model.context": 64,
+        "global_batch": 16, "steps": 12,
+        "eval_every": 4, "eval_batches": 1, "checkpoint_every": 2, "precision.recipe": "fp32",
+        "schedule.warmup_steps": 1,
         "system.device": "cpu", "system.threads": 1, "system.compile": False}
 ERRORS = ("OutOfMemoryError", "RuntimeError", "MemoryError")
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, ends = Outcome(), random.Random(seed), Counter()
-    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(4000)))
+    (folder / "corpus.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
+        for i in range(4000)))
     settings = TINY | {"data.source": str(folder / "corpus.txt"), "data.val_fraction": 0.5}
     (folder / "config.yaml").write_text(Config().replace(settings).to_yaml())
     # large tensors are the system's again at once, so that a limit is felt in the next operation
@@ -34,7 +38,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         whole = _run(forks, folder / "whole", {})
         want = _end(folder / "whole")
         for trial in range(count):
-            job = {"at": rng.randrange(1, whole["operations"]), "error": rng.choice((*ERRORS, "")), "room": rng.randrange(2**21)}
+            job = {"at": rng.randrange(1, whole["operations"]), "error": rng.choice((*ERRORS, "")),
+                   "room": rng.randrange(2**21)}
             out = folder / str(trial)
             told = _run(forks, out, job)
             problem = _problem(told, out)
@@ -45,7 +50,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 if told["end"] != "complete" or _end(out) != want:
                     problem = "does not go on bit for bit"
             if problem is not None:
-                outcome.failed(problem, f"seed {seed}, trial {trial}, {job}: {told['said'][-1500:]}")
+                outcome.failed(problem,
+                               f"seed {seed}, trial {trial}, {job}: {told['said'][-1500:]}")
             outcome.tried += 1
     outcome.facts |= ends
     return outcome
@@ -59,7 +65,8 @@ def _run(forks: Nursery, out: Path, job: dict) -> dict:
 
 def _end(out: Path) -> tuple:
     found, _ = checkpoint.load_latest(Run.open(out).checkpoints)
-    return [line["loss"] for line in Run.open(out).metrics], {name: t.tolist() for name, t in found.tensors.items()}
+    return [line["loss"] for line in Run.open(out).metrics], {name: t.tolist()
+        for name, t in found.tensors.items()}
 
 
 def _problem(told: dict, out: Path) -> str | None:
@@ -74,7 +81,8 @@ def _problem(told: dict, out: Path) -> str | None:
     if run.summary and run.summary["status"] != "failed":
         return f"left the status {run.summary['status']}"
     report = run.summary.get("out_of_memory")
-    if run.summary and not (report and report["held"].get("weights") and report["predicted"]["peak_bytes"] and report["ways"]):
+    if (run.summary and not (report and report["held"].get("weights")
+                             and report["predicted"]["peak_bytes"] and report["ways"])):
         return "left no report"
     for newest in checkpoint.folders(run.checkpoints)[:1]:
         try:
@@ -115,10 +123,13 @@ def _ends(job: dict):
 
     from lpkit.machine_facts import status_bytes
 
-    made = {"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-            "RuntimeError": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: "
-                                                 "can't allocate memory: you tried to allocate 2147483648 bytes"),
-            "MemoryError": MemoryError}
+    made = ({"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to "
+        "allocate 2.00 GiB"),
+            "RuntimeError": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. "
+                                                 "DefaultCPUAllocator: "
+                                                 "can't allocate memory: you tried to allocate "
+                                                 "2147483648 bytes"),
+            "MemoryError": MemoryError})
 
     class Ends(TorchDispatchMode):
         operations = 0
@@ -128,7 +139,8 @@ def _ends(job: dict):
             if self.operations == job.get("at"):
                 if job["error"]:
                     raise made[job["error"]]()
-                resource.setrlimit(resource.RLIMIT_AS, (status_bytes("VmSize") + job["room"], resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_AS,
+                                   (status_bytes("VmSize") + job["room"], resource.RLIM_INFINITY))
             return func(*args, **(kwargs or {}))
 
         def lift(self) -> None:

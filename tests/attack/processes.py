@@ -81,14 +81,16 @@ for line in sys.stdin:
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, slowest, under_way = Outcome(), 0.0, 0
     command = [sys.executable, "-c", NURSERY.format(prelude=PRELUDE)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as nursery:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as nursery:
         for number, (sent, name) in enumerate(itertools.islice(itertools.cycle(
                 itertools.product(SIGNALS, COMMANDS)), count)):
             delay = random.Random(f"{seed} {number}").uniform(EARLIEST_SECONDS, LATEST_SECONDS)
             trial = f"{name}, {sent.name} after {delay:.3f} s"
             place = folder / str(number)
             environment = prepare(place)
-            print(json.dumps([str(place), environment, COMMANDS[name]]), file=nursery.stdin, flush=True)
+            print(json.dumps([str(place), environment, COMMANDS[name]]), file=nursery.stdin,
+                  flush=True)
             pid = int(nursery.stdout.readline())
             time.sleep(delay)
             under_way += READY.search((place / "said").read_text()) is not None
@@ -116,12 +118,14 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 def prepare(place: Path) -> dict[str, str]:
     """A folder with a course and places for all that is temporary; the environment that says so."""
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
-    book.cells = [new_code_cell("a: int = 1", metadata={"tags": ["parameters"]}), new_code_cell(CELL)]
+    book.cells = [new_code_cell("a: int = 1", metadata={"tags": ["parameters"]}),
+                  new_code_cell(CELL)]
     for name in (Path(FIRST).parent, "tmp", "runtime"):
         (place / name).mkdir(parents=True)
     nbformat.write(book, place / FIRST)
     (place / "said").touch()
-    return {"TMPDIR": str(place / "tmp"), "JUPYTER_RUNTIME_DIR": str(place / "runtime"), MARK: str(place)}
+    return {"TMPDIR": str(place / "tmp"), "JUPYTER_RUNTIME_DIR": str(place / "runtime"),
+            MARK: str(place)}
 
 
 def processes(place: Path) -> list[psutil.Process]:

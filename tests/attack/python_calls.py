@@ -1,4 +1,5 @@
-"""Wrong calls of the public Python functions: each raises ConfigError (or RunFailedError) with one sentence, and changes nothing.
+"""Wrong calls of the public Python functions: each raises ConfigError (or RunFailedError) with one
+sentence, and changes nothing.
 
 A trial is a line of Python, drawn by rules from a seed; `NAMES` are what it may name.
 """
@@ -12,15 +13,20 @@ from tests.attack._nursery import nursery, tell_of_writes
 
 COUNT, FEW = 270, 30
 SECONDS = 10.0
-MOST_CHARACTERS = 480    # as many have a name of 80, every machine of the catalogue, and what a file of one's own needs
+# as many have a name of 80, every machine of the catalogue, and what a file of one's own needs
+MOST_CHARACTERS = 480
 # of values that no setting takes
-NEVER = ["float('nan')", "float('inf')", "-1", "10**400", "-10**400", "'x' * 10**6", "'9' * 5000", "[1, [2]]", "{'a': {}}", "object()",
-         "b'1'", "'\\x1b[31mred'", "'\\u202egnp'", "{1, 2}", "print", "(x for x in ())", "loop", "Config", "1j", "['a'] * 10**6", "Rude()"]
+NEVER = ["float('nan')", "float('inf')", "-1", "10**400", "-10**400", "'x' * 10**6", "'9' * 5000",
+         "[1, [2]]", "{'a': {}}", "object()",
+         "b'1'", "'\\x1b[31mred'", "'\\u202egnp'", "{1, 2}", "print", "(x for x in ())", "loop",
+         "Config", "1j", "['a'] * 10**6", "Rude()"]
 NO_COUNT = [*NEVER, "0", "2.5", "True", "'many'", "None", "''"]
 NO_NUMBER = [*NEVER, "True", "'many'", "''"]
-NO_NAME = [*NEVER[:3], "5", "None", "['adamw']", "''", "'adamv' * 20", "'\\x1b[31mred'", "'x' * 10**6", "10**400", "object()", "loop", "True"]
+NO_NAME = [*NEVER[:3], "5", "None", "['adamw']", "''", "'adamv' * 20", "'\\x1b[31mred'",
+           "'x' * 10**6", "10**400", "object()", "loop", "True"]
 NO_CONFIG = [*NO_NAME, "{'model': 1}", "ModelConfig()", "Config"]
-NO_PLACE = ["''", "' '", "5", "['a']", "b'a'", "'x' * 300", "'x' * 5000", "'a\\0b'", "object()", "1.5", "'/dev/null'", "'/dev/null/x'", "{}"]
+NO_PLACE = ["''", "' '", "5", "['a']", "b'a'", "'x' * 300", "'x' * 5000", "'a\\0b'", "object()",
+            "1.5", "'/dev/null'", "'/dev/null/x'", "{}"]
 
 
 def each(template: str, names: str) -> list[str]:
@@ -30,7 +36,8 @@ def each(template: str, names: str) -> list[str]:
 
 # The ? of a call is one of the values beside it.
 CONFIGS = [
-    (each("Config(@=?)", "steps global_batch grad_accum_steps eval_batches keep_checkpoints"), NO_COUNT),
+    (each("Config(@=?)", "steps global_batch grad_accum_steps eval_batches keep_checkpoints"),
+     NO_COUNT),
     (["Config(seed=?)"], [*NEVER, "2**63", "0.5", "True", "None"]),
     (each("Config(@=?)", "model optimizer schedule data memory"), NO_NAME),
     (["Config(transforms=?)"], [*NEVER, "[5]", "None"]),
@@ -40,10 +47,13 @@ CONFIGS = [
     (["Config.from_dict({?: 1})"], ["-1", "None", "'x' * 10**6", "()", "'\\x1b[31m'"]),
     (["Config.from_dict({'model': ?})", "Config().replace({'model': ?})"], NO_NAME),
     (["Config().replace(?)"], [*NO_NAME, "[1]"]),
-    (each("Config().replace({'@': ?})", "steps seed model.layers schedule.warmup_steps precision.telemetry_every"), NEVER),
+    (each("Config().replace({'@': ?})", "steps seed model.layers schedule.warmup_steps "
+                                        "precision.telemetry_every"), NEVER),
     (["Config.from_yaml(?)"], [
-        "5", "None", "b'a: 1'", "[1]", "'a: &a [x]\\nb: *a'", "'[' * 10**5", "'steps: ' + '9' * 5000", "'model: {layers: 1\\n'",
-        "'steps: 1\\nsteps: 2'", "'\\x00'", "'steps: 1:1:1'", "'steps: 2001-99-99'", "'? [a]\\n: 1'", "'model: [1]'", "'\\ud800'"]),
+        "5", "None", "b'a: 1'", "[1]", "'a: &a [x]\\nb: *a'", "'[' * 10**5", "'steps: ' + '9' * "
+            "5000", "'model: {layers: 1\\n'",
+        "'steps: 1\\nsteps: 2'", "'\\x00'", "'steps: 1:1:1'", "'steps: 2001-99-99'",
+        "'? [a]\\n: 1'", "'model: [1]'", "'\\ud800'"]),
 ]
 GROUPS = [
     (each("ModelConfig(@=?)", "layers width heads vocab context"), NO_COUNT),
@@ -59,14 +69,16 @@ GROUPS = [
     (["SystemConfig(compile=?)"], NO_NAME[:-1]),
     (each("PrecisionConfig(@=?)", "recipe"), NO_NAME),
     (["PrecisionConfig(telemetry_every=?)"], [*NEVER, "0.5"]),
-    (each("MemoryConfig(@=?)", "recompute cross_entropy param_dtype moment_format optimizer_state"), NO_NAME),
+    (each("MemoryConfig(@=?)", "recompute cross_entropy param_dtype moment_format optimizer_state"),
+     NO_NAME),
     (each("Layout(@=?)", "data shard tensor pipeline context"), NO_COUNT),
     (["Layout(zero=?)"], [*NEVER, "4", "1.5", "None"]),
 ]
 ROWS = [
     (each("Config(optimizer={'@': ?})", "lr eps beta1 beta2 clip"), NO_NUMBER),
     (each("AdamWSettings(@=?)", "lr eps beta1 beta2 weight_decay"), NO_NUMBER),
-    (["AdamWSettings(groups=?)"], ["5", "[1]", "'x'", "['a:b=c']", "None", "10**400", "['a:lr_scale=nan']"]),
+    (["AdamWSettings(groups=?)"], ["5", "[1]", "'x'", "['a:b=c']", "None", "10**400",
+                                   "['a:lr_scale=nan']"]),
     (["Config(optimizer={?: 1})"], ["'betas'", "5", "None", "'x' * 10**6"]),
     (each("DelayedSettings(@=?)", "history margin"), [*NEVER, "10**6", "0.5", "True"]),
     (["Config(memory={'recompute': {'name': 'block', 'every': ?}})"], NO_COUNT),
@@ -80,24 +92,32 @@ FORMULAS = [
     (["predict(Config(), mfu=?)"], [*NO_NUMBER[:-1], "0", "2"]),
     (["predict(Config(), zero=?)"], [*NEVER, "4", "0.5"]),
     (["predict(Config(), price_per_hour=?)"], NO_NUMBER[:-1]),
-    (each("predict(Config(), @=?)", "precision optimizer recompute"), ["5", "[1]", "'x' * 10**6", "'adamv'", "loop", "10**400", "''"]),
+    (each("predict(Config(), @=?)", "precision optimizer recompute"),
+     ["5", "[1]", "'x' * 10**6", "'adamv'", "loop", "10**400", "''"]),
     (["plan(Config(), ?, devices=8)"], [*NO_NUMBER, "0", "None"]),
-    (each("plan(Config(), 1e9, @=?)", "budget deadline_seconds price_per_hour"), [*NO_NUMBER[:-1], "0"]),
-    (["plan(Config(), 1e9, devices=8, precisions=?)"], ["5", "[5]", "'bf61'", "['bf61']", "loop", "{'a': 1}"]),
+    (each("plan(Config(), 1e9, @=?)", "budget deadline_seconds price_per_hour"),
+     [*NO_NUMBER[:-1], "0"]),
+    (["plan(Config(), 1e9, devices=8, precisions=?)"],
+     ["5", "[5]", "'bf61'", "['bf61']", "loop", "{'a': 1}"]),
     (["advise(Config(), base=?)"], ["5", "'bf61'", "[1]", "loop"]),
     (["advise(Config(), recipes=?)"], ["5", "[5]", "'mxfp9'", "['bf16']", "loop"]),
     (each("advise(Config(), @=?)", "seeds steps"), NO_COUNT),
     (["resolve('cpu-3m', ?)"], ["5", "[5]", "['steps']", "['steps=x']", "loop"]),
     (["resolve(?)"], [*NO_NAME, "'none.yaml'"]),
     (["machine_from_dict(?)"], [*NO_NAME, "{}", "{'memory_bytes': 1}"]),
-    (["machine_from_dict({'memory_bytes': ?, 'bytes_per_second': 1e9, 'flops': {'bf16': 1e12}})"], NO_COUNT),
-    (["machine_from_dict({'memory_bytes': 1e9, 'bytes_per_second': 1e9, 'flops': ?})"], [*NO_NAME, "{'bf61': 1}", "{'bf16': -1}"]),
+    (["machine_from_dict({'memory_bytes': ?, 'bytes_per_second': 1e9, 'flops': {'bf16': 1e12}})"],
+     NO_COUNT),
+    (["machine_from_dict({'memory_bytes': 1e9, 'bytes_per_second': 1e9, 'flops': ?})"],
+     [*NO_NAME, "{'bf61': 1}", "{'bf16': -1}"]),
 ]
 RUNS = [
-    (["lpkit.train(?)", "lpkit.start(?)", "lpkit.start_each({'a': ?})", "lpkit.predict_trace(?)", "lpkit.reconcile(?)", "prepare(?, 256)"],
+    (["lpkit.train(?)", "lpkit.start(?)", "lpkit.start_each({'a': ?})", "lpkit.predict_trace(?)",
+      "lpkit.reconcile(?)", "prepare(?, 256)"],
      NO_CONFIG),
-    (["lpkit.train(Config(), out=?)", "lpkit.start(Config(), out=?)", "lpkit.start_each({'a': Config()}, out=?)"], NO_PLACE),
-    (["lpkit.train(?)", "lpkit.start(?)", "predict(?)", "advise(?)", "prepare(?)"], ["", "Config(), lr=1", "steps=5", "1, 2, 3, 4, 5, 6"]),
+    (["lpkit.train(Config(), out=?)", "lpkit.start(Config(), out=?)", "lpkit.start_each({'a': "
+        "Config()}, out=?)"], NO_PLACE),
+    (["lpkit.train(?)", "lpkit.start(?)", "predict(?)", "advise(?)", "prepare(?)"],
+     ["", "Config(), lr=1", "steps=5", "1, 2, 3, 4, 5, 6"]),
     (["lpkit.train(Config(), resume=?)"], [*NEVER, "2"]),
     (["lpkit.start_each(?)"], [*NO_NAME, "{}", "[]", "{5: Config()}"]),
     (["lpkit.Run.open(?)", "lpkit.sample(?)", "open_tokens(?)"], [*NO_PLACE, "'none'"]),
@@ -109,7 +129,8 @@ RUNS = [
     (["lpkit.predict_trace(Config(), ?)"], [*NO_COUNT, "3", "10**6"]),
     (["lpkit.predict_trace(Config(), device=?)"], NO_NAME),
     (["prepare(DataConfig(source='none'), ?)"], NO_COUNT),
-    (["prepare(DataConfig(source='none'), 256, ?)", "prepare_into(?, DataConfig(source='none'), 256)"], NO_PLACE),
+    (["prepare(DataConfig(source='none'), 256, ?)", "prepare_into(?, DataConfig(source='none'), "
+                                                    "256)"], NO_PLACE),
 ]
 ROOMS = [CONFIGS, GROUPS, ROWS, FORMULAS, FORMULAS, RUNS, RUNS]
 
@@ -138,13 +159,17 @@ def warm() -> None:
 
     loop: list = []
     loop.append(loop)
-    NAMES = {**vars(config), **vars(optimizers), **vars(recipes), "Layout": layouts.Layout, "machine_from_dict": machines.from_dict,
-             "lpkit": lpkit, "predict": predict, "plan": plan, "resolve": resolve, "advise": lpkit.advise, "loop": loop, "Rude": Rude,
-             "prepare": datasets.prepare, "prepare_into": datasets.prepare_into, "open_tokens": datasets.open_tokens}
+    NAMES = {**vars(config), **vars(optimizers), **vars(recipes), "Layout": layouts.Layout,
+             "machine_from_dict": machines.from_dict,
+             "lpkit": lpkit, "predict": predict, "plan": plan, "resolve": resolve,
+             "advise": lpkit.advise, "loop": loop, "Rude": Rude,
+             "prepare": datasets.prepare, "prepare_into": datasets.prepare_into,
+             "open_tokens": datasets.open_tokens}
 
 
 def trial(words: list[str]) -> int:
-    """In the nursery: 0 for a sentence, which is then on standard output; 1 for none; 2 for another error."""
+    """In the nursery: 0 for a sentence, which is then on standard output; 1 for none; 2 for another
+    error."""
     from lpkit.errors import ConfigError
     from lpkit.training.runs import RunFailedError
 
@@ -158,7 +183,8 @@ def trial(words: list[str]) -> int:
         print(error)
         return 0
     except Exception as error:
-        if isinstance(error, TypeError) and "; it takes " in str(error):    # as Python says it, with what there is
+        # as Python says it, with what there is
+        if isinstance(error, TypeError) and "; it takes " in str(error):
             print(error)
             return 0
         print(f"{type(error).__name__}: {error}")
@@ -190,7 +216,8 @@ def trials(count: int, seed: int) -> list[str]:
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, home, slowest = Outcome(), folder / "cache", 0.0
     home.mkdir()
-    with nursery(folder, f"{__name__}:trial", f"{__name__}:warm", HOME=str(home), TMPDIR=str(home)) as forks:
+    with nursery(folder, f"{__name__}:trial", f"{__name__}:warm", HOME=str(home),
+                 TMPDIR=str(home)) as forks:
         forks.lpkit("Config(steps=0)")      # leaves the files of every trial
         for line in trials(count, seed):
             before, begun = set(folder.rglob("*")), time.monotonic()
@@ -199,6 +226,7 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             outcome.tried += 1
             slowest = max(slowest, seconds)
             for what in complaints(code, forks.said, seconds, left, forks.wrote):
-                outcome.failed(what, f"{line} -> {code} {forks.said.strip()!r:.300} {forks.wrote or left or ''}")
+                outcome.failed(what, f"{line} -> {code} {forks.said.strip()!r:.300} "
+                                     f"{forks.wrote or left or ''}")
     outcome.facts["slowest_seconds"] = round(slowest, 2)
     return outcome

@@ -1,6 +1,7 @@
-"""Launches of two ranks beside another user of the machine, who reads in /proc/net/tcp where they listen, and takes a
-rank's place at once: he says pickles, lengths of exabytes, garbage, what he just heard, or nothing. The launch ends well,
-with the numbers that it has alone, or in one sentence, in time; nothing that he says is executed, no checkpoint is torn.
+"""Launches of two ranks beside another user of the machine, who reads in /proc/net/tcp where they
+listen, and takes a rank's place at once: he says pickles, lengths of exabytes, garbage, what he
+just heard, or nothing. The launch ends well, with the numbers that it has alone, or in one
+sentence, in time; nothing that he says is executed, no checkpoint is torn.
 And while ranks train he opens more connections than they may have files.
 """
 
@@ -20,8 +21,10 @@ from tests.attack import NOT_TRIED, Outcome, patience
 from tests.attack._nursery import ROOT, prepare
 
 COUNT, FEW = 50, 8
-PROMISED_SECONDS = 60.0     # in which a launch ends, well or not; 30 of them are for a proof that does not come
-KINDS = ("pickle", "huge length", "huge header", "garbage", "replay", "silent", "closes", "late flood")
+# in which a launch ends, well or not; 30 of them are for a proof that does not come
+PROMISED_SECONDS = 60.0
+KINDS = ("pickle", "huge length", "huge header", "garbage", "replay", "silent", "closes",
+         "late flood")
 LAYOUTS = ({"parallel.data": 2}, {"parallel.shard": 2})
 STEPS = 20
 
@@ -30,18 +33,23 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome = Outcome()
     said = {"complete": 0, "refused": 0, "spoke with a rank": 0}
     config = Config.from_yaml(prepare(folder, steps=STEPS, checkpoint_every=5).read_text())
-    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    with subprocess.Popen([sys.executable, "-m", "tests.attack._strangers", str(folder)], stdin=subprocess.PIPE,
+    environment = dict(os.environ, XDG_CACHE_HOME=str(folder / "cache"), OMP_NUM_THREADS="1",
+                       PYTHONPATH=str(ROOT))
+    with subprocess.Popen([sys.executable, "-m", "tests.attack._strangers", str(folder)],
+                          stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as host:
         if why := json.loads(host.stdout.readline())["cannot"]:
             outcome.facts = {NOT_TRIED: why}
             host.stdin.close()
             return outcome
 
-        def launched(name: str, kind: str, layout: dict, **changes: object) -> tuple[dict, Path, Path]:
+        def launched(name: str, kind: str, layout: dict, **changes: object) -> tuple[dict, Path,
+                Path]:
             run, marker = folder / name, folder / f"{name}.marker"
-            trial = {"kind": kind, "config": config.replace(layout | changes).to_dict(), "out": str(run),
-                     "marker": str(marker), "seed": f"{seed} {name}", "seconds": PROMISED_SECONDS * patience()}
+            trial = {"kind": kind, "config": config.replace(layout | changes).to_dict(),
+                     "out": str(run),
+                     "marker": str(marker), "seed": f"{seed} {name}",
+                     "seconds": PROMISED_SECONDS * patience()}
             print(json.dumps(trial), file=host.stdin, flush=True)
             return json.loads(host.stdout.readline()), run, marker
 
@@ -55,7 +63,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             whole, layout = alone[which], LAYOUTS[which]
             trial = f"seed {seed}, launch {number}, {kind}, {layout}"
             late = kind == "late flood"
-            found, run, marker = launched(f"run-{number}", kind, layout, **({"steps": 1_000_000, "schedule": "constant"} if late else {}))
+            found, run, marker = launched(f"run-{number}", kind, layout,
+                                          **({"steps": 1_000_000, "schedule": "constant"} if late
+                                             else {}))
             outcome.tried += 1
             error, met = found["error"], found["met"]
             said["refused" if error else "complete"] += 1
@@ -65,7 +75,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             if found["hung"]:
                 outcome.failed("it hung", f"{trial}: {found['seconds']:.0f} s")
             elif late and (error or met[1]):
-                outcome.failed("a run that goes on was reached", f"{trial}: {error}; connected: {met}")
+                outcome.failed("a run that goes on was reached",
+                               f"{trial}: {error}; connected: {met}")
             elif error and ("\n" in error or "alloc" in error):
                 outcome.failed("not one sentence", f"{trial}: {error[:300]}")
             if not met or not met[0]:
@@ -86,6 +97,8 @@ def _whole(run: Path, alone: Path | None, trial: str, outcome: Outcome) -> None:
     if alone is None:
         return
     a, b = ([line["loss"] for line in Run.open(each).metrics] for each in (run, alone))
-    one, two = (checkpoint.load_latest(each / "checkpoints", quarantine=False)[0].tensors for each in (run, alone))
-    if a != b or one.keys() != two.keys() or not all(torch.equal(one[name], two[name]) for name in one):
+    one, two = (checkpoint.load_latest(each / "checkpoints", quarantine=False)[0].tensors
+                for each in (run, alone))
+    if (a != b or one.keys() != two.keys()
+        or not all(torch.equal(one[name], two[name]) for name in one)):
         outcome.failed("other numbers", trial)

@@ -1,5 +1,6 @@
-"""Whole lines and whole files of a run that are lost, doubled, swapped, or exchanged with those of another run or of
-another moment of the same: what reads the run names it, or its content is the same."""
+"""Whole lines and whole files of a run that are lost, doubled, swapped, or exchanged with those of
+another run or of another moment of the same: what reads the run names it, or its content is the
+same."""
 
 import contextlib
 import io
@@ -29,7 +30,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     config = settings(folder)
     make(folder, config)
     truth = {name: numbers(folder / name, folder / "tokens") for name in FOLDERS}
-    whole = {name: one for name, one in truth["complete"].items() if name not in ("summary", "environments")}
+    whole = {name: one for name, one in truth["complete"].items()
+             if name not in ("summary", "environments")}
     copy = folder / "copy"
     while outcome.tried < count:
         base, (kind, mutate) = rng.choice(FOLDERS), rng.choice(list(MUTATIONS.items()))
@@ -58,12 +60,14 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
 
 
 def make(folder: Path, config: Config) -> None:
-    """The same run early, complete after 4 steps; killed in step 6 of the next start; complete after 6. And two others."""
+    """The same run early, complete after 4 steps; killed in step 6 of the next start; complete
+    after 6. And two others."""
     def keep(name: str, step: int) -> Callable:
         return lambda record: record.step == step and copy_of(folder / "run", folder / name)
 
     copy_of(train(config.replace({"steps": 4}), out=folder / "run").path, folder / "early")
-    copy_of(train(config, out=folder / "run", resume=True, observers=[keep("killed", 5)]).path, folder / "complete")
+    copy_of(train(config, out=folder / "run", resume=True, observers=[keep("killed", 5)]).path,
+            folder / "complete")
     train(config, out=folder / "twin")
     train(config.replace({"seed": 1}), out=folder / "other")
 
@@ -74,7 +78,8 @@ def copy_of(path: Path, to: Path) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*")
+            if one.is_file()}
 
 
 def named(path: Path) -> list[str]:
@@ -85,16 +90,19 @@ def named(path: Path) -> list[str]:
 
 
 def differences(found: dict, truth: dict, path: Path) -> list[str]:
-    """The readers that do not say what they said of the whole run. A summary has seconds, and an environment dates."""
+    """The readers that do not say what they said of the whole run. A summary has seconds, and an
+    environment dates."""
     return [name for name, want in truth.items() if isinstance(found[name], BaseException) or not (
-        _timeless(found[name]) == _timeless(want) if name in ("metrics", "summary", "environments") else
+        _timeless(found[name]) == _timeless(want) if name in ("metrics", "summary", "environments")
+        else
         found[name][0] == want[0] if name == "telemetry" else same(name, found[name], want, path))]
 
 
 def _timeless(value: object) -> object:
     """Without what differs between two starts of one run."""
     if isinstance(value, dict):
-        return {key: _timeless(one) for key, one in value.items() if not key.endswith(("seconds", "per_second", "bytes", "mfu"))
+        return {key: _timeless(one) for key, one in value.items()
+                if not key.endswith(("seconds", "per_second", "bytes", "mfu"))
                 and key not in ("date", "run_dir", "command", "started")}
     return [_timeless(one) for one in value] if isinstance(value, list) else value
 
@@ -141,7 +149,8 @@ def edit(lines: list[bytes], rng: random.Random) -> str:
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
     value.pop(records.LINE_SUM)
-    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float)) and key not in (records.NUMBER, "step")])
+    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float))
+                      and key not in (records.NUMBER, "step")])
     value[key] += 1
     value[records.LINE_SUM] = records.digest(value)[:len(json.loads(lines[at])[records.LINE_SUM])]
     lines[at] = json.dumps(value).encode() + b"\n"
@@ -170,7 +179,8 @@ def exchange(copy: Path, folder: Path, rng: random.Random) -> str:
 def exchange_checkpoint(copy: Path, folder: Path, rng: random.Random) -> str:
     """A whole checkpoint, of whatever step, under the name that it had or that of another step."""
     of = rng.choice(OTHERS)
-    theirs, ours = (rng.choice(sorted(one.glob("checkpoints/step-*"))) for one in (folder / of, copy))
+    theirs, ours = (rng.choice(sorted(one.glob("checkpoints/step-*")))
+                    for one in (folder / of, copy))
     copy_of(theirs, ours)
     return f"{ours.name} by {theirs.name} of {of}"
 
@@ -187,6 +197,8 @@ def remove_checkpoint(copy: Path, folder: Path, rng: random.Random) -> str:
     return one.name
 
 
-MUTATIONS = {"drop": _lines(drop), "cut": _lines(cut), "double": _lines(double), "swap": _lines(swap), "edit": _lines(edit),
-             "foreign line": foreign, "exchange": exchange, "exchange a checkpoint": exchange_checkpoint, "remove": remove,
+MUTATIONS = {"drop": _lines(drop), "cut": _lines(cut), "double": _lines(double),
+             "swap": _lines(swap), "edit": _lines(edit),
+             "foreign line": foreign, "exchange": exchange,
+             "exchange a checkpoint": exchange_checkpoint, "remove": remove,
              "remove a checkpoint": remove_checkpoint}

@@ -1,10 +1,12 @@
-"""Rooms, each in a network of its own, with a teacher, a learner at work, and Eve: a learner who is hostile, and has an account on the
-machine besides. She plays every role below, in an order of chance; while services, labs, the proxy and at last the hub are killed, she takes
-ports. In every eighth room a process of hers binds ports as fast as it can before the room opens and as long as it is open: at
-first all, so that the room cannot open and says so, then all but few.
+"""Rooms, each in a network of its own, with a teacher, a learner at work, and Eve: a learner who is
+hostile, and has an account on the machine besides. She plays every role below, in an order of
+chance; while services, labs, the proxy and at last the hub are killed, she takes ports. In every
+eighth room a process of hers binds ports as fast as it can before the room opens and as long as it
+is open: at first all, so that the room cannot open and says so, then all but few.
 
-Harm is done if she gets what is another's or is believed in another's place; if the neighbour's cell, the teacher's map and table or
-`lpkit progress` does not answer, or a report of the neighbour's is lost. Each role does first to what is Eve's what it then does to others'.
+Harm is done if she gets what is another's or is believed in another's place; if the neighbour's
+cell, the teacher's map and table or `lpkit progress` does not answer, or a report of the
+neighbour's is lost. Each role does first to what is Eve's what it then does to others'.
 """
 
 import csv
@@ -42,9 +44,11 @@ STRANGER = 51_999               # who is not in the room
 PROMISED_SECONDS = 30.0         # in which the teacher's map answers, and a report arrives
 PORTS = (10_000, 65_000)
 SENT, BURST, MOST = 5, 50_000, 2000     # reports; the last: of one learner, as docs/teach.md says
-CROWD = 2100                    # connections: twice as many as a process has files where nobody raised the limit
+# connections: twice as many as a process has files where nobody raised the limit
+CROWD = 2100
 MAP = rooms.HERE / "notebooks" / "hosting" / "map.html"
-ONE = "import json, os, random, threading, time; from tests.attack import _guest as g; PATH = os.environ['LPKIT_PROGRESS']"
+ONE = ("import json, os, random, threading, time; from tests.attack import _guest as g; PATH = "
+       "os.environ['LPKIT_PROGRESS']")
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
@@ -56,16 +60,19 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     facts: dict[str, float] = {}
     for number in range(count):
         loop = number % LOOP_EVERY == LOOP_AT
-        words = [sys.executable, "-m", "tests.attack.rooms", "loop" if loop else "hostile", f"{seed} {number}"]
+        words = [sys.executable, "-m", "tests.attack.rooms", "loop" if loop else "hostile",
+                 f"{seed} {number}"]
         begun = time.monotonic()
         with (folder / f"{number}.log").open("w+") as log:
-            done = subprocess.run(words, cwd=rooms.HERE, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+            done = subprocess.run(words, cwd=rooms.HERE, stdout=subprocess.PIPE, stderr=log,
+                                  text=True, check=False)
             log.seek(0)
             heard = log.read()
         trial = f"seed {seed}, room {number}"
         if not done.stdout.startswith("{"):
             outcome.tried += 1
-            outcome.failed("the room did not get to its end", f"{trial}: exit code {done.returncode}, {heard[-600:]}")
+            outcome.failed("the room did not get to its end",
+                           f"{trial}: exit code {done.returncode}, {heard[-600:]}")
             continue
         said = json.loads(done.stdout)
         if NOT_TRIED in said:
@@ -79,7 +86,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             counts = kinds.setdefault(role, {"attempts": 0, "did harm": 0})
             counts["attempts"] += tried
             counts["did harm"] += said["harm"].get(role, 0)
-        for key, value in (said["facts"] | {"slowest_room_seconds": time.monotonic() - begun}).items():
+        for key, value in (said["facts"] | {"slowest_room_seconds": time.monotonic()
+                - begun}).items():
             facts[key] = round(max(facts.get(key, 0.0), value), 2)
     outcome.facts = facts | kinds
     return outcome
@@ -112,7 +120,8 @@ class Trial:
     def enter(self, told: dict[str, Any]) -> None:
         self.url, codes = told["url"], rooms.codes(self.folder)
         self.codes = codes
-        self.eve, self.ben, self.teacher = (rooms.Person(self.url, name, codes[name]) for name in (*NAMES, "teacher"))
+        self.eve, self.ben, self.teacher = (rooms.Person(self.url, name, codes[name])
+            for name in (*NAMES, "teacher"))
         with_all((self.eve, self.ben, self.teacher), lambda one: one.start(share=True))
         self.eve.run(ONE)
         self.hub = next(one.parent() for one in psutil.process_iter(["cmdline"]) if is_proxy(one)
@@ -129,8 +138,10 @@ class Trial:
 
     def machine(self, code: str, uid: int = UIDS["eve"]) -> Any:
         """What a process of this user on the machine says."""
-        begin = f"import json, os, random; from tests.attack import _guest as g; os.setgroups([]); os.setgid({uid}); os.setuid({uid})"
-        done = subprocess.run([sys.executable, "-c", f"{begin}\nprint(json.dumps({code}))"], cwd=rooms.HERE, stdout=subprocess.PIPE, text=True, check=True)
+        begin = (f"import json, os, random; from tests.attack import _guest as g; "
+                 f"os.setgroups([]); os.setgid({uid}); os.setuid({uid})")
+        done = subprocess.run([sys.executable, "-c", f"{begin}\nprint(json.dumps({code}))"],
+                              cwd=rooms.HERE, stdout=subprocess.PIPE, text=True, check=True)
         return json.loads(done.stdout)
 
     # ---- the lesson
@@ -148,13 +159,16 @@ class Trial:
         return b'{"events": []}'
 
     def events(self) -> list[dict[str, Any]]:
-        return json.loads(self.shown("now"), parse_constant=lambda word: self.harm("the map is no JSON", word))["events"]
+        return json.loads(self.shown("now"),
+                          parse_constant=lambda word: self.harm("the map is no JSON",
+                              word))["events"]
 
     def report(self) -> None:
         """The neighbour reports, as the course does."""
         first, self.reports = self.reports, self.reports + SENT
-        said = self.ben.run("from lessons.reports import report\n"
-                            f"for n in range({first}, {self.reports}): report('exercise', name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience())
+        said = (self.ben.run("from lessons.reports import report\n"
+                            f"for n in range({first}, {self.reports}): report('exercise', "
+                            f"name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience()))
         if said:
             self.harm("the neighbour's cell stopped", said[-300:])
 
@@ -175,10 +189,12 @@ class Trial:
                 break
             time.sleep(0.2)
         else:
-            self.harm("a report of the neighbour's was lost", sorted({f"03.ben{n}" for n in range(self.reports)} - names)[:5])
+            self.harm("a report of the neighbour's was lost",
+                      sorted({f"03.ben{n}" for n in range(self.reports)} - names)[:5])
         self.slowest("slowest_report_seconds", time.monotonic() - begun)
         rows = list(csv.reader(io.StringIO(self.shown("csv").decode())))
-        if len(rows) < len(events) + 1 or any(cell[:1] in ("=", "@") for row in rows for cell in row):
+        if (len(rows) < len(events) + 1 or any(cell[:1] in ("=", "@") for row in rows
+                for cell in row)):
             self.harm("the teacher's table is wrong", len(rows))
 
     def again(self, person: rooms.Person) -> None:
@@ -200,17 +216,20 @@ class Trial:
         for one in [self.hub, *self.hub.children(recursive=True)]:
             with suppress(psutil.Error):
                 if one.uids().real == 0:
-                    found |= {each.laddr.port for each in one.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+                    found |= {each.laddr.port for each in one.net_connections("tcp")
+                              if each.status == psutil.CONN_LISTEN}
         return found
 
     def ports(self) -> None:
-        """She takes ports of labs, of the service and of the proxy, from within and from without, while those who had them are killed."""
+        """She takes ports of labs, of the service and of the proxy, from within and from without,
+        while those who had them are killed."""
         theirs, free = self.listening(), free_port()
         if len(theirs) < 5:
             self.controlled(False, f"only {theirs} listen")
         self.in_lab(f"globals().update(taker=g.Taker().begin({[free, *theirs]})) or 1")
         with taking(UIDS["eve"], (0, 0), 0.0, [free, *theirs]) as stranger:
-            victims = {"service": bench.service(), "the neighbour's lab": processes(UIDS["ben"]), "the teacher's lab": processes(UIDS["teacher"]),
+            victims = {"service": bench.service(), "the neighbour's lab": processes(UIDS["ben"]),
+                       "the teacher's lab": processes(UIDS["teacher"]),
                        "proxy": [*filter(is_proxy, self.hub.children())]}
             for name, victim in sorted(victims.items(), key=lambda _: self.rng.random()):
                 self.controlled(victim, f"there is no {name}")
@@ -238,7 +257,8 @@ class Trial:
                 self.harm("she heard what was for another", line)
 
     def sockets(self) -> None:
-        """She replaces the sockets of root's services, asks the proxy for its routes, and reports as somebody else."""
+        """She replaces the sockets of root's services, asks the proxy for its routes, and reports
+        as somebody else."""
         paths = [f"/run/lpkit/{name}-{PORT}" for name in ("hub", "proxy", "reports")]
         for where in (self.in_lab, self.machine):
             for path in paths:
@@ -249,32 +269,42 @@ class Trial:
             if where(f"g.asked({paths[1]!r}, 'GET', '/api/routes')[0]") == 200:
                 self.harm("the proxy told its routes")
         own = f"/run/lpkit/{UIDS['eve']}/own"
-        self.controlled("unlink" in self.in_lab(f"open({own!r}, 'w').close() or g.replaced({own!r})"), "a file of her own")
+        self.controlled("unlink" in self.in_lab(
+            f"open({own!r}, 'w').close() or g.replaced({own!r})"), "a file of her own")
         body = json.dumps([_guest.report("x", name="03.ben0")])
         self.attempts(2)
-        if (status := self.machine(f"g.asked({paths[2]!r}, 'POST', '/services/progress/report', {body!r})[0]", STRANGER)) != 403:
+        if ((status := self.machine(f"g.asked({paths[2]!r}, 'POST', '/services/progress/report', "
+                                    f"{body!r})[0]", STRANGER)) != 403):
             self.harm("a stranger reports", status)
-        if (status := asked("/services/progress/report", "POST", self.eve.token, body)[0]) not in (403, 405):
+        if ((status := asked("/services/progress/report", "POST", self.eve.token, body)[0]) not
+            in (403, 405)):
             self.harm("somebody reports through the proxy", status)
 
     def empty_codes(self) -> None:
         """She signs in as another without a code."""
-        nothing = [{"password": word} for word in ("", " ", "\n", "\0", "-", None, 0, False, [], {}, ["", ""])] + [{}]
+        nothing = ([{"password": word} for word in ("", " ", "\n", "\0", "-", None, 0, False, [],
+            {}, ["", ""])] + [{}])
         for name in ("guest", "ben", "teacher", "eve", "zoe", "", None):
             for word in nothing:
                 self.attempts()
-                status, text = asked(f"/hub/api/users/{name or 'ben'}/tokens", "POST", body=json.dumps({"auth": {"username": name, **word}}))
+                status, text = asked(f"/hub/api/users/{name or 'ben'}/tokens", "POST",
+                                     body=json.dumps({"auth": {"username": name, **word}}))
                 if status < 300 and b"token" in text:
                     self.harm("an empty code signs in", f"{name} {word}")
         right = {"username": "ben", "password": f" {self.codes['ben'].upper()}\n"}
-        self.controlled(asked("/hub/api/users/ben/tokens", "POST", body=json.dumps({"auth": right}))[0] < 300, "the right code")
+        self.controlled(asked("/hub/api/users/ben/tokens", "POST",
+                              body=json.dumps({"auth": right}))[0] < 300, "the right code")
 
     def odd_reports(self) -> None:
         """She reports by kind what no report is."""
-        before = self.in_lab("g.asked(PATH, 'POST', '/services/progress/report', json.dumps([g.report(random.random())]).encode())[1].decode()")
-        self.controlled("burst" in self.tried or (before and json.loads(before)["kept"] == 1), "a right report")
-        names = {one["pseudonym"] for one in self.events() if one["name"].startswith("03.ben")} or {"nobody"}
-        statuses = self.in_lab(f"[g.asked(PATH, 'POST', '/services/progress/report', body)[0] for body in "
+        before = self.in_lab("g.asked(PATH, 'POST', '/services/progress/report', "
+                             "json.dumps([g.report(random.random())]).encode())[1].decode()")
+        self.controlled("burst" in self.tried or (before and json.loads(before)["kept"] == 1),
+                        "a right report")
+        names = ({one["pseudonym"] for one in self.events() if one["name"].startswith("03.ben")}
+                 or {"nobody"})
+        statuses = self.in_lab(f"[g.asked(PATH, 'POST', '/services/progress/report', body)[0] for "
+                               f"body in "
                                f"g.odd_bodies(random.Random({self.rng.random()}), {min(names)!r})]")
         self.attempts(len(statuses or []))
         self.report()
@@ -285,8 +315,10 @@ class Trial:
 
     def burst(self) -> None:
         """She reports 50,000 times at once, while her neighbour reports."""
-        self.in_lab(f"globals().update(said={{}}) or globals().update(thread=threading.Thread(target=lambda: said.update(g.burst(PATH, {BURST})))) "
-                    "or thread.start() or 1")
+        (self.in_lab(f"globals().update(said={{}}) or "
+                     f"globals().update(thread=threading.Thread(target=lambda: "
+                     f"said.update(g.burst(PATH, {BURST})))) "
+                    "or thread.start() or 1"))
         self.report()
         self.lesson()
         said = self.in_lab("thread.join() or said") or {"requests": 0, "kept": 0, "seconds": 0}
@@ -301,7 +333,8 @@ class Trial:
     def crowd(self) -> None:
         """She holds connections that never end their request, to the service and to the hub."""
         for name in ("reports", "hub"):
-            held = self.in_lab(f"globals().update(crowd=g.crowd('/run/lpkit/{name}-{PORT}', {CROWD})) or len(crowd)") or 0
+            held = (self.in_lab(f"globals().update(crowd=g.crowd('/run/lpkit/{name}-{PORT}', "
+                                f"{CROWD})) or len(crowd)") or 0)
             self.attempts(held)
             self.controlled(held > CROWD / 2, f"{held} connections")
             self.report()
@@ -311,21 +344,28 @@ class Trial:
     def files(self) -> None:
         """She reads files, processes, kernels and tokens of others."""
         uids = (UIDS["ben"], UIDS["teacher"])
-        theirs = [(str(self.folder / "learners" / one.name), processes(UIDS[one.name])[0].pid) for one in (self.ben, self.teacher)]
+        theirs = [(str(self.folder / "learners" / one.name), processes(UIDS[one.name])[0].pid)
+                  for one in (self.ben, self.teacher)]
         read, asked_for = map(int, self.eve.run(f"THEIRS = {theirs!r}\n{bench.READER}").split())
         self.attempts(asked_for)
         if read:
             self.harm("files of others can be read", read)
         own = (str(self.folder / "learners" / "eve"), processes(UIDS["eve"])[0].pid)
-        self.controlled(int(self.eve.run(f"THEIRS = [{own!r}]\n{bench.READER}").split()[0]) >= 8, "her own files")
+        self.controlled(int(self.eve.run(f"THEIRS = [{own!r}]\n{bench.READER}").split()[0]) >= 8,
+                        "her own files")
         words = [self.ben.token, self.teacher.token, self.codes["ben"], self.codes["teacher"]]
-        words += [value for uid in uids for one in processes(uid) if (value := one.environ().get("JUPYTERHUB_API_TOKEN"))]
-        words += [one.environ()["CONFIGPROXY_AUTH_TOKEN"] for one in self.hub.children() if "CONFIGPROXY_AUTH_TOKEN" in one.environ()]
+        words += [value for uid in uids for one in processes(uid)
+                  if (value := one.environ().get("JUPYTERHUB_API_TOKEN"))]
+        words += [one.environ()["CONFIGPROXY_AUTH_TOKEN"] for one in self.hub.children()
+                  if "CONFIGPROXY_AUTH_TOKEN" in one.environ()]
         self.attempts(len(words))
         for where in (self.in_lab, self.machine):
-            if found := where(f"g.secrets_seen([word[::-1] for word in {[word[::-1] for word in words]!r}])"):     # her own command has them, else
+            # her own command has them, else
+            if found := where(f"g.secrets_seen([word[::-1] for word in "
+                              f"{[word[::-1] for word in words]!r}])"):
                 self.harm("secrets of others can be read", found)
-        self.controlled(self.in_lab("g.secrets_seen([os.environ['JUPYTERHUB_API_TOKEN']])"), "her own token")
+        self.controlled(self.in_lab("g.secrets_seen([os.environ['JUPYTERHUB_API_TOKEN']])"),
+                        "her own token")
         self.attempts(2 * len(uids))
         for uid in uids:
             for code in (f"os.listdir('/run/lpkit/{uid}')", f"os.kill({processes(uid)[0].pid}, 0)"):
@@ -333,34 +373,49 @@ class Trial:
                     self.harm("kernels of others can be reached", said[:200])
 
     def admin(self) -> None:
-        """She acts as the teacher or as her neighbour, with her own tokens, through the proxy and at the hub's own socket."""
+        """She acts as the teacher or as her neighbour, with her own tokens, through the proxy and
+        at the hub's own socket."""
         users, ben, zoe = "/hub/api/users", "/hub/api/users/ben", "/hub/api/users/zoe"
-        tries = [("GET", users, None), ("GET", ben, None), ("POST", f"{ben}/server", {}), ("DELETE", f"{ben}/server", None), ("POST", f"{ben}/tokens", {}),
-                 ("GET", f"{ben}/tokens", None), ("PATCH", f"{users}/eve", {"admin": True}), ("PATCH", ben, {"name": "eva"}), ("DELETE", ben, None),
-                 ("POST", users, {"usernames": ["zoe"], "admin": True}), ("POST", zoe, {}), ("GET", "/hub/api/proxy", None), ("POST", "/hub/api/proxy", {}),
-                 ("PATCH", "/hub/api/proxy", {"ip": "127.0.0.1", "port": 1, "protocol": "http", "auth_token": "x"}), ("GET", "/hub/api/services", None),
-                 ("GET", "/hub/api/groups", None), ("POST", "/hub/api/groups/g", {}), ("POST", "/hub/api/shutdown", {}), ("GET", "/hub/admin", None),
-                 ("GET", "/hub/spawn/ben", None), ("POST", "/hub/api/shares/ben/", {"user": "eve"}), ("POST", "/hub/api/share-codes/ben/", {}),
-                 ("POST", f"{users}/eve/tokens", {"scopes": ["admin:users"]}), ("POST", f"{users}/eve/tokens", {"roles": ["admin"]}),
-                 *((method, f"/user/{name}/api/{what}", None if method == "GET" else {}) for name in ("ben", "teacher") for method in ("GET", "POST")
+        tries = [("GET", users, None), ("GET", ben, None), ("POST", f"{ben}/server", {}),
+                 ("DELETE", f"{ben}/server", None), ("POST", f"{ben}/tokens", {}),
+                 ("GET", f"{ben}/tokens", None), ("PATCH", f"{users}/eve", {"admin": True}),
+                 ("PATCH", ben, {"name": "eva"}), ("DELETE", ben, None),
+                 ("POST", users, {"usernames": ["zoe"], "admin": True}), ("POST", zoe, {}),
+                 ("GET", "/hub/api/proxy", None), ("POST", "/hub/api/proxy", {}),
+                 ("PATCH", "/hub/api/proxy", {"ip": "127.0.0.1", "port": 1, "protocol": "http",
+                     "auth_token": "x"}), ("GET", "/hub/api/services", None),
+                 ("GET", "/hub/api/groups", None), ("POST", "/hub/api/groups/g", {}),
+                 ("POST", "/hub/api/shutdown", {}), ("GET", "/hub/admin", None),
+                 ("GET", "/hub/spawn/ben", None), ("POST", "/hub/api/shares/ben/", {"user": "eve"}),
+                 ("POST", "/hub/api/share-codes/ben/", {}),
+                 ("POST", f"{users}/eve/tokens", {"scopes": ["admin:users"]}),
+                 ("POST", f"{users}/eve/tokens", {"roles": ["admin"]}),
+                 *((method, f"/user/{name}/api/{what}", None if method == "GET" else {})
+                   for name in ("ben", "teacher") for method in ("GET", "POST")
                    for what in ("contents", "kernels", "terminals", "sessions")),
-                 ("GET", "/user/teacher/files/00_start_here.ipynb", None), ("GET", "/user/ben/lab", None)]
+                 ("GET", "/user/teacher/files/00_start_here.ipynb", None),
+                 ("GET", "/user/ben/lab", None)]
         lab = self.in_lab("os.environ['JUPYTERHUB_API_TOKEN']")
         for method, path, told in tries:
             body = None if told is None else json.dumps(told)
             for token in ("", self.eve.token, lab):
                 self.attempts()
                 status, text = asked(path, method, token, body)
-                if status < 300 and not (path == users and method == "GET" and b"ben" not in text and b"teacher" not in text):
+                if (status < 300 and not (path == users and method == "GET" and b"ben" not in text
+                                          and b"teacher" not in text)):
                     self.harm("she acts as another", f"{method} {path}: {status}")
-        direct = self.in_lab(f"[g.asked('/run/lpkit/hub-{PORT}', method, path, json.dumps(told).encode() if told is not None else None, "
-                             f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, told in {[one for one in tries if one[1].startswith('/hub')]!r}]") or []
+        direct = (self.in_lab(f"[g.asked('/run/lpkit/hub-{PORT}', method, path, "
+                              f"json.dumps(told).encode() if told is not None else None, "
+                             f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, told in "
+                             f"{[one for one in tries if one[1].startswith('/hub')]!r}]") or [])
         self.attempts(len(direct))
-        for status, one in zip(direct, [one for one in tries if one[1].startswith("/hub")], strict=False):
+        for status, one in zip(direct, [one for one in tries if one[1].startswith("/hub")],
+                               strict=False):
             if 0 < status < 300:
                 self.harm("she acts as another", f"at the hub's socket: {one}: {status}")
         known = json.loads(asked(users, token=self.teacher.token)[1])
-        self.controlled({one["name"] for one in known} >= {"ben", "eve", "teacher"}, "the teacher's own list")
+        self.controlled({one["name"] for one in known} >= {"ben", "eve", "teacher"},
+                        "the teacher's own list")
         if [one["name"] for one in known if one["admin"]] != ["teacher"] or len(known) > len(UIDS):
             self.harm("the room has other users", known)
         for name in ("now", "csv"):
@@ -382,15 +437,18 @@ class Trial:
     def command(self) -> None:
         self.attempts()
         table = self.folder / "all.csv"
-        done = subprocess.run([sys.executable, "-m", "lpkit", "progress", "--room", str(self.folder), "--csv", str(table), "--json"], cwd=rooms.HERE,
+        done = subprocess.run([sys.executable, "-m", "lpkit", "progress", "--room",
+                               str(self.folder), "--csv", str(table), "--json"], cwd=rooms.HERE,
                               stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode or json.loads(done.stdout)["problems"]:
             self.harm("`lpkit progress` stopped", done.returncode)
             return
         with table.open(newline="") as file:
-            names = [row["name"] for row in csv.DictReader(file) if row["name"].startswith("03.ben")]
+            names = [row["name"] for row in csv.DictReader(file)
+                     if row["name"].startswith("03.ben")]
         if sorted(names) != sorted(f"03.ben{n}" for n in range(self.reports)):
-            self.harm("a report of the neighbour's was lost", f"{len(names)} of {self.reports} are in the table")
+            self.harm("a report of the neighbour's was lost",
+                      f"{len(names)} of {self.reports} are in the table")
 
     def hub_killed(self) -> None:
         """The hub dies, and its port and sockets are hers to take until all labs have ended."""
@@ -412,7 +470,8 @@ class Trial:
 def hostile(trial: Trial) -> None:
     with rooms.opened(trial.folder, *NAMES, "--warm", port=PORT) as told:
         trial.enter(told)
-        trial.play(("ports", "sockets", "empty_codes", "odd_reports", "burst", "crowd", "files", "admin"))
+        trial.play(("ports", "sockets", "empty_codes", "odd_reports", "burst", "crowd", "files",
+                    "admin"))
         trial.hub_killed()
 
 
@@ -420,16 +479,22 @@ def loop(trial: Trial) -> None:
     trial.role = "all ports are taken"
     trial.attempts()
     with taking(UIDS["eve"], PORTS, 1.0, []) as stranger:
-        opened = subprocess.run([*rooms.passing(), sys.executable, "-m", "lpkit", "room", "--folder", str(trial.folder), "--port", str(PORT), "--proxy",
-                                 rooms.proxy(), *NAMES, "--warm"], env=os.environ | {"PYTHONPATH": str(rooms.HERE)}, cwd=rooms.HERE,
+        opened = subprocess.run([*rooms.passing(), sys.executable, "-m", "lpkit", "room",
+                                 "--folder", str(trial.folder), "--port", str(PORT), "--proxy",
+                                 rooms.proxy(), *NAMES, "--warm"],
+            env=os.environ | {"PYTHONPATH": str(rooms.HERE)}, cwd=rooms.HERE,
                                 capture_output=True, text=True, check=False, timeout=120)
     trial.controlled(len(stranger["taken"]) > 50_000, f"she got {len(stranger['taken'])} ports")
-    if opened.returncode != 2 or "Traceback" in opened.stderr or "cannot listen" not in opened.stderr:
-        trial.harm("a room that cannot open does not say so", f"{opened.returncode}: {opened.stderr[-300:]}")
+    if (opened.returncode != 2 or "Traceback" in opened.stderr
+        or "cannot listen" not in opened.stderr):
+        trial.harm("a room that cannot open does not say so",
+                   f"{opened.returncode}: {opened.stderr[-300:]}")
     trial.role = "ports beside a loop"
-    with taking(UIDS["eve"], PORTS, 0.9, []) as stranger, rooms.opened(trial.folder, *NAMES, "--warm", port=PORT) as told:
+    with taking(UIDS["eve"], PORTS, 0.9, []) as stranger, rooms.opened(trial.folder, *NAMES,
+            "--warm", port=PORT) as told:
         trial.enter(told)
-        trial.in_lab("globals().update(inside=g.Taker().begin([], 3000, tuple(range(10_000, 65_000)))) or 1")
+        trial.in_lab("globals().update(inside=g.Taker().begin([], 3000, tuple(range(10_000, "
+                     "65_000)))) or 1")
         trial.attempts(len(trial.listening()))
         trial.report()
         trial.lesson()
@@ -448,11 +513,15 @@ def loop(trial: Trial) -> None:
 
 
 @contextmanager
-def taking(uid: int, ports: tuple[int, int], share: float, wanted: list[int]) -> Iterator[dict[str, Any]]:
-    """A process of this user on the machine that takes ports; at the end the dict has what it got and heard."""
-    words = [sys.executable, "-m", "tests.attack._guest", str(uid), *map(str, ports), str(share), *map(str, wanted)]
+def taking(uid: int, ports: tuple[int, int], share: float,
+           wanted: list[int]) -> Iterator[dict[str, Any]]:
+    """A process of this user on the machine that takes ports; at the end the dict has what it got
+    and heard."""
+    words = [sys.executable, "-m", "tests.attack._guest", str(uid), *map(str, ports), str(share),
+             *map(str, wanted)]
     said: dict[str, Any] = {}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=rooms.HERE, text=True) as process:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=rooms.HERE,
+                          text=True) as process:
         try:
             assert process.stdout.readline(), "the stranger did not begin"
             yield said
@@ -461,11 +530,15 @@ def taking(uid: int, ports: tuple[int, int], share: float, wanted: list[int]) ->
             process.kill()
 
 
-def asked(path: str, method: str = "GET", token: str = "", body: str | None = None) -> tuple[int, bytes]:
+def asked(path: str, method: str = "GET", token: str = "", body: str | None = None) -> tuple[int,
+        bytes]:
     """Status and body of one answer of the room, and no other page's; 599 where none came."""
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=PROMISED_SECONDS * patience())
+    connection = http.client.HTTPConnection("127.0.0.1", PORT,
+        timeout=PROMISED_SECONDS * patience())
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json"} | ({"Authorization": f"token {token}"} if token else {}))
+        connection.request(method, path, body,
+                           {"Content-Type": "application/json"}
+                           | ({"Authorization": f"token {token}"} if token else {}))
         answer = connection.getresponse()
         return answer.status, answer.read()
     except (OSError, http.client.HTTPException) as error:
@@ -495,7 +568,8 @@ def free_port() -> int:
 
 
 def processes(uid: int) -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["uids"]) if one.info["uids"] and one.info["uids"].real == uid]
+    return [one for one in psutil.process_iter(["uids"]) if one.info["uids"]
+            and one.info["uids"].real == uid]
 
 
 def with_all(people: tuple[rooms.Person, ...], do: Any) -> None:
@@ -513,9 +587,12 @@ def main(kind: str, seed: str) -> None:
     from hosting import room as kit
 
     with rooms.passable_folder() as folder:
-        folder.mkdir(0o755)     # a guest is there already, who came by another authenticator and has no code
+        # a guest is there already, who came by another authenticator and has no code
+        folder.mkdir(0o755)
         kit.write(kit.Room(folder=str(folder), memory_bytes=1, threads=1, gpus=0, port=PORT,
-                           members={name: kit.Member(uid=uid, code="" if name == "guest" else kit.new_code()) for name, uid in UIDS.items()}))
+                           members={name: kit.Member(uid=uid,
+                               code="" if name == "guest" else kit.new_code())
+                               for name, uid in UIDS.items()}))
         trial = Trial(seed, folder)
         {"hostile": hostile, "loop": loop}[kind](trial)
     print(json.dumps(asdict(trial.outcome) | {"tried": trial.tried, "harm": trial.harms}))

@@ -1,5 +1,6 @@
-"""SIGTERM, SIGINT and SIGHUP to `lpkit train` in every phase, on one process and on two: heard within 2 s, the exit code
-says which, what can be kept is kept, and it is what an uninterrupted run has."""
+"""SIGTERM, SIGINT and SIGHUP to `lpkit train` in every phase, on one process and on two: heard
+within 2 s, the exit code says which, what can be kept is kept, and it is what an uninterrupted run
+has."""
 
 import itertools
 import os
@@ -22,7 +23,8 @@ SECONDS = 2.0
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 ENDLESS = {"steps": 1_000_000, "checkpoint_every": 0}
 # a step of 100 micro-batches, each of them far below the 2 s
-LONG = ENDLESS | {"model.layers": 2, "model.width": 128, "model.context": 128, "global_batch": 800, "grad_accum_steps": 100}
+LONG = (ENDLESS | {"model.layers": 2, "model.width": 128, "model.context": 128, "global_batch": 800,
+                   "grad_accum_steps": 100})
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Phase:
     settings: dict
     there: Callable[[Path], bool]
     seconds: float
-    steps: Callable[[int], bool] = field(default=lambda steps: True)    # whether so many may be kept
+    # whether so many may be kept
+    steps: Callable[[int], bool] = field(default=lambda steps: True)
 
 
 def _lines(run: Path) -> int:
@@ -43,15 +46,19 @@ def _lines(run: Path) -> int:
 
 PHASES = {
     "a step": Phase(LONG, lambda run: _lines(run) >= 1, 1.0, lambda steps: steps >= 1),
-    "an evaluation": Phase(ENDLESS | {"eval_every": 2, "eval_batches": 10**6}, lambda run: _lines(run) >= 1, 1.0, lambda steps: steps in (1, 2)),
-    "preparing": Phase(ENDLESS | {"data.source": "words.txt", "data.tokenizer": "bpe", "model.vocab": 2000}, lambda run: True, 3.0),
+    "an evaluation": Phase(ENDLESS | {"eval_every": 2, "eval_batches": 10**6},
+                           lambda run: _lines(run) >= 1, 1.0, lambda steps: steps in (1, 2)),
+    "preparing": Phase(ENDLESS | {"data.source": "words.txt", "data.tokenizer": "bpe",
+                                  "model.vocab": 2000}, lambda run: True, 3.0),
     "building": Phase(ENDLESS, lambda run: True, 0.3),
     "the first step": Phase(LONG, lambda run: (run / "summary.json").exists(), 0.5),
-    "compiling": Phase(LONG | {"system.compile": True}, lambda run: (run / "summary.json").exists(), 3.0),
+    "compiling": Phase(LONG | {"system.compile": True}, lambda run: (run / "summary.json").exists(),
+                       3.0),
     "saving": Phase(ENDLESS | {"checkpoint_every": 2}, saving, 0.002),
     "the end": Phase({"steps": 30, "checkpoint_every": 0}, lambda run: _lines(run) >= 20, 0.1),
 }
-# by turns; a compiler of ranks cannot be broken off between two micro-batches, and says so in docs/checkpoints.md
+# by turns; a compiler of ranks cannot be broken off between two micro-batches, and says so in
+# docs/checkpoints.md
 TRIALS = [(name, ranks) for ranks in (1, 2) for name in PHASES if (name, ranks) != ("compiling", 2)]
 TRIALS.insert(1, TRIALS.pop(TRIALS.index(("an evaluation", 2))))
 
@@ -59,14 +66,18 @@ TRIALS.insert(1, TRIALS.pop(TRIALS.index(("an evaluation", 2))))
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, slowest, losses = Outcome(), random.Random(seed), {}, {}
     config = prepare(folder)
-    words = "".join(f"{rng.getrandbits(48):x} " for _ in range(1_000_000))      # 12 MB without a repeated word
+    # 12 MB without a repeated word
+    words = "".join(f"{rng.getrandbits(48):x} " for _ in range(1_000_000))
     (folder / "words.txt").write_text(words)
     with nursery(folder) as forks:
-        assert forks.lpkit("train", config, "--set", "steps=1", "--out", folder / "warm") == 0, forks.said
+        assert (forks.lpkit("train", config, "--set", "steps=1", "--out", folder / "warm")
+                == 0), forks.said
         for number, (name, ranks) in zip(range(count), itertools.cycle(TRIALS)):
             phase, run, number_of = PHASES[name], folder / f"run-{number}", rng.choice(list(CODES))
-            more = [word for key, value in phase.settings.items() for word in ("--set", f"{key}={value}")]
-            pid = forks.begin("train", config, "--out", run, *more, *(["--processes", ranks] if ranks > 1 else []))
+            more = [word for key, value in phase.settings.items()
+                    for word in ("--set", f"{key}={value}")]
+            pid = forks.begin("train", config, "--out", run, *more,
+                              *(["--processes", ranks] if ranks > 1 else []))
             found = wait_until(partial(phase.there, run), LONGEST_SECONDS * patience())
             time.sleep(rng.uniform(0, phase.seconds))
             trial = f"seed {seed}, {number}: {number_of.name} in {name}, processes {ranks}"
@@ -79,11 +90,13 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             if not found:       # nothing to judge
                 outcome.failed("never there", f"{trial}: {forks.said[-300:]}")
             if seconds > SECONDS * patience():
-                outcome.failed("not heard within 2 s", f"{trial}: {seconds:.1f} s at a load of {os.getloadavg()[0]:.1f}")
+                outcome.failed("not heard within 2 s",
+                               f"{trial}: {seconds:.1f} s at a load of {os.getloadavg()[0]:.1f}")
             if code != CODES[number_of] and not (name == "the end" and code == 0):
                 outcome.failed("another exit code", f"{trial}: {code}: {forks.said[:600]}")
             if "Traceback" in forks.said:
-                outcome.failed("a traceback", f"{trial}: {forks.said[forks.said.index('Traceback') - 300:][:2000]}")
+                (outcome.failed("a traceback",
+                               f"{trial}: {forks.said[forks.said.index('Traceback') - 300:][:2000]}"))
             _kept(run, phase, code, ranks, trial, losses.setdefault((name, ranks), {}), outcome)
         left = list((folder / "cache").rglob("*.tmp"))
         if left:
@@ -92,18 +105,21 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     return outcome
 
 
-def _kept(run: Path, phase: Phase, code: int, ranks: int, trial: str, losses: dict, outcome: Outcome) -> None:
+def _kept(run: Path, phase: Phase, code: int, ranks: int, trial: str, losses: dict,
+          outcome: Outcome) -> None:
     if not (run / "summary.json").exists():
         return
     one = Run.open(run)
     steps, status = one.summary["steps"], one.summary["status"]
     found, _ = checkpoint.load_latest(one.checkpoints)
     if (found.step if found else 0) != steps or len(one.metrics) != steps:
-        outcome.failed("a step was lost", f"{trial}: of {steps} steps {found and found.step} are kept")
+        outcome.failed("a step was lost",
+                       f"{trial}: of {steps} steps {found and found.step} are kept")
     if not phase.steps(steps):
         outcome.failed("another step was kept", f"{trial}: {steps}")
     # ranks without a step have nothing to keep, and are ended when they do not hear it
-    due = {"complete"} if code == 0 or steps == one.config.steps else {"stopped", "killed"} if ranks > 1 and not steps else {"stopped"}
+    due = ({"complete"} if code == 0 or steps == one.config.steps else {"stopped", "killed"}
+           if ranks > 1 and not steps else {"stopped"})
     if status not in due or one.problems:
         outcome.failed("the record differs", f"{trial}: {status}, {one.problems}")
     for line in one.metrics:

@@ -1,5 +1,6 @@
-"""SIGKILL to a worker of a sweep or of a claim, or to its keeper, at a random moment: the same command goes on, and in the end the sweep,
-or the verdict, is the unbroken one: no run is lost, done twice, or left under way."""
+"""SIGKILL to a worker of a sweep or of a claim, or to its keeper, at a random moment: the same
+command goes on, and in the end the sweep, or the verdict, is the unbroken one: no run is lost, done
+twice, or left under way."""
 
 import random
 import threading
@@ -22,18 +23,24 @@ from tests.attack._nursery import prepare
 
 COUNT, FEW = 200, 3
 TRIALS, AT_ONCE = 12, 2
-SEARCH = {"optimizer": {"choices": ["adamw", "lion"]}, "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}}
+SEARCH = {"optimizer": {"choices": ["adamw", "lion"]},
+          "optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}}
 SAID = ("trial", "settings", "val_loss", "name", "pruned", "evaluations")
 
 
 def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng = Outcome(), random.Random(seed)
     base = str(prepare(folder, steps=40))
-    told = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss", sampler="random", at_once=AT_ONCE)
+    told = sweep.Sweep(base=base, search=SEARCH, trials=TRIALS, target="val_loss", sampler="random",
+                       at_once=AT_ONCE)
     cut = replace(told, sampler="tpe", pruner="asha", settings={"eval_every": 4})
-    claim = Claim(base=base, arms={"adamw": {}, "lion": {"optimizer": "lion"}}, differ=("optimizer",), target="val_loss", effect=0.3,
-                  budget={"steps": 40}, seeds=3, pilot=3, tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
-    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways), "pruned": lambda *ways: sweep.settle(cut, *ways), "claim": lambda out, finished: _verdict(claim, finished)}
+    claim = Claim(base=base, arms={"adamw": {}, "lion": {"optimizer": "lion"}},
+                  differ=("optimizer",), target="val_loss", effect=0.3,
+                  budget={"steps": 40}, seeds=3, pilot=3,
+                  tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
+    kinds = {"sweep": lambda *ways: sweep.settle(told, *ways),
+             "pruned": lambda *ways: sweep.settle(cut, *ways),
+             "claim": lambda out, finished: _verdict(claim, finished)}
     whole, seconds = {}, {}
     for kind, settle in kinds.items():
         whole[kind], begun = _settled(settle, folder / f"whole-{kind}"), time.monotonic()
@@ -46,7 +53,9 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
         found = None
         while found is None:
             over = threading.Event()
-            killer = threading.Thread(target=_kill, args=(rng.uniform(0, seconds[kind]), rng.random(), over, outcome))
+            killer = threading.Thread(target=_kill,
+                                      args=(rng.uniform(0, seconds[kind]), rng.random(), over,
+                                            outcome))
             killer.start()
             try:
                 found = _settled(kinds[kind], out)
@@ -56,7 +65,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
                 over.set()
                 killer.join()
         _same(found, whole[kind], out, f"seed {seed}, {kind} {rounds}", outcome)
-    outcome.facts = {"rounds": rounds, "heard of": heard, **{f"{kind}_seconds": round(took, 3) for kind, took in seconds.items()}}
+    outcome.facts = {"rounds": rounds, "heard of": heard,
+                     **{f"{kind}_seconds": round(took, 3) for kind, took in seconds.items()}}
     return outcome
 
 
@@ -74,7 +84,8 @@ def _settled(settle: Callable[..., tuple], out: Path) -> tuple[Any, set[str]]:
     if "trials" in found:
         told = len(Path(found["journal"]).read_text().splitlines())
         # a sweep that goes on asks for what its journal lacks
-        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), {line["name"] for line in found["trials"]}
+        return (told, [{key: line[key] for key in SAID} for line in found["trials"]]), {line["name"]
+            for line in found["trials"]}
     return found, names
 
 
@@ -82,7 +93,8 @@ def _verdict(claim: Claim, finished: Callable) -> dict:
     """Settles the first arm against itself: no run depends on how long another took."""
     found = Settling(claim, finished, lambda line: None).settle(null=True)
     [verdict] = found["verdicts"]
-    return {key: verdict[key] for key in ("verdict", "gain", "interval", "p", "seeds")} | {"tuned": found["tuned"], "runs": found["runs"]}
+    return ({key: verdict[key] for key in ("verdict", "gain", "interval", "p", "seeds")}
+            | {"tuned": found["tuned"], "runs": found["runs"]})
 
 
 def _kill(seconds: float, which: float, over: threading.Event, outcome: Outcome) -> None:

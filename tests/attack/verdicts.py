@@ -1,8 +1,10 @@
-"""Records of claims and sweeps, folders of runs that have begun, journals, and reports of learners: cut, altered, exchanged, of another
-kind, or gone. The same command then ends with the same verdict, the same trials or the same reports, and says what it passed over.
+"""Records of claims and sweeps, folders of runs that have begun, journals, and reports of learners:
+cut, altered, exchanged, of another kind, or gone. The same command then ends with the same verdict,
+the same trials or the same reports, and says what it passed over.
 
-Losses are made up, by a formula of the config, so that a claim takes milliseconds; what reads records is the real code. A record that its
-owner alters with a new checksum is found where two of its values disagree, or its name or config is another; its seconds can be anything.
+Losses are made up, by a formula of the config, so that a claim takes milliseconds; what reads
+records is the real code. A record that its owner alters with a new checksum is found where two of
+its values disagree, or its name or config is another; its seconds can be anything.
 """
 
 import contextlib
@@ -40,23 +42,28 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
     outcome, rng, look = Outcome(), random.Random(seed), runs.LOOK_SECONDS
     runs.LOOK_SECONDS = 1e-4
     try:
-        config = Config.from_yaml(prepare(folder, steps=STEPS, eval_every=2, checkpoint_every=2).read_text())
+        config = Config.from_yaml(prepare(folder, steps=STEPS, eval_every=2,
+            checkpoint_every=2).read_text())
         kinds = {name: KINDS[name](config, folder / name) for name in SHARES}
         turns = [name for name, share in SHARES.items() for _ in range(share)]
         said: dict[str, int] = {}
         while outcome.tried < count:
-            _trial(kinds[turns[outcome.tried % len(turns)]], folder / "copy", rng, seed, outcome, said)
+            _trial(kinds[turns[outcome.tried % len(turns)]], folder / "copy", rng, seed, outcome,
+                   said)
     finally:
         runs.LOOK_SECONDS = look
-    outcome.facts = {"trials": {name: turns.count(name) * count // len(turns) for name in SHARES}, "said": said}
+    outcome.facts = {"trials": {name: turns.count(name) * count // len(turns) for name in SHARES},
+                     "said": said}
     return outcome
 
 
-def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Outcome, said: dict[str, int]) -> None:
+def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Outcome,
+           said: dict[str, int]) -> None:
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(kind.folder, copy)
     victim = rng.choice(kind.victims(copy))
-    name, mutate = rng.choice(list((LINES | FILES if victim.suffix == ".jsonl" else kind.values | FILES).items()))
+    name, mutate = rng.choice(list((LINES | FILES if victim.suffix == ".jsonl"
+                                    else kind.values | FILES).items()))
     before, state = _contents(victim), rng.getstate()
     if mutate(victim, rng, kind) is False or (_contents(victim) == before and name != "exchange"):
         rng.setstate(state)
@@ -69,17 +76,20 @@ def _trial(kind: "Kind", copy: Path, rng: random.Random, seed: int, outcome: Out
             try:
                 found = kind.settled(copy)
             except BaseException as error:
-                outcome.failed("stopped", f"{trial}{', again' * again}: {type(error).__name__}: {error}"[:400])
+                outcome.failed("stopped",
+                               f"{trial}{', again' * again}: {type(error).__name__}: {error}"[:400])
                 return
         heard = [*words.getvalue().splitlines(), *kind.problems]
         if not again:
             said[kind.name] = said.get(kind.name, 0) + bool(heard)
         if not (again and kind.name == "reports") and kind.differs(found, heard):
-            outcome.failed("another result" if heard else "silent", f"{trial}{', again' * again}: {str(found)[:200]}")
+            outcome.failed("another result" if heard else "silent",
+                           f"{trial}{', again' * again}: {str(found)[:200]}")
             return
         if again and words.getvalue():
             outcome.failed("said again", f"{trial}: {words.getvalue()[:300]}")
-        derived = victim.suffix == ".jsonl" and kind.name in ("sweep", "pruned")        # a journal, which nothing reads
+        # a journal, which nothing reads
+        derived = victim.suffix == ".jsonl" and kind.name in ("sweep", "pruned")
         if not (again or heard or derived or name in ("remove", *kind.quiet)):
             outcome.failed("not said", trial)
         if any(line.count("lpkit: ") != 1 for line in words.getvalue().splitlines()):
@@ -121,14 +131,17 @@ class Claims(Kind):
 
     def make(self) -> None:
         self.values = VALUES
-        settings = {key: value for key, value in flat(self.config).items() if value != flat(preset("cpu-3m"))[key] and key != "steps"}
-        self.told = Claim(settings=settings, arms={"adamw": {}, "lion": {"optimizer": "lion"}}, differ=("optimizer",), target="val_loss", effect=0.02,
+        settings = {key: value for key, value in flat(self.config).items()
+                    if value != flat(preset("cpu-3m"))[key] and key != "steps"}
+        self.told = Claim(settings=settings, arms={"adamw": {}, "lion": {"optimizer": "lion"}},
+                          differ=("optimizer",), target="val_loss", effect=0.02,
                           budget={"steps": STEPS}, seeds=12, pilot=3, looks=1,
                           tuning={"optimizer.lr": [1e-3, 1e-2], "optimizer.weight_decay": [0.0]})
 
     def settled(self, copy: Path) -> Any:
         with runs.Workers(copy, processes.Children(), 2, made_up) as workers:
-            return json.loads(json.dumps(Settling(self.told, lambda what, configs: workers.finished(configs), lambda line: None).settle(False)))
+            return json.loads(json.dumps(Settling(self.told,
+                lambda what, configs: workers.finished(configs), lambda line: None).settle(False)))
 
 
 class Sweeps(Kind):
@@ -138,13 +151,18 @@ class Sweeps(Kind):
 
     def make(self) -> None:
         self.values = VALUES
-        settings = {key: value for key, value in flat(self.config).items() if value != flat(preset("cpu-3m"))[key]}
-        self.told = sweep.Sweep(settings=settings, search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}}, trials=6, target="val_loss",
+        settings = {key: value for key, value in flat(self.config).items()
+                    if value != flat(preset("cpu-3m"))[key]}
+        self.told = sweep.Sweep(settings=settings,
+                                search={"optimizer.lr": {"low": 1e-4, "high": 1e-1, "log": True}},
+                                trials=6, target="val_loss",
                                 at_once=2, pruner=self.pruner)
 
     def settled(self, copy: Path) -> Any:
         with runs.Workers(copy, processes.Children(), 2, made_up) as workers:
-            found = sweep.settle(self.told, copy / "few", lambda what, configs, judges: workers.finished(configs, judges=judges))
+            found = sweep.settle(self.told, copy / "few",
+                                 lambda what, configs, judges: workers.finished(configs,
+                                     judges=judges))
         return json.loads(json.dumps(found | {"journal": Path(found["journal"]).name}))
 
 
@@ -176,7 +194,8 @@ class Reports(Kind):
         later = self.progress.Store(copy)       # the service, when it is started again
         later.add("learner0", [_report(99)])
         assert any(one["id"] == "99" for one in later.events())
-        return [{key: one[key] for key in one if key != "pseudonym"} | {"who": {v: k for k, v in names.items()}.get(one["pseudonym"])}
+        return [{key: one[key] for key in one if key != "pseudonym"}
+                | {"who": {v: k for k, v in names.items()}.get(one["pseudonym"])}
                 for one in events if one["id"] != "99"]
 
     def differs(self, found: Any, heard: list[str]) -> bool:
@@ -184,17 +203,21 @@ class Reports(Kind):
 
 
 def _report(i: int) -> dict[str, Any]:
-    return {"id": str(i), "kind": "exercise", "notebook": "03", "name": f"03.{i}", "verdict": "right" if i % 2 else "not yet", "attempts": i,
+    return {"id": str(i), "kind": "exercise", "notebook": "03", "name": f"03.{i}",
+            "verdict": "right" if i % 2 else "not yet", "attempts": i,
             "seconds": 1.5 * i}
 
 
 # what costs steps of a run that goes on, which the log of its worker says, and no number
-LOSES_STEPS = ("exchange", "cut a line", "replace", "cut", "flip", "empty", "other JSON", "NaN", "text", "pipe", "folder", "link", "huge", "drop",
-               "cut lines", "double", "swap", "edit", "a kind in a line", "another's values", "list")
+LOSES_STEPS = ("exchange", "cut a line", "replace", "cut", "flip", "empty", "other JSON", "NaN",
+               "text", "pipe", "folder", "link", "huge", "drop",
+               "cut lines", "double", "swap", "edit", "a kind in a line", "another's values",
+               "list")
 
 
 class Begun(Kind):
-    """A folder of a run that was killed after four of its steps, which is real: `runs.make` goes on with it."""
+    """A folder of a run that was killed after four of its steps, which is real: `runs.make` goes on
+    with it."""
 
     name, quiet = "begun", LOSES_STEPS
 
@@ -213,7 +236,8 @@ class Begun(Kind):
 
     def victims(self, copy: Path) -> list[Path]:
         """Not an older checkpoint, which nothing reads."""
-        return sorted(path for path in (copy / runs.name_of(self.config)).rglob("*") if path.is_file() and path.name != ".lock"
+        return sorted(path for path in (copy / runs.name_of(self.config)).rglob("*")
+                      if path.is_file() and path.name != ".lock"
                       and "step-00000002" not in path.parts)
 
     def settled(self, copy: Path) -> Any:
@@ -237,7 +261,8 @@ KINDS = {"claim": Claims, "sweep": Sweeps, "pruned": Pruned, "reports": Reports,
 def _in_here(*told: Any) -> Future:
     done: Future = Future()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):     # of a worker, it is a log that nobody reads
+        # of a worker, it is a log that nobody reads
+        with contextlib.redirect_stderr(io.StringIO()):
             runs.make(*told)
         done.set_result(None)
     except BaseException as error:
@@ -249,11 +274,14 @@ def made_up(where: str, imports: list[str], values: dict, restarts: int) -> Futu
     """Writes the record of a run whose losses are a formula of its config."""
     config, path = Config.from_dict(values), Path(where)
     rng = random.Random(f"{config.seed} {config.optimizer.name} {config.optimizer.lr}")
-    least = 2 + abs(math.log10(config.optimizer.lr) + 3) + rng.gauss(0, 0.02) - 0.02 * (config.optimizer.name == "lion")
+    least = (2 + abs(math.log10(config.optimizer.lr) + 3) + rng.gauss(0,
+        0.02) - 0.02 * (config.optimizer.name == "lion"))
     losses = [[step, least + math.exp(-step / 3)] for step in range(2, STEPS + 1, 2)]
     records.write(path.with_suffix(".json"), {
-        "val_loss": losses[-1][1], "final_loss": least, "step_seconds": 0.5, "energy_wh": None, "step_joules": None, "error": None,
-        "stopped_after": None, "name": path.name, "config": values, "evaluations": losses, "restarts": 0, "device": "a device", "seconds": 5.0})
+        "val_loss": losses[-1][1], "final_loss": least, "step_seconds": 0.5, "energy_wh": None,
+        "step_joules": None, "error": None,
+        "stopped_after": None, "name": path.name, "config": values, "evaluations": losses,
+        "restarts": 0, "device": "a device", "seconds": 5.0})
     done: Future = Future()
     done.set_result(None)
     return done
@@ -318,15 +346,20 @@ def _huge(path: Path) -> None:
         file.truncate(HUGE)
 
 
-FILES: dict[str, Callable] = {
+FILES: dict[str, Callable] = ({
     "replace": _replaced, "exchange": _exchanged,
-    "cut": _write(lambda text, rng: text[:rng.randrange(len(text))]), "flip": _write(_flip), "empty": _write(lambda text, rng: b""),
-    "other JSON": _write(lambda text, rng: rng.choice([b"[]", b"3", b"null", b'"x"', b"{}", b'{"sha256": 3}', b"[" * 100_000])),
-    "NaN": _write(lambda text, rng: json.dumps(json.loads(text.splitlines()[0] if text.count(b'"line"') else b"{}") | {"val_loss": math.nan,
+    "cut": _write(lambda text, rng: text[:rng.randrange(len(text))]), "flip": _write(_flip),
+    "empty": _write(lambda text, rng: b""),
+    "other JSON": _write(lambda text, rng: rng.choice([b"[]", b"3", b"null", b'"x"', b"{}",
+        b'{"sha256": 3}', b"[" * 100_000])),
+    "NaN": _write(lambda text, rng: json.dumps(json.loads(text.splitlines()[0]
+        if text.count(b'"line"') else b"{}") | {"val_loss": math.nan,
                                                                                                                          "sha256": "0"}).encode()),
-    "text": _write(lambda text, rng: rng.choice([b"\0" * 300, b"\xff\xfe", b"no JSON\n", b"val_loss: 1.0\n"])),
-    "remove": _special(lambda path: None), "pipe": _special(os.mkfifo), "folder": _special(lambda path: path.mkdir()),
-    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)}
+    "text": _write(lambda text, rng: rng.choice([b"\0" * 300, b"\xff\xfe", b"no JSON\n",
+        b"val_loss: 1.0\n"])),
+    "remove": _special(lambda path: None), "pipe": _special(os.mkfifo),
+    "folder": _special(lambda path: path.mkdir()),
+    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)})
 
 
 def _value(change: Callable[[dict, random.Random, Path, Kind], Any]) -> Callable:
@@ -349,16 +382,23 @@ def _curve(record: dict, rng: random.Random) -> None:
 
 
 VALUES: dict[str, Callable] = {
-    "another name": _value(lambda record, rng, path, kind: record.update(name=_of(path, rng, kind)["name"])),
-    "another config": _value(lambda record, rng, path, kind: record.update(config=_of(path, rng, kind)["config"])),
-    "another's values": _value(lambda record, rng, path, kind: record.update(_of(path, rng, kind) | {"name": path.stem})),
-    "a loss": _value(lambda record, rng, path, kind: record.update(val_loss=record["val_loss"] * rng.choice([0.9, 1.1, -1]))),
+    "another name": _value(lambda record, rng, path, kind: record.update(name=_of(path, rng,
+        kind)["name"])),
+    "another config": _value(lambda record, rng, path, kind: record.update(config=_of(path, rng,
+        kind)["config"])),
+    "another's values": _value(lambda record, rng, path, kind: record.update(_of(path, rng,
+        kind) | {"name": path.stem})),
+    "a loss": _value(lambda record, rng, path, kind: record.update(val_loss=record["val_loss"]
+        * rng.choice([0.9, 1.1, -1]))),
     "no loss": _value(lambda record, rng, path, kind: record.update(val_loss=None)),
     "a curve": _value(lambda record, rng, path, kind: _curve(record, rng)),
-    "no curve": _value(lambda record, rng, path, kind: record.update(evaluations=rng.choice([[], None, 3, [3], [[1]], [["x", 1.0]]]))),
+    "no curve": _value(lambda record, rng, path, kind: record.update(
+        evaluations=rng.choice([[], None, 3, [3], [[1]], [["x", 1.0]]]))),
     "an error": _value(lambda record, rng, path, kind: record.update(error="loss=nan")),
-    "a kind": _value(lambda record, rng, path, kind: record.update({rng.choice(sorted(record.keys() - {"restarts"})): rng.choice([[], {}, "x", True])})),
-    "no key": _value(lambda record, rng, path, kind: bool(record.pop(rng.choice(["val_loss", "seconds", "name", "config", "evaluations",
+    "a kind": _value(lambda record, rng, path, kind: record.update(
+        {rng.choice(sorted(record.keys() - {"restarts"})): rng.choice([[], {}, "x", True])})),
+    "no key": _value(lambda record, rng, path, kind: bool(
+        record.pop(rng.choice(["val_loss", "seconds", "name", "config", "evaluations",
                                                                                 "step_seconds"])))),
 }
 
@@ -397,7 +437,8 @@ def _edit(lines: list[bytes], rng: random.Random) -> None:
     """A number, with a checksum that is right again."""
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
-    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float)) and key not in (records.NUMBER, "time")])
+    key = rng.choice([key for key, one in value.items() if isinstance(one, (int, float))
+                      and key not in (records.NUMBER, "time")])
     value[key] += 1
     _summed(lines, at, value)
 
@@ -405,7 +446,8 @@ def _edit(lines: list[bytes], rng: random.Random) -> None:
 def _kind(lines: list[bytes], rng: random.Random) -> None:
     at = rng.randrange(len(lines))
     value = json.loads(lines[at])
-    value[rng.choice(sorted(value.keys() - {records.LINE_SUM}))] = rng.choice([[], {}, "x", True, None])
+    value[rng.choice(sorted(value.keys() - {records.LINE_SUM}))] = rng.choice([[], {}, "x", True,
+        None])
     _summed(lines, at, value)
 
 
@@ -413,12 +455,18 @@ def _values_of_another(lines: list[bytes], rng: random.Random) -> None:
     """The values of one line in the place of another's: a trial renumbered."""
     a, b = rng.sample(range(len(lines)), 2)
     one, two = json.loads(lines[a]), json.loads(lines[b])
-    kept = {key: one[key] for key in (records.RUN, records.NUMBER, records.BEFORE, "trial", "settings") if key in one}
+    kept = {key: one[key] for key in (records.RUN, records.NUMBER, records.BEFORE, "trial",
+                                      "settings") if key in one}
     _summed(lines, a, two | kept)
 
 
 LINES: dict[str, Callable] = {
-    "drop": _lines(_drop), "cut lines": _lines(lambda lines, rng: lines.__delitem__(slice(rng.randrange(len(lines)), None))),
-    "cut a line": _lines(lambda lines, rng: lines.__setitem__(-1, lines[-1][:rng.randrange(1, len(lines[-1]))])), "double": _lines(_double),
-    "swap": _lines(_swap), "edit": _lines(_edit), "a kind in a line": _lines(_kind), "another's values": _lines(_values_of_another),
-    "list": _lines(lambda lines, rng: lines.insert(rng.randrange(len(lines) + 1), rng.choice([b"[]\n", b"3\n", b"\n", b"{}\n", b"\xff\n"])))}
+    "drop": _lines(_drop),
+    "cut lines": _lines(lambda lines, rng: lines.__delitem__(slice(rng.randrange(len(lines)),
+        None))),
+    "cut a line": _lines(lambda lines, rng: lines.__setitem__(-1,
+        lines[-1][:rng.randrange(1, len(lines[-1]))])), "double": _lines(_double),
+    "swap": _lines(_swap), "edit": _lines(_edit), "a kind in a line": _lines(_kind),
+    "another's values": _lines(_values_of_another),
+    "list": _lines(lambda lines, rng: lines.insert(rng.randrange(len(lines) + 1),
+        rng.choice([b"[]\n", b"3\n", b"\n", b"{}\n", b"\xff\n"])))}

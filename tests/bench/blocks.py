@@ -2,7 +2,8 @@
 
     lpkit bench blocks --rounds 15 --out data/measured      3 minutes, beside nothing else
 
-The same model of 6 x 384 with another block: whole updates of AdamW. `target` is that of sas-p, which leaves out two of six matrices.
+The same model of 6 x 384 with another block: whole updates of AdamW. `target` is that of sas-p,
+which leaves out two of six matrices.
 """
 
 import torch
@@ -16,15 +17,18 @@ from lpkit.techniques.blocks import BLOCKS
 from tests.bench.harness import Result, paired
 
 BASE = "pre-norm"
-SIZES = {"6 x 384": {"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256, "global_batch": 4}}
-ON_A_GPU = {"12 x 768": {"model.layers": 12, "model.width": 768, "model.heads": 12, "model.context": 1024, "model.vocab": 50_304,
+SIZES = {"6 x 384": {"model.layers": 6, "model.width": 384, "model.heads": 6, "model.context": 256,
+                     "global_batch": 4}}
+ON_A_GPU = {"12 x 768": {"model.layers": 12, "model.width": 768, "model.heads": 12,
+                         "model.context": 1024, "model.vocab": 50_304,
                          "global_batch": 8}}
 TARGETS = {("sas-p", "6 x 384"): 1.08}
 
 
 def run(rounds: int) -> list[Result]:
     gpu = torch.cuda.is_available()
-    return [one for size, changes in (ON_A_GPU if gpu else SIZES).items() for recipe in ("fp32", "bf16")
+    return [one for size, changes in (ON_A_GPU if gpu else SIZES).items()
+            for recipe in ("fp32", "bf16")
             for one in _of(size, changes, recipe, rounds, "cuda" if gpu else "cpu")]
 
 
@@ -35,15 +39,18 @@ def _of(size: str, changes: dict, recipe: str, rounds: int, device: str) -> list
     benches = {name: Bench(config, device) for name, config in configs.items()}
     for bench in benches.values():
         bench.seconds()
-    times, others = take_turns([bench.train if device == "cpu" else bench.seconds for bench in benches.values()], rounds, iter)
+    times, others = take_turns([bench.train if device == "cpu" else bench.seconds
+                                for bench in benches.values()], rounds, iter)
     seconds = dict(zip(benches, times))
 
     def over(name: str, of: object) -> float:
         return of(configs[BASE].model) / of(configs[name].model)
 
-    return [paired("blocks", case=f"{name}, {size}, {recipe}", ours=seconds[name], peer=seconds[BASE], peer_name=BASE,
+    return [paired("blocks", case=f"{name}, {size}, {recipe}", ours=seconds[name],
+                   peer=seconds[BASE], peer_name=BASE,
                    target=TARGETS.get((name, size)) if recipe == "fp32" else None,
                    device=torch.cuda.get_device_name() if device == "cuda" else None,
-                   facts={"by_flops": over(name, training_flops), "by_parameters": over(name, parameter_count), "others_share": others,
+                   facts={"by_flops": over(name, training_flops),
+                          "by_parameters": over(name, parameter_count), "others_share": others,
                           "attention": benches[name].attention.used})
             for name in configs if name != BASE]

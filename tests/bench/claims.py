@@ -60,7 +60,8 @@ def _rounding(pool: dict) -> Result:
         arms = list(zip(*(rng.sample(pair, 2) for pair in rng.sample(pairs, 8))))
         verdict = referee.judge(lambda n, arms=arms: (arms[0][:n], arms[1][:n]), 8, 2)
         wrong.append(verdict.word != "no difference")
-    return _result("looks: 2, 8 pairs of one seed that differ by rounding: a difference", wrong, FALSE, pool)
+    return _result("looks: 2, 8 pairs of one seed that differ by rounding: a difference", wrong,
+                   FALSE, pool)
 
 
 def _result(case: str, wrong: list[bool], target: float | None, pool: dict) -> Result:

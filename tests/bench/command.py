@@ -17,7 +17,8 @@ from tests.bench import BENCHES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark to run (default: list all benchmarks)")
+    parser.add_argument("names", nargs="*", metavar="NAME",
+                        help="benchmark to run (default: list all benchmarks)")
     parser.add_argument("--all", action="store_true", help="run every benchmark")
     parser.add_argument("--rounds", type=int, default=9, metavar="N",
                         help="number of interleaved rounds (default %(default)s)")
@@ -36,15 +37,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.all and args.names:
-        raise ConfigError(f"--all runs every benchmark; leave out {args.names[0]}, or leave out --all")
+        raise ConfigError(f"--all runs every benchmark; leave out {args.names[0]}, or leave out "
+                          f"--all")
     names = [name for name in BENCHES if name != "evidence"] if args.all else args.names
     rows, told = [pick(BENCHES, name, "benchmark") for name in names], {}
     if args.rounds < 1:
         raise ConfigError(f"--rounds must be 1 or more, got {args.rounds}; 9 or more give "
                           f"meaningful quartiles")
-    for option, key, what in (("configs", "only", "ledger or fp8-step"), ("seconds", "seconds", "evidence"),
+    for option, key, what in (("configs", "only", "ledger or fp8-step"),
+                              ("seconds", "seconds", "evidence"),
                               ("kernel", "kernel", "kernels"),
-                              ("pieces", "pieces", "evidence or reliability or your-model or course")):
+                              ("pieces", "pieces",
+                               "evidence or reliability or your-model or course")):
         if (given := getattr(args, option)) is not None:
             if " ".join(names) not in what.split(" or ") or (isinstance(given, int) and given < 1):
                 raise ConfigError(f"--{option} is for {what} alone, and 1 or more; got {given} "
@@ -76,8 +80,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def text(result: dict[str, Any]) -> str:
     if "known" in result:
-        return "\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
-                          "", "`lpkit bench NAME` runs one benchmark, `lpkit bench --all` runs all."])
+        return ("\n".join([*(beside(name, why, 24, 100) for name, why in result["known"].items()),
+                          "", "`lpkit bench NAME` runs one benchmark, `lpkit bench --all` runs all."]))
     left_out = [f"{name} was skipped: {why}" for name, why in result.get("left_out", {}).items()]
     return "\n\n".join([*map(_table, result.get("benches", [result])), *left_out])
 
@@ -114,5 +118,6 @@ def keep(folder: Path, bench: dict[str, Any]) -> None:
         write_atomically(folder / f"{bench['name']}-{device}.json",
                          json.dumps(bench, indent=1) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write to {named(folder)}: {error.strerror}; choose another folder with "
+        raise ConfigError(f"cannot write to {named(folder)}: {error.strerror}; choose another "
+                          f"folder with "
                           f"--out") from None

@@ -3,9 +3,10 @@
 Each notebook runs at tier cpu in a process of its own, as `lpkit notebook` runs it: alone, then
 with the others. A minute is the budget alone, and six times its own time beside them. All
 answers to the exercises go through the judge within two minutes. A row against a budget is the
-share of it that is used. A round takes about 80 minutes on two cores, so there is one for every nine
-that are requested. The record has the load of the machine at the beginning: docs/teach shows only
-records of a quiet machine. `--pieces 20,21` times these notebooks alone, in a record of their own.
+share of it that is used. A round takes about 80 minutes on two cores, so there is one for every
+nine that are requested. The record has the load of the machine at the beginning: docs/teach shows
+only records of a quiet machine. `--pieces 20,21` times these notebooks alone, in a record of their
+own.
 """
 
 import contextlib
@@ -53,7 +54,8 @@ def run(rounds: int = ROUNDS, pieces: str = "") -> list[Result]:
             idle.append(_seconds(path))
             with busy():
                 beside.append(_seconds(path))
-        tell(f"{path.stem}: {idle[-1]:.0f} s alone, {beside[-1]:.0f} s beside {BUSY} busy processes")
+        (tell(f"{path.stem}: {idle[-1]:.0f} s alone, {beside[-1]:.0f} s beside {BUSY} busy "
+              f"processes"))
         results.append(paired(name, case=path.stem, ours=idle, peer=[BUDGET_SECONDS] * rounds,
                               peer_name="a budget of a minute", target=1.0, **common))
         results.append(paired(name, case=f"{path.stem} beside {BUSY} busy processes",

@@ -80,7 +80,8 @@ def by_referee_with_sigma(losses: list[float]) -> Rule:
 
 
 def _better(first: Arm, other: Losses, n: int) -> bool:
-    return referee.judge(lambda seeds: (first.seeds(seeds), other(seeds)), n, LOOKS).word == "better"
+    return (referee.judge(lambda seeds: (first.seeds(seeds), other(seeds)), n,
+                          LOOKS).word == "better")
 
 
 def by_means(losses: list[float], n: int = 1) -> Rule:
@@ -152,7 +153,8 @@ def run(rounds: int = 9) -> list[Result]:
 
 
 def told(nothing: list[Sequence], mixed: list[Sequence]) -> dict[str, Any]:
-    """Says what a sequence keeps: means with their 95% interval. `middle`: where 95 of 100 sequences lie.
+    """Says what a sequence keeps: means with their 95% interval. `middle`: where 95 of 100
+    sequences lie.
     `pairs_above`: the share of FIRST sequences that together keep more than the share FALSE."""
     counts = [one.count(real=False) for one in nothing]
     pairs = [sum(counts[i:i + FIRST]) for i in range(0, len(counts), FIRST)]
@@ -166,7 +168,8 @@ def told(nothing: list[Sequence], mixed: list[Sequence]) -> dict[str, Any]:
 
 
 def interval(counts: Iterable[int]) -> tuple[float, float, float]:
-    """Returns the mean, and its 95% interval: sequences are independent, their decisions are not."""
+    """Returns the mean, and its 95% interval: sequences are independent, their decisions are
+    not."""
     counts = list(counts)
     mean, half = statistics.fmean(counts), 1.96 * statistics.stdev(counts) / math.sqrt(len(counts))
     return mean, mean - half, mean + half

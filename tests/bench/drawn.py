@@ -81,9 +81,11 @@ def _changes(draw: random.Random) -> dict[str, Any]:
     changes |= _row(draw, "precision.recipe", RECIPES)
     changes |= _row(draw, "optimizer", dict(sorted(OPTIMIZERS.items())))
     if changes["optimizer"] in ("galore", "shampoo", "soap"):
-        changes["optimizer.every"] = 1      # the update that is measured has all that comes every n-th
+        # the update that is measured has all that comes every n-th
+        changes["optimizer.every"] = 1
     if changes["optimizer"] == "shampoo":
-        changes["model.vocab"] = min(changes["model.vocab"], 512)   # eigenvectors of 3,000 rows take 11 s of a core
+        # eigenvectors of 3,000 rows take 11 s of a core
+        changes["model.vocab"] = min(changes["model.vocab"], 512)
     for f in fields(MemoryConfig):
         table = {name: row for name, row in f.metadata["table"].items()
                  if not getattr(row, "needs_compile", "")}

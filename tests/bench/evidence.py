@@ -5,12 +5,12 @@ installed and which is at hand for half an hour.
     lpkit bench evidence --out DIR --seconds 480            until then; the same command goes on
     lpkit bench evidence --out DIR --pieces smoke,linear    these, in this order
 
-A piece is some commands, each a case and a process of its own, and has a budget of seconds, of which
-one of several cases gets half at most. It ends with its budget, whatever it runs into, and writes a
-JSON line for each case into DIR/PIECE.jsonl as it goes: a case that is there is not run again, and an
-error is a line and not the end. A case that time ran out for is an error if it had half of the
-budget; else it comes first the next time. What benches of a GPU have recorded also lies in
-DIR/measured, in the form of data/measured. On a CPU everything is tiny: a rehearsal.
+A piece is some commands, each a case and a process of its own, and has a budget of seconds, of
+which one of several cases gets half at most. It ends with its budget, whatever it runs into, and
+writes a JSON line for each case into DIR/PIECE.jsonl as it goes: a case that is there is not run
+again, and an error is a line and not the end. A case that time ran out for is an error if it had
+half of the budget; else it comes first the next time. What benches of a GPU have recorded also lies
+in DIR/measured, in the form of data/measured. On a CPU everything is tiny: a rehearsal.
 """
 
 import json
@@ -74,9 +74,9 @@ def _bench(*words: str) -> Callable[[torch.device], Commands]:
 
 
 def _tests(on: torch.device) -> Commands:
-    """The kernels', which compute on a GPU where there is one, and the GPU's own; none where this is
-    no checkout. By several processes where pytest-xdist is there: most of it is compilation. A CPU's
-    interpreter takes minutes for the kernels': there they are only found."""
+    """The kernels', which compute on a GPU where there is one, and the GPU's own; none where this
+    is no checkout. By several processes where pytest-xdist is there: most of it is compilation. A
+    CPU's interpreter takes minutes for the kernels': there they are only found."""
     found = {path.stem: path for path in sorted(TESTS.glob("test_*.py"))}
     marked = [name for name, path in found.items()
               if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|pytest\.mark\.gpu, pytest",
@@ -144,8 +144,8 @@ PIECES: dict[str, Piece] = {        # in order of value: right, before fast
 
 def run(rounds: int = 1, *, out: Path | None = None, seconds: int | None = None,
         pieces: str | None = None) -> list[Result]:
-    """`out`: where the pieces write. `seconds`: no piece goes on after these. `pieces`: these alone,
-    by names with commas between. Raises ConfigError for an unknown name."""
+    """`out`: where the pieces write. `seconds`: no piece goes on after these. `pieces`: these
+    alone, by names with commas between. Raises ConfigError for an unknown name."""
     names = ([name.strip() for name in pieces.split(",")] if pieces is not None else
              [name for name, piece in PIECES.items() if not piece.by_name])
     asked = {name: pick(PIECES, name, "piece of the evidence") for name in names}

@@ -57,7 +57,8 @@ BASE, COMPARED = "bf16", ("fp8-tensorwise", "fp8-rowwise")
 LEAST = 0.99            # of the fastest one's speed, by the advisor's choice
 LOSS_TOLERANCE = 0.03   # relative, after as many steps as there are rounds, on the same tokens
 WARM_UP = 3             # steps
-CAREFUL_LR = 1e-5       # so that losses are those of the same weights, whatever chaos there would be
+# so that losses are those of the same weights, whatever chaos there would be
+CAREFUL_LR = 1e-5
 
 
 def linear(rounds: int = ROUNDS) -> list[Result]:
@@ -155,8 +156,8 @@ def _linear(shape: tuple[int, int, int], device: torch.device, rounds: int) -> l
 
 
 def cast_by_kernels(layer: nn.Module, x: Tensor, d_out: Tensor) -> None:
-    """The kit's own stand in `layer`, as `lpkit.execution.kernels` puts them there. Raises ConfigError
-    for one that differs from its definition on what the layer casts of these rows."""
+    """The kit's own stand in `layer`, as `lpkit.execution.kernels` puts them there. Raises
+    ConfigError for one that differs from its definition on what the layer casts of these rows."""
     seen: dict[str, dict[tuple, tuple]] = {}
     with watched(layer, seen):
         torch.autograd.grad(layer(x), (x, layer.weight), d_out)
@@ -173,15 +174,16 @@ def step(rounds: int = ROUNDS, *, only: int | None = None) -> list[Result]:
     name = torch.cuda.get_device_name(device)
     configs = [Config().replace({"model.layers": layers, "model.width": width, "model.heads": heads,
                                  "model.vocab": 50_304, "model.context": 1024,
-                                 "global_batch": batch}) for layers, width, heads, batch in SIZES[:only]]
+                                 "global_batch": batch}) for layers, width, heads, batch
+        in SIZES[:only]]
     return compare(configs, device, catalogued(name) or hardware.machine(str(device)), rounds,
                    facts=harness.provenance(["torch", "triton"], name))
 
 
 def compare(configs: Sequence[Config], device: torch.device, on: Machine, rounds: int, *,
             facts: dict[str, Any]) -> list[Result]:
-    """Each config is raced alone. `facts` gets the losses and the advice of each, by its size, and by
-    recipe the versions of its kernels and where its time goes on a GPU."""
+    """Each config is raced alone. `facts` gets the losses and the advice of each, by its size, and
+    by recipe the versions of its kernels and where its time goes on a GPU."""
     facts |= {"losses": {}, "advice": {}, "chosen": {}, "milliseconds": {}}
     results, native = [], runs_here(device)
     for config in configs:

@@ -8,8 +8,8 @@ Ours is the fastest version that runs here; without a GPU that is what torch.com
 contender is held against the definition before anything is timed; one that writes over its argument
 is held to it on a copy, and timed without: a copy is no part of its count. Two cases each: forward
 alone, beside the copy, which says how much of this machine's memory speed is reached; and forward
-with backward. Inputs take turns, so that the cache does not flatter. What is products for the most part
-is beside these alone instead, and its peak of memory beside others'.
+with backward. Inputs take turns, so that the cache does not flatter. What is products for the most
+part is beside these alone instead, and its peak of memory beside others'.
 """
 
 from collections.abc import Iterator
@@ -77,7 +77,8 @@ def fused(rounds: int = ROUNDS, *, kernel: str | None = None) -> list[Result]:
     return results
 
 
-def _timed(name: str, kernel: Kernel, seed: int, device: torch.device) -> Iterator[tuple[str, tuple]]:
+def _timed(name: str, kernel: Kernel, seed: int,
+           device: torch.device) -> Iterator[tuple[str, tuple]]:
     """What the case is called, and arguments. A cast's: as its page has them, for the matrices of
     a step."""
     rng = torch.Generator(device).manual_seed(seed)     # a CPU's takes minutes for a GPU's sizes
@@ -149,7 +150,8 @@ def _peaks(calls: dict[str, Version], arguments: tuple, device: torch.device) ->
     return peaks
 
 
-def _contenders(name: str, kernel: Kernel, arguments: tuple) -> tuple[dict[str, Version], dict[str, str]]:
+def _contenders(name: str, kernel: Kernel, arguments: tuple) -> tuple[dict[str, Version],
+        dict[str, str]]:
     """What runs here and is right, as it is timed, and why the others do not."""
     want = gradients_of(kernel, kernel.definition, arguments)
     right, missing = {}, {}

@@ -175,4 +175,5 @@ def _in_pieces(h: Tensor, w: Tensor, y: Tensor) -> Tensor:
 KERNEL = Kernel(
     definition=lambda h, w, y: F.cross_entropy((h @ w.T).float(), y), gradients=(0, 1),
     versions={"cpu": _in_pieces, "triton": _in_pieces}, examples=shaped)
-PEERS = {"F.linear_cross_entropy": _torchs, "liger": _ligers, "quack": _quacks, CUTEDSL: partial(_ligers, implementation="cutedsl")}
+PEERS = {"F.linear_cross_entropy": _torchs, "liger": _ligers, "quack": _quacks,
+         CUTEDSL: partial(_ligers, implementation="cutedsl")}

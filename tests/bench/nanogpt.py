@@ -129,7 +129,8 @@ class Peer:
 
 def run(rounds: int = ROUNDS) -> list[Result]:
     """Each step by the kit, by nanoGPT, and by nanoGPT compiled, in turns; on a CPU by one thread
-    and by all. The kit chooses what it chooses for a run of as many steps as `lpkit train` takes."""
+    and by all. The kit chooses what it chooses for a run of as many steps as `lpkit train`
+    takes."""
     results, gpu = [], torch.cuda.is_available()
     cases = [(f"{case}, {threads} threads", settings | {"system.threads": threads})
              for case, settings in CASES.items() for threads in sorted({1, cores()})]

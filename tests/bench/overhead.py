@@ -1,5 +1,5 @@
-"""A claim of 10 runs beside the seconds of their steps: what its pilot, its tuning, its processes and
-its checkpoints cost besides.
+"""A claim of 10 runs beside the seconds of their steps: what its pilot, its tuning, its processes
+and its checkpoints cost besides.
 
     lpkit bench claim-overhead --rounds 3 --out data/measured       10 minutes, beside nothing else
 
@@ -7,9 +7,11 @@ The claim is `lpkit claim FILE --null` as a user has it, in a folder of its own:
 one of tuning, 3 pairs. What is divided is its seconds of the clock, from the command's start to its
 end. By what:
 
-    their steps                     the sum over the 10 runs of `step_seconds` (the median of a run's
+    their steps                     the sum over the 10 runs of `step_seconds` (the median of a
+    run's
                                     steps) times its steps, divided by the workers
-    their steps, phase after phase  the same as a schedule: runs are whole, and no phase begins before
+    their steps, phase after phase  the same as a schedule: runs are whole, and no phase begins
+    before
                                     the last run of the one before it has ended
     steps of the comparison         as the first, of 6 runs: pilot and tuning count as overhead, too
 
@@ -64,7 +66,8 @@ def run(rounds: int = MOST_ROUNDS, claim: dict[str, Any] = CLAIM) -> list[Result
         rows += [(str(at_once), part, f"{seconds:.2f}", f"{seconds / steps:.1%}")
                  for part, seconds in parts.items()]
         enough = (sum(parts.values()) - steps) / RUNS / (TARGET - 1)
-        rows.append((str(at_once), f"{TARGET - 1:.0%} would be met by runs of", f"{enough:.1f}", ""))
+        rows.append((str(at_once), f"{TARGET - 1:.0%} would be met by runs of", f"{enough:.1f}",
+                     ""))
     rows += [("a run alone", part, f"{seconds:.2f}", f"{seconds / alone[STEPS]:.1%}")
              for part, seconds in alone.items()]
     facts = {"claim": claim, "phases": PHASES, "breakdown": rows,
@@ -93,7 +96,8 @@ def _settled(claim: dict[str, Any], at_once: int) -> dict[str, Any]:
             raise ConfigError(f"lpkit claim broke off with exit code {done.returncode}; what it "
                               f"said is above")
         if (made := json.loads(done.stdout)["runs"]) != RUNS:
-            raise ConfigError(f"a claim that should make {RUNS} runs made {made}: its null was told "
+            raise ConfigError(f"a claim that should make {RUNS} runs made {made}: its null was "
+                              f"told "
                               f"apart; choose other settings")
         runs = sorted(({"ended": path.stat().st_mtime - began, **json.loads(path.read_text())}
                        for path in out.glob("*.json")), key=lambda one: one["ended"])
@@ -126,7 +130,8 @@ def accounted(runs: Sequence[dict[str, Any]], wall: float, at_once: int) -> dict
 
 
 def makespan(seconds: Sequence[float], workers: int) -> float:
-    """Returns when the last of these runs ends, if a worker takes the next as soon as it is free."""
+    """Returns when the last of these runs ends, if a worker takes the next as soon as it is
+    free."""
     free = [0.0] * workers
     for one in seconds:
         free[free.index(min(free))] += one
@@ -142,7 +147,8 @@ def _alone(claim: dict[str, Any]) -> dict[str, float]:
 
 
 def _one(config: Config) -> dict[str, float]:
-    """Steps at their median, as in a claim. The last record comes when all is evaluated and saved."""
+    """Steps at their median, as in a claim. The last record comes when all is evaluated and
+    saved."""
     told: list[tuple[float, float]] = []
     training = Training.build(config)
     training.evaluate()     # and once more, when its memory has been touched

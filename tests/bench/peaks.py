@@ -112,8 +112,8 @@ def peaks(*names: str) -> Comparison:
 
 
 def unsaid() -> Iterator[tuple[Run, Row]]:
-    """Yields the runs of the Ultra-Scale Playbook. It does not say whether its bytes are allocated or
-    reserved; beside them are those that are allocated."""
+    """Yields the runs of the Ultra-Scale Playbook. It does not say whether its bytes are allocated
+    or reserved; beside them are those that are allocated."""
     for run in runs("ultrascale"):
         if said := re.search(r"GPU memory ([\d.]+) GB", run.note):
             yield run, Row(name=run.name, unit="bytes", measured=float(said[1]) * GIB,

@@ -1,10 +1,11 @@
-"""Other libraries' kernels under the arguments of the kit's own: PEERS of `lpkit bench kernels`, which holds each against the definition
-before it is timed.
+"""Other libraries' kernels under the arguments of the kit's own: PEERS of `lpkit bench kernels`,
+which holds each against the definition before it is timed.
 
 A peer gives as many of the definition's results as it has, the first ones: none counts what is not
 finite. What torchao writes for torch.compile is compiled on a GPU, as torchao runs it. A case that
-a library lacks raises ConfigError, and a library that is missing ImportError. Its optimizers change a weight where it lies, so copies would
-be timed with Transformer Engine's; compiled, torchao's copies vanish.
+a library lacks raises ConfigError, and a library that is missing ImportError. Its optimizers change
+a weight where it lies, so copies would be timed with Transformer Engine's; compiled, torchao's
+copies vanish.
 
 https://github.com/linkedin/Liger-Kernel at 0.8.5, https://github.com/Dao-AILab/quack at 0.5,
 https://github.com/pytorch/ao at 0.18, https://github.com/NVIDIA/TransformerEngine at d0067d0.
@@ -368,12 +369,14 @@ def liger(name: str, implementation: str = "") -> Any:
     """Of Liger's operators, `module:name`; of `implementation`, what LIGER_KERNEL_IMPL would select
     for a whole process. Raises ImportError."""
     module, _, what = name.partition(":")
-    return resolve_name(f"liger_kernel.ops.{f'{implementation}.ops' if implementation else module}:{what}")
+    return resolve_name(
+        f"liger_kernel.ops.{f'{implementation}.ops' if implementation else module}:{what}")
 
 
 def liger_rms_norm(x: Tensor, w: Tensor, eps: float, implementation: str = "") -> Tensor:
     # all of it in float32, and dx in a place of its own
-    return liger("rms_norm:LigerRMSNormFunction", implementation).apply(x, w, eps, 0.0, "gemma", False)
+    return liger("rms_norm:LigerRMSNormFunction", implementation).apply(x, w, eps, 0.0, "gemma",
+        False)
 
 
 def liger_layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
@@ -381,7 +384,8 @@ def liger_layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
 
 
 def liger_add_rms_norm(x: Tensor, delta: Tensor, w: Tensor, eps: float) -> Results:
-    y, s = liger("fused_add_rms_norm:LigerFusedAddRMSNormFunction").apply(x, delta, w, eps, 0.0, "gemma", False)
+    y, s = liger("fused_add_rms_norm:LigerFusedAddRMSNormFunction").apply(x, delta, w, eps, 0.0,
+        "gemma", False)
     return s, y
 
 
@@ -398,7 +402,8 @@ def liger_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def liger_in_place(logits: Tensor, targets: Tensor, implementation: str = "") -> Results:
     forward = liger("cross_entropy:cross_entropy_forward", implementation)
     # without requires_grad it makes no gradient
-    nats, *_, gradient = forward(logits.detach().requires_grad_(), targets, None, -100, 0.0, 0.0, "none", None, False)
+    nats, *_, gradient = forward(logits.detach().requires_grad_(), targets, None, -100, 0.0, 0.0,
+                                 "none", None, False)
     return nats.float(), gradient.detach()
 
 
@@ -449,22 +454,27 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None,
 
 CUTEDSL = "liger, cutedsl"
 PEERS: dict[str, Mapping[str, Version]] = {
-    "rms-norm": {"liger": liger_rms_norm, "quack": quack_rms_norm, CUTEDSL: partial(liger_rms_norm, implementation="cutedsl"),
+    "rms-norm": {"liger": liger_rms_norm, "quack": quack_rms_norm,
+                 CUTEDSL: partial(liger_rms_norm, implementation="cutedsl"),
                  "transformer-engine": te_rms_norm},
     "layer-norm": {"liger": liger_layer_norm, "transformer-engine": te_layer_norm},
     "add-rms-norm": {"liger": liger_add_rms_norm, "quack": quack_add_rms_norm},
-    "swiglu": {"liger": liger_swiglu, CUTEDSL: partial(liger_swiglu, implementation="cutedsl"), "transformer-engine": te_swiglu},
+    "swiglu": {"liger": liger_swiglu, CUTEDSL: partial(liger_swiglu, implementation="cutedsl"),
+               "transformer-engine": te_swiglu},
     "rotary": {"liger": liger_rotary, "quack": quack_rotary, "transformer-engine": te_rotary},
-    "cross-entropy": {"liger": liger_cross_entropy, CUTEDSL: partial(liger_cross_entropy, implementation="cutedsl"),
+    "cross-entropy": {"liger": liger_cross_entropy,
+                      CUTEDSL: partial(liger_cross_entropy, implementation="cutedsl"),
                       "quack": quack_cross_entropy, "transformer-engine": te_cross_entropy},
     "flash-attention": {"sdpa, flash": partial(torch_attention, SDPBackend.FLASH_ATTENTION),
                         "sdpa, cudnn": partial(torch_attention, SDPBackend.CUDNN_ATTENTION),
                         "flash-attn": flash_attention},
     "amax": {"torchao": torchao_amax, "transformer-engine": te_amax},
-    "cast-tensor": {"torchao": torchao_tensor, "torchao, triton": torchao_tensor_triton, "transformer-engine": te_tensor},
+    "cast-tensor": {"torchao": torchao_tensor, "torchao, triton": torchao_tensor_triton,
+                    "transformer-engine": te_tensor},
     "cast-rows": {"torchao": torchao_rows},
     "cast-blocks": {"torchao": torchao_blocks, "transformer-engine": te_blocks},
-    "cast-mx": {"torchao": torchao_mx, "torchao, cuda": torchao_mx_cuda, "transformer-engine": te_mx},
+    "cast-mx": {"torchao": torchao_mx, "torchao, cuda": torchao_mx_cuda,
+                "transformer-engine": te_mx},
     "cast-nvfp4": {"torchao": torchao_nvfp4, "transformer-engine": te_nvfp4},
     "adamw": {"torchao": torchao_adamw},
 }

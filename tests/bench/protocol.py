@@ -1,5 +1,5 @@
-"""Published claims about losses, each settled by `lpkit claim` on its file in docs/claims: the command
-that a user has, with its tuning, seeds and power. Runs that several need are done once.
+"""Published claims about losses, each settled by `lpkit claim` on its file in docs/claims: the
+command that a user has, with its tuning, seeds and power. Runs that several need are done once.
 
     lpkit bench protocol --out data/measured        half an hour of one core
 
@@ -31,9 +31,12 @@ NAME, EFFECT = "protocol", 0.02
 ROWS = {"gelu-table": ("lessons.gelu_by_table",),       # of one's own, that a file names
         "sas-p": ("lessons.rows.blocks",), "shared-layers": ("lessons.rows.blocks",)}
 BEGINS = {"lora": (     # what its file begins from, as the head of it says
-    ("train", "cpu-3m", "model.layers=2", "model.width=192", "model.heads=4", "model.context=64", "global_batch=8", "eval_every=0",
-     "checkpoint_every=0", "optimizer.lr=3e-3", "steps=1000", "system.threads=1", "--out", "runs/code"),
-    ("data", "prepare", str(Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"), "--out", "runs/manual"))}
+    ("train", "cpu-3m", "model.layers=2", "model.width=192", "model.heads=4", "model.context=64",
+     "global_batch=8", "eval_every=0",
+     "checkpoint_every=0", "optimizer.lr=3e-3", "steps=1000", "system.threads=1", "--out",
+     "runs/code"),
+    ("data", "prepare", str(Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"),
+     "--out", "runs/manual"))}
 SEARCHES = ("tpe", "random")        # the sentence about the first is settled by searches
 FILES = resource("docs") / "claims"
 CONFIRMED, SMALLER, REFUTED, NOT_SEEN = "confirmed", "smaller", "refuted", "not seen"
@@ -45,7 +48,8 @@ def published() -> dict[str, dict[str, str]]:
 
 
 def run(rounds: int = 1) -> list[Result]:
-    """The loss of each other arm beside the first one's. Nothing is timed, so there are no rounds."""
+    """The loss of each other arm beside the first one's. Nothing is timed, so there are no
+    rounds."""
     found = {name: _settled(FILES / f"{name}.yaml") for name in published() if name not in SEARCHES}
     return [paired(NAME, ours=[1 - one["verdicts"][0]["gain"]], peer=[1.0], better="lower",
                    peer_name=one["verdicts"][0]["against"], case=name, unit="of the loss",
@@ -56,8 +60,10 @@ def recorded() -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Returns the newest record, and what was found, by name: its own, or that of a verdict file of
     its own that `lpkit claim` wrote, or of searches."""
     folder = resource("data/measured")
-    record = max((json.loads(path.read_text()) for path in folder.glob("protocol-*.json")), key=lambda one: one["date"])
-    files = {path.stem.removeprefix("claim-"): records.read(path) for path in folder.glob("claim-*.verdict")}
+    record = max((json.loads(path.read_text()) for path in folder.glob("protocol-*.json")),
+                 key=lambda one: one["date"])
+    files = {path.stem.removeprefix("claim-"): records.read(path)
+             for path in folder.glob("claim-*.verdict")}
     return record, record["found"] | files | {SEARCHES[0]: searched()}
 
 
@@ -76,7 +82,8 @@ def at_equal_flops(name: str, verdict: dict[str, Any], tuned: dict[str, Any]) ->
 def searched() -> dict[str, Any]:
     """What the referee says of the newest recorded searches, their best losses in pairs of one
     sampler's seed, at equal trials."""
-    found = [json.loads(path.read_text()) for path in resource("data/measured").glob("tpe-random-*.json")]
+    found = [json.loads(path.read_text())
+             for path in resource("data/measured").glob("tpe-random-*.json")]
     losses = max(found, key=lambda one: one["date"])["losses"]
     mine, others = ([min(one) for one in losses[sampler]] for sampler in SEARCHES)
     verdict = referee.look(others, mine, referee.ALPHA)     # once, of all
@@ -86,7 +93,8 @@ def searched() -> dict[str, Any]:
 
 
 def _settled(path: Path) -> dict[str, Any]:
-    """What the command prints, without the runs of its tuning. Raises ConfigError where it breaks off."""
+    """What the command prints, without the runs of its tuning. Raises ConfigError where it breaks
+    off."""
     rows = [f"--import={name}" for name in ROWS.get(path.stem, ())]
     for words in BEGINS.get(path.stem, ()):
         if not Path(words[-1]).exists():
@@ -96,15 +104,17 @@ def _settled(path: Path) -> dict[str, Any]:
 
 def _said(*words: str) -> str:
     done = subprocess.run([sys.executable, "-m", "lpkit", *words],
-                          stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+                          stdout=subprocess.PIPE, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     if done.returncode:
-        raise ConfigError(f"lpkit {' '.join(words)} broke off with exit code {done.returncode}; what it said is above")
+        raise ConfigError(f"lpkit {' '.join(words)} broke off with exit code {done.returncode}; "
+                          f"what it said is above")
     return done.stdout
 
 
 def word(expects: str, verdict: dict[str, Any], effect: float) -> str:
-    """What becomes of a sentence that promises `expects`. To be no worse is confirmed where a loss of
-    `effect` is ruled out, to be better where a gain of it was found."""
+    """What becomes of a sentence that promises `expects`. To be no worse is confirmed where a loss
+    of `effect` is ruled out, to be better where a gain of it was found."""
     if verdict["verdict"] == "worse":
         return REFUTED
     if verdict["verdict"] == "better":

@@ -5,7 +5,8 @@ inside the range that is printed. Beside it a flat MFU, which knows nothing but 
 and is fitted to the same runs as the formula is (the median of a generation and its bits): a
 formula that does not beat it is not worth its rows. Runs of sources that are held out are counted
 apart, and those of them that were read after the fit (`fit.LATER`) once more; nothing is fitted to
-them but the ranges. `lpkit bench published --out data/measured` records all of it, and `python -m tests.bench.published > page` makes docs/plan.md of it and the record (into another file first).
+them but the ranges. `lpkit bench published --out data/measured` records all of it, and `python -m
+tests.bench.published > page` makes docs/plan.md of it and the record (into another file first).
 """
 
 import csv
@@ -75,7 +76,8 @@ LATER_GROUPS: dict[str, Callable[[Run], bool]] = {
 RECORDED = ("source", "at", "unit", "published", "formula", "error", "inside")
 CALIBRATED, PRINTED, CHOSEN = 0.08, 0.1, 0.08
 LEAST_LAYOUTS = 3       # of a model on so many devices, or there is nothing to choose
-RANKED = (("narayanan-zero", "GPT 174.6B"), ("narayanan-zero", "GPT 529.6B"), ("llama-3", "Llama 3.1 405B"),
+RANKED = (("narayanan-zero", "GPT 174.6B"), ("narayanan-zero", "GPT 529.6B"),
+          ("llama-3", "Llama 3.1 405B"),
           ("torchtitan-a100", "Llama 3 8B"), ("torchtitan-405b", "Llama 3.1 405B"))
 
 
@@ -101,32 +103,40 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     after, held = after_one_step(taken), _of(HELD, taken)
     outside, unseen = ([1.0 - one["inside"] for one in some] for some in (held, _of(LATER, taken)))
     ranged, missed = fit.ranged(), defaultdict(list)
-    for one, outside_others in zip(ranged, fit.outside(ranged, evidence.fitted()["numbers"]), strict=True):
+    for one, outside_others in zip(ranged, fit.outside(ranged, evidence.fitted()["numbers"]),
+                                   strict=True):
         missed[one.source.name].append(outside_others)
     foreign = [statistics.fmean(each) for each in missed.values()]
     near = [float(lost > CHOSEN) for held_out, lost, _ in facts["choices"] if held_out]
     cases: list[tuple[str, Sequence[float], float | None, str]] = []
-    for told, words in ((True, "with the run's stack"), (False, "with the stack that is the default")):
+    for told, words in ((True, "with the run's stack"),
+                        (False, "with the stack that is the default")):
         off, beyond = zip(*(as_printed(run, told) for run in ranged))
-        cases += [(f"held out, as printed {words}, {len(off)} runs, median", off, PRINTED if told else None, "median"),
-                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, share",
-                   [statistics.fmean(beyond)], 0.1 if told else None, "share")]
+        cases += ([(f"held out, as printed {words}, {len(off)} runs, median", off,
+                   PRINTED if told else None, "median"),
+                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
+                   f"share",
+                   [statistics.fmean(beyond)], 0.1 if told else None, "share")])
     trials = sum(count for _, count in facts["fits"])
     wrong = sum(count for (fitted, said), count in facts["fits"] if fitted != said) / trials
-    for case, off, target, centre in (
+    for case, off, target, centre in ((
             *cases,
             (f"held out, fits or not, {trials} trials, share said wrong", [wrong], 0.07, "share"),
-            (f"held out, the layout said to be the fastest of those published is slower than the best "
-             f"by more than {CHOSEN:.0%}, {len(near)} sets, share", [statistics.fmean(near)], 0.2, "share"),
-            ("held out, error with each doubling from 8 to 1,024 devices", [abs(trend(ranged))], 0.05, "slope"),
+            (f"held out, the layout said to be the fastest of those published is slower than the "
+             f"best "
+             f"by more than {CHOSEN:.0%}, {len(near)} sets, share", [statistics.fmean(near)], 0.2,
+             "share"),
+            ("held out, error with each doubling from 8 to 1,024 devices", [abs(trend(ranged))],
+             0.05, "slope"),
             (f"held out, after one calibrating run, {len(after)} runs, median", after, CALIBRATED,
              "median"),
             (f"held out, outside the printed range, {len(outside)} runs, share",
              [statistics.fmean(outside)], 0.1, "share"),
             (f"read later, outside the printed range, {len(unseen)} runs, share",
              [statistics.fmean(unseen)], 0.1, "share"),
-            (f"held out, outside the range of other sources, {len(ranged)} runs of {len(foreign)} sources alike, share",
-             [statistics.fmean(foreign)], 0.13, "share")):
+            (f"held out, outside the range of other sources, {len(ranged)} runs of {len(foreign)} "
+             f"sources alike, share",
+             [statistics.fmean(foreign)], 0.13, "share"))):
         results.append(paired(NAME, ours=off, peer=[1.0] * len(off), case=case, target=target,
                               peer_name=f"{centre} of the published speed", better="lower",
                               packages=(), unit="relative error", device=DEVICE, facts=facts))
@@ -134,8 +144,8 @@ def run(rounds: int = ROUNDS) -> list[Result]:
 
 
 def trend(some: Sequence[Run], most_devices: int = 1024) -> float:
-    """Returns by how much the error of a model's runs grows with each doubling of its devices, from 8 on: the slope
-    of log(published / formula), models of a page alike."""
+    """Returns by how much the error of a model's runs grows with each doubling of its devices, from
+    8 on: the slope of log(published / formula), models of a page alike."""
     by_model, points = defaultdict(list), []
     for run in some:
         if 8 <= run.devices <= most_devices:
@@ -153,22 +163,23 @@ def stated(run: Run) -> Config:
 
 
 def printed(run: Run, told: bool = True) -> StepTime:
-    """Returns the step as `lpkit predict` prints it, on a machine whose links are those of the page; with the
-    stack that the page names, or the default."""
+    """Returns the step as `lpkit predict` prints it, on a machine whose links are those of the
+    page; with the stack that the page names, or the default."""
     config = stated(run) if told else stated(run).replace({"system.stack": "auto"})
     return predict(config, run.source.on(run.machine), layout=run.layout, **run.how).step
 
 
 def as_printed(run: Run, told: bool) -> tuple[float, bool]:
-    """Returns how far off what is printed is, and whether the run is outside the range beside it."""
+    """Returns how far off what is printed is, and whether the run is outside the range beside
+    it."""
     made = printed(run, told)
     ratio = run.published_seconds / made.step_seconds
     return abs(ratio - 1), not made.spread.low <= ratio <= made.spread.high
 
 
 def fits() -> list[tuple[bool, bool]]:
-    """Returns of each trial of data/published/fits.csv whether it fitted, and whether `lpkit plan` would
-    have offered it."""
+    """Returns of each trial of data/published/fits.csv whether it fitted, and whether `lpkit plan`
+    would have offered it."""
     by_name, found = {source.name: source for source in sources()}, []
     with (ledger.FOLDER / "fits.csv").open(newline="", encoding="utf-8") as file:
         for cells in csv.DictReader(file):
@@ -182,19 +193,23 @@ def fits() -> list[tuple[bool, bool]]:
 
 
 def choices() -> list[tuple[bool, float, str]]:
-    """Of each model on as many devices in LEAST_LAYOUTS published ways or more: whether its source is
-    held out, how much slower the one that the formula has first is than the fastest, and which it is."""
+    """Of each model on as many devices in LEAST_LAYOUTS published ways or more: whether its source
+    is held out, how much slower the one that the formula has first is than the fastest, and which
+    it is."""
     sets: dict[tuple, list[tuple[float, float, str]]] = defaultdict(list)
     for run, said in ledger.taken(runs(), seconds):
         same = *fit.same(run), run.attention, run.kernels, run.stack
-        sets[run.source.held_out, same].append((said, run.published_seconds, f"{run.layout} {run.micro_batch} {run.recompute}"))
-    return [(held_out, min(some)[1] / min(one[1] for one in some) - 1, f"{same[1]} on {same[3]} x {same[4]}, {len(some)} runs")
-            for (held_out, same), some in sets.items() if len({one[2] for one in some}) >= LEAST_LAYOUTS]
+        sets[run.source.held_out, same].append((said, run.published_seconds,
+            f"{run.layout} {run.micro_batch} {run.recompute}"))
+    return [(held_out, min(some)[1] / min(one[1] for one in some) - 1,
+             f"{same[1]} on {same[3]} x {same[4]}, {len(some)} runs")
+            for (held_out, same), some in sets.items()
+            if len({one[2] for one in some}) >= LEAST_LAYOUTS]
 
 
 def ranks() -> list[list[Any]]:
-    """Of RANKED, on each number of devices: the place that `lpkit plan` gives to how the fastest published
-    run is split, of how many splits."""
+    """Of RANKED, on each number of devices: the place that `lpkit plan` gives to how the fastest
+    published run is split, of how many splits."""
     found = []
     for source, model in RANKED:
         groups: dict[tuple, list[Run]] = defaultdict(list)
@@ -203,10 +218,13 @@ def ranks() -> list[list[Any]]:
                 groups[run.devices, run.context, run.precision].append(run)
         for (devices, context, precision), some in groups.items():
             best = min(some, key=lambda run: run.published_seconds)
-            options = plan(stated(best).replace({"grad_accum_steps": 1}), 1e12, best.machine, devices=devices,
+            options = plan(stated(best).replace({"grad_accum_steps": 1}), 1e12, best.machine,
+                           devices=devices,
                            precisions=[best.how["precision"]]).options
-            places = [i for i, one in enumerate(options, 1) if _axes(one.layout) == _axes(best.layout)]
-            found.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}", str(best.layout),
+            places = [i for i, one in enumerate(options, 1)
+                      if _axes(one.layout) == _axes(best.layout)]
+            found.append([model, f"{devices:,} x {best.machine}, {context:,} tokens, {precision}",
+                          str(best.layout),
                           places[0] if places else "none", len(options)])
     return found
 
@@ -380,19 +398,24 @@ def _section(record: dict[str, Any]) -> str:
     why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
-    return TEXT.format(
+    return (TEXT.format(
         runs=f"{len(taken) + len(left_out):,}", taken=f"{len(taken):,}",
         sources=len({source.url for source in sources()}),
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
         held_error=held[5], held_flat=held[8], inside=held[9], foreign=f"{1 - foreign:.0%}",
-        printed=f"{printed_off:.0%}", printed_inside=f"{1 - printed_out:.0%}", default=f"{default_off:.0%}",
-        default_inside=f"{1 - default_out:.0%}", sets=sum(one[0] for one in record["choices"]), chosen=CHOSEN,
+        printed=f"{printed_off:.0%}", printed_inside=f"{1 - printed_out:.0%}",
+        default=f"{default_off:.0%}",
+        default_inside=f"{1 - default_out:.0%}", sets=sum(one[0] for one in record["choices"]),
+        chosen=CHOSEN,
         near=sum(one[0] and one[1] <= CHOSEN for one in record["choices"]),
-        trials=sum(verdicts.values()), ended=ended, oom=sum(verdicts.values()) - ended, right=verdicts[True, True],
-        offered=verdicts[False, True], verdicts=f"{(verdicts[True, True] + verdicts[False, False]) / sum(verdicts.values()):.0%}",
+        trials=sum(verdicts.values()), ended=ended, oom=sum(verdicts.values()) - ended,
+        right=verdicts[True, True],
+        offered=verdicts[False, True],
+        verdicts=f"{(verdicts[True, True] + verdicts[False, False]) / sum(verdicts.values()):.0%}",
         trend=f"{next(case['ratio'] for case in record['cases'] if 'doubling' in case['case']):.0%}",
         ranks=markdown_table(("model", "on", "fastest published", "place", "of"), record["ranks"]),
-        ranged=f"{len(fit.ranged()):,}", later=f"{int(unseen[3]):,}", later_ratio=unseen[4], later_error=unseen[5],
+        ranged=f"{len(fit.ranged()):,}", later=f"{int(unseen[3]):,}", later_ratio=unseen[4],
+        later_error=unseen[5],
         later_inside=unseen[9], later_sources=len(fit.LATER),
         later_table=markdown_table(*_headed(record["later"])),
         ultrascale=len(book), hopeless=sum(_mfu(run) < 10 for run in book),
@@ -402,7 +425,7 @@ def _section(record: dict[str, Any]) -> str:
                                [(count, name, said) for (said, name), count in why.most_common()]),
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
-        before=" and ".join(percent(plain[row.name]) for row in others))
+        before=" and ".join(percent(plain[row.name]) for row in others)))
 
 
 def _headed(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:

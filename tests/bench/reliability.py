@@ -2,7 +2,8 @@
 
 The attacks are scripts of the checkout, tests/attack, which also makes docs/reliability.md of what
 is recorded; `--rounds 9` does each as often as it says. `--pieces processes,signals` does these
-alone; the other rows stay what data/measured has of this machine, if anything, each with its commit.
+alone; the other rows stay what data/measured has of this machine, if anything, each with its
+commit.
 """
 
 import json
@@ -20,14 +21,17 @@ from tests.bench.harness import ROUNDS, Result, paired, provenance
 
 def run(rounds: int = ROUNDS, *, pieces: str = "") -> list[Result]:
     known, share = json.loads(_attack("--list")), f"--share={rounds / ROUNDS}"
-    names = [pick(dict.fromkeys(known, name), name, "attack") for name in pieces.split(",") if name] or known
+    names = ([pick(dict.fromkeys(known, name), name, "attack") for name in pieces.split(",")
+              if name] or known)
     before = {} if names == known else _recorded()
     with ThreadPoolExecutor(cores()) as pool:
         done = dict(zip(names, pool.map(partial(_told, share), names), strict=True))
     commit = provenance(())["commit"]
-    rows = before | {name: (sum(map(len, said["failures"].values())), said["tried"], said | {"at": commit})
-                     for name, said in done.items()}
-    return [paired("reliability", ours=[harm], peer=[tried], peer_name="attacks", case=name, target=0, better="lower", unit="times",
+    rows = (before | {name: (sum(map(len, said["failures"].values())), said["tried"],
+                             said | {"at": commit})
+                     for name, said in done.items()})
+    return [paired("reliability", ours=[harm], peer=[tried], peer_name="attacks", case=name,
+                   target=0, better="lower", unit="times",
                    facts={key: said[key] for key in ("seconds", "failures", "facts", "at")})
             for name, (harm, tried, said) in sorted(rows.items())]
 
@@ -37,7 +41,8 @@ def _recorded() -> dict[str, tuple[float, float, dict]]:
     for path in MEASURED.glob("reliability-*.json"):
         record = json.loads(path.read_text())
         if record["device"] == cpu_name():
-            return {case["case"]: (case["ours_median"], case["peer_median"], {"at": record["commit"], **record, **case})
+            return {case["case"]: (case["ours_median"], case["peer_median"],
+                                   {"at": record["commit"], **record, **case})
                     for case in record["cases"]}
     return {}
 

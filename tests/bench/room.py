@@ -1,8 +1,9 @@
 """Thirty learners in one room: how long they wait, what an idle one takes, and what none may do.
 
-A room is opened as `lpkit room` opens it, by root. One learner works alone in it at first: cells of some tens of milliseconds, with
-pauses in which a person reads. Then all labs are started at once, and all learners work like that together. One tries to read
-what is another's; the service of reports is killed while they report.
+A room is opened as `lpkit room` opens it, by root. One learner works alone in it at first: cells of
+some tens of milliseconds, with pauses in which a person reads. Then all labs are started at once,
+and all learners work like that together. One tries to read what is another's; the service of
+reports is killed while they report.
 """
 
 import random
@@ -18,11 +19,14 @@ from tests.bench.harness import ROUNDS, Result, paired
 
 LEARNERS, CELLS, READING_SECONDS, KILLS, SENT = 30, 20, 4.0, 20, 20
 BUDGET_SECONDS, TIMES, PORT = 120.0, 3.0, 8571
-REPORTERS = tuple(f"reporter{n}" for n in range(5))     # who report without end while the service is killed
+# who report without end while the service is killed
+REPORTERS = tuple(f"reporter{n}" for n in range(5))
 PACKAGES = ("jupyterhub", "jupyterlab", "ipykernel", "torch")
 BEGIN = "import time, torch; x = torch.randn(256, 256)"
-CELL = "for _ in range(20): x = torch.nn.functional.layer_norm((x @ x).to(torch.bfloat16).float(), [256])"
-REPORT = "import time\nfrom lessons.reports import report\nfor i in range({}): report('exercise', name=f'03.{{i}}', verdict='right'); time.sleep(0.5)"
+CELL = ("for _ in range(20): x = torch.nn.functional.layer_norm((x @ "
+        "x).to(torch.bfloat16).float(), [256])")
+REPORT = ("import time\nfrom lessons.reports import report\nfor i in range({}): report('exercise', "
+          "name=f'03.{{i}}', verdict='right'); time.sleep(0.5)")
 READER = '''
 import glob, os
 def tries(place, pid):
@@ -52,13 +56,15 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     """Errors: RuntimeError where no room can be opened here."""
     if why := rooms.why_no_room():
         raise RuntimeError(why)
-    with rooms.passable_folder() as folder, rooms.opened(folder, *REPORTERS, "--learners", str(LEARNERS), port=PORT) as told:
+    with rooms.passable_folder() as folder, rooms.opened(folder, *REPORTERS, "--learners",
+            str(LEARNERS), port=PORT) as told:
         return measured(folder, told["url"])
 
 
 def measured(folder: Path, url: str) -> list[Result]:
     codes = rooms.codes(folder)
-    first, *others = [rooms.Person(url, name, code) for name, code in codes.items() if name not in {"teacher", *REPORTERS}]
+    first, *others = [rooms.Person(url, name, code) for name, code in codes.items()
+                      if name not in {"teacher", *REPORTERS}]
     reporters = [rooms.Person(url, name, codes[name]) for name in REPORTERS]
     first.start(share=True)
     first.run(BEGIN)
@@ -82,16 +88,24 @@ def measured(folder: Path, url: str) -> list[Result]:
         if rooms.status(address, teacher.token) == 200:
             mine = rooms.ask(address, token=teacher.token)["events"]
     kept = len({one["id"] for one in mine})
-    theirs = [(str(folder / "learners" / one.name), pids(folder, one.name)[0]) for one in others[:11]]
+    theirs = [(str(folder / "learners" / one.name), pids(folder, one.name)[0])
+              for one in others[:11]]
     read, asked = map(int, first.run(f"THEIRS = {theirs!r}\n{READER}").split())
-    facts = {"learners": LEARNERS, "pause_seconds": READING_SECONDS, "idle_learner_bytes": idle, "learner_with_kernel_bytes": working, "reads": read, "reads_asked": asked,
-             "service_kills": kills, "reports_sent": sent, "reports_kept": len(mine), "reports_kept_once": kept,
+    facts = {"learners": LEARNERS, "pause_seconds": READING_SECONDS, "idle_learner_bytes": idle,
+             "learner_with_kernel_bytes": working, "reads": read, "reads_asked": asked,
+             "service_kills": kills, "reports_sent": sent, "reports_kept": len(mine),
+             "reports_kept_once": kept,
              "p95_alone_seconds": p95(alone), "p95_together_seconds": p95(together)}
     common = {"better": "lower", "packages": PACKAGES, "facts": facts}
-    return [paired("room", case=f"{LEARNERS} labs started at once", ours=[up], peer=[BUDGET_SECONDS], peer_name="a budget of 2 minutes", target=1.0, **common),
-            paired("room", case=f"a cell of {LEARNERS} learners, 95th percentile", ours=[p95(together)], peer=[p95(alone)], peer_name="alone", target=TIMES, **common),
-            paired("room", case="reads of another's files that were let through", ours=[read], peer=[asked], peer_name="attempts", target=0.0, unit="reads", **common),
-            paired("room", case=f"reports lost in {kills} kills of the service", ours=[sent - kept], peer=[sent], peer_name="reports",
+    return [paired("room", case=f"{LEARNERS} labs started at once", ours=[up],
+                   peer=[BUDGET_SECONDS], peer_name="a budget of 2 minutes", target=1.0, **common),
+            paired("room", case=f"a cell of {LEARNERS} learners, 95th percentile",
+                   ours=[p95(together)], peer=[p95(alone)], peer_name="alone", target=TIMES,
+                   **common),
+            paired("room", case="reads of another's files that were let through", ours=[read],
+                   peer=[asked], peer_name="attempts", target=0.0, unit="reads", **common),
+            paired("room", case=f"reports lost in {kills} kills of the service", ours=[sent - kept],
+                   peer=[sent], peer_name="reports",
                    target=0.0, unit="reports", **common)]
 
 
@@ -120,11 +134,13 @@ def p95(seconds: list[float]) -> float:
 
 
 def service() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] and one.info["cmdline"][-1].endswith("from hosting.progress import main; main()")]
+    return [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"]
+            and one.info["cmdline"][-1].endswith("from hosting.progress import main; main()")]
 
 
 def kill_service(path: Path) -> int:
-    """Kills it KILLS times, each as it keeps reports: soon after it has kept the first. The hub looks for it each 30 s."""
+    """Kills it KILLS times, each as it keeps reports: soon after it has kept the first. The hub
+    looks for it each 30 s."""
     chance, deadline = random.Random(0), time.monotonic() + 90 * KILLS
     for kills in range(KILLS):
         before = path.stat().st_size if path.exists() else 0
@@ -140,7 +156,8 @@ def kill_service(path: Path) -> int:
 
 def pids(folder: Path, name: str) -> list[int]:
     uid = (folder / "learners" / name).stat().st_uid
-    return [one.pid for one in psutil.process_iter(["uids"]) if one.info["uids"] and one.info["uids"].real == uid]
+    return [one.pid for one in psutil.process_iter(["uids"]) if one.info["uids"]
+            and one.info["uids"].real == uid]
 
 
 def memory_bytes(folder: Path, name: str) -> int:

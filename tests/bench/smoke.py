@@ -4,10 +4,10 @@ whether it learns what bf16 learns.
     python -m tests.bench.smoke --seconds 50
 
 Prints one object: by recipe the losses before each update on one batch of random tokens, the last
-one's distance from bf16's as a share of it, seconds and who multiplied, or the error. Kernels are the
-definitions and attention is PyTorch's own, so that nothing is compiled, verified or raced first. What
-is not begun after `--seconds` is said to be so. Exit code 1: one has an error, or is farther from
-bf16 than its TOLERANCE, some times what they are in emulation.
+one's distance from bf16's as a share of it, seconds and who multiplied, or the error. Kernels are
+the definitions and attention is PyTorch's own, so that nothing is compiled, verified or raced
+first. What is not begun after `--seconds` is said to be so. Exit code 1: one has an error, or is
+farther from bf16 than its TOLERANCE, some times what they are in emulation.
 """
 
 import argparse
@@ -44,9 +44,11 @@ def run(device: str, seconds: float = math.inf) -> dict[str, Any]:
             "error": f"not begun: {seconds:g} s were over"}
         if "error" not in row and "error" not in rows.get(BASE, row):
             row["distance"] = abs(row["losses"][-1] / rows.get(BASE, row)["losses"][-1] - 1)
-        rows[name] = row | {"tolerance": OF_FOUR_BITS if RECIPES[name].dtype == "fp4" else TOLERANCE}
+        rows[name] = (row | {"tolerance": OF_FOUR_BITS if RECIPES[name].dtype == "fp4"
+                             else TOLERANCE})
     problems = [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row]
-    problems += [f"{name}: after {STEPS - 1} updates its loss is {row['distance']:.1%} from {BASE}'s"
+    problems += [f"{name}: after {STEPS - 1} updates its loss is {row['distance']:.1%} from "
+                 f"{BASE}'s"
                  for name, row in rows.items() if row.get("distance", 0) > row["tolerance"]]
     return {"device": device, "steps": STEPS, "recipes": rows, "problems": problems}
 

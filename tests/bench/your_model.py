@@ -1,17 +1,21 @@
-"""Predictions and recipes of `lpkit.modules` on fourteen models that are not the kit's, and on the kit's own through both doors.
+"""Predictions and recipes of `lpkit.modules` on fourteen models that are not the kit's, and on the
+kit's own through both doors.
 
     lpkit bench your-model --out data/measured                      ten minutes of two cores
     lpkit bench your-model --pieces peaks,doors
 
-peaks          the peak that `lpkit.predict(model, batch)` names, against the peak of a real second update, and beside three peers
-doors          `lpkit.predict` of a Config, and of the module that this Config builds
-recipes        50 steps on the kit's own text under each recipe that casts, against the spread of bf16 over seeds
-checkpointing  the losses of transformers' gradient checkpointing under each recipe, bit by bit
+peaks          the peak that `lpkit.predict(model, batch)` names, against the peak of a real second
+update, and beside three peers doors          `lpkit.predict` of a Config, and of the module that
+this Config builds recipes        50 steps on the kit's own text under each recipe that casts,
+against the spread of bf16 over seeds checkpointing  the losses of transformers' gradient
+checkpointing under each recipe, bit by bit
 
-What a step really holds is counted without the kit: on a CPU by PyTorch's profiler, which sees every allocation, also those inside a
-kernel; on a GPU by the allocator. Peers: torch-kitsune's `predict_memory`, called as its own door for models of transformers calls it;
-accelerate's `estimate_training_usage`; PyTorch's MemTracker under FakeTensorMode. A peer that raises, or is not installed, has its reason
-in its place. What a step holds before its gradients are there is the same in both, so that gradients are dropped before counting begins.
+What a step really holds is counted without the kit: on a CPU by PyTorch's profiler, which sees
+every allocation, also those inside a kernel; on a GPU by the allocator. Peers: torch-kitsune's
+`predict_memory`, called as its own door for models of transformers calls it; accelerate's
+`estimate_training_usage`; PyTorch's MemTracker under FakeTensorMode. A peer that raises, or is not
+installed, has its reason in its place. What a step holds before its gradients are there is the same
+in both, so that gradients are dropped before counting begins.
 """
 
 import json
@@ -72,12 +76,14 @@ def run(rounds: int = 1, *, pieces: str | None = None) -> list[Result]:
     names = [name.strip() for name in pieces.split(",")] if pieces else list(PIECES)
     steps = [pick(PIECES, name, "piece") for name in names]
     facts: dict[str, Any] = {}
-    case = partial(paired, NAME, better="lower", facts=facts, device=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    case = partial(paired, NAME, better="lower", facts=facts,
+                   device=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                    packages=("torch", "transformers", "torch-kitsune", "accelerate"))
     return [result for step in steps for result in step(case, facts, max(rounds, SEEDS))]
 
 
-def _worst(case: Case, what: str, errors: Sequence[float], target: float | None, *, peer: str = "the measured peak",
+def _worst(case: Case, what: str, errors: Sequence[float], target: float | None, *,
+           peer: str = "the measured peak",
            unit: str = "relative error") -> Result:
     return case(ours=[max(errors)], peer=[1.0], peer_name=peer, case=what, target=target, unit=unit)
 
@@ -85,45 +91,59 @@ def _worst(case: Case, what: str, errors: Sequence[float], target: float | None,
 # ---- peaks
 
 def peaks(case: Case, facts: dict[str, Any], _: int) -> Iterator[Result]:
-    table = facts["models"] = [peak_of(name, precision) for precision in (None, "bf16") for name in MODELS]
+    table = facts["models"] = [peak_of(name, precision) for precision in (None, "bf16")
+                               for name in MODELS]
     for precision in ("as it is", "bf16"):
         rows = [row for row in table if row["precision"] == precision]
         errors = sorted(row["error"] for row in rows if row["error"] is not None)
-        for count, target in ((OF_MODELS, WITHIN), (len(rows), None)):      # a model without a prediction is in neither
+        # a model without a prediction is in neither
+        for count, target in ((OF_MODELS, WITHIN), (len(rows), None)):
             if len(errors) >= count:
-                yield case(ours=[errors[count - 1]], peer=[1.0], peer_name="the measured peak", unit="relative error", target=target,
+                yield case(ours=[errors[count - 1]], peer=[1.0], peer_name="the measured peak",
+                           unit="relative error", target=target,
                            case=f"peak, {precision}: {count} of {len(rows)} models are within")
         for peer in PEERS:
-            off = [abs(row[peer] / row["measured_bytes"] - 1) for row in rows if isinstance(row[peer], int)]
+            off = [abs(row[peer] / row["measured_bytes"] - 1) for row in rows
+                   if isinstance(row[peer], int)]
             if off:
-                yield case(ours=off, peer=[1.0] * len(off), peer_name="the measured peak", unit="relative error",
+                yield case(ours=off, peer=[1.0] * len(off), peer_name="the measured peak",
+                           unit="relative error",
                            case=f"{peer}, {precision}: median of {len(off)} models")
         closed = [row for row in rows if row["closed_error"] is not None]
         sure = [row["closed_error"] for row in closed if not row["doubt"]]
-        yield _worst(case, f"closed form, {precision}: worst of the {len(sure)} of {len(closed)} models without a doubt", sure, CLOSED_FORM)
+        yield _worst(case, f"closed form, {precision}: worst of the {len(sure)} of {len(closed)} "
+                           f"models without a doubt", sure, CLOSED_FORM)
 
 
 def peak_of(name: str, precision: str | None) -> dict[str, Any]:
-    """A model's predicted and measured peak, what peers say, and the closed form where the family is known."""
+    """A model's predicted and measured peak, what peers say, and the closed form where the family
+    is known."""
     size = SIZES.get(name, SIZE)
-    model, batch, loss = model_of(name, size=size), batch_of(name, SEQUENCES, size.context, size=size), loss_for(name)
-    row: dict[str, Any] = {"name": name, "precision": precision or "as it is", "parameters": sum(p.numel() for p in model.parameters())}
+    model, batch, loss = model_of(name, size=size), batch_of(name, SEQUENCES, size.context,
+        size=size), loss_for(name)
+    row: dict[str, Any] = {"name": name, "precision": precision or "as it is",
+                           "parameters": sum(p.numel() for p in model.parameters())}
     here, predicted = hardware.machine(), None
     try:
         predicted = lpkit.predict(model, batch, machine=here, loss=loss, precision=precision)
-        row |= {"predicted_bytes": predicted.peak_bytes, "at": f"{predicted.footprint.phase}, {predicted.footprint.module or 'the model'}",
+        row |= {"predicted_bytes": predicted.peak_bytes,
+                "at": f"{predicted.footprint.phase}, {predicted.footprint.module or 'the model'}",
                 "rows": predicted.footprint.rows, "why": ""}
     except ConfigError as error:
         row |= {"predicted_bytes": None, "at": "", "rows": {}, "why": str(error)}
-    row |= {"torch-kitsune": _guarded(kitsune, model, batch), "MemTracker": _guarded(mem_tracker, model, batch, loss or loss_of, precision),
-            "accelerate": _by_accelerate(4 * row["parameters"], "bfloat16" if precision else "float32") or "not installed",
-            "closed_bytes": predicted and predicted.formula_bytes, "doubt": predicted and predicted.doubt}
+    row |= {"torch-kitsune": _guarded(kitsune, model, batch),
+            "MemTracker": _guarded(mem_tracker, model, batch, loss or loss_of, precision),
+            "accelerate": _by_accelerate(4 * row["parameters"],
+                                         "bfloat16" if precision else "float32") or "not installed",
+            "closed_bytes": predicted and predicted.formula_bytes,
+            "doubt": predicted and predicted.doubt}
     measured = row["measured_bytes"] = real_peak(model, batch, loss or loss_of, precision)
     return row | {key: None if row[of] is None else abs(row[of] / measured - 1)
                   for key, of in (("error", "predicted_bytes"), ("closed_error", "closed_bytes"))}
 
 
-def _update(model: nn.Module, batch: Any, loss: Callable, optimizer: torch.optim.Optimizer, precision: str | None, device: str) -> None:
+def _update(model: nn.Module, batch: Any, loss: Callable, optimizer: torch.optim.Optimizer,
+            precision: str | None, device: str) -> None:
     with torch.autocast(device, torch.bfloat16, enabled=precision is not None):
         found = loss(model, batch)
     found.backward()
@@ -133,7 +153,8 @@ def _update(model: nn.Module, batch: Any, loss: Callable, optimizer: torch.optim
 def real_peak(model: nn.Module, batch: Any, loss: Callable, precision: str | None) -> int:
     """Bytes that the second update of `model` holds at its peak, with AdamW as PyTorch makes it."""
     if gpu := torch.cuda.is_available():
-        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")       # cuBLAS keeps its workspace
+        # cuBLAS keeps its workspace
+        torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")
         before = torch.cuda.memory_allocated()
         model, batch = model.cuda(), tree_map_only(Tensor, Tensor.cuda, batch)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -145,10 +166,12 @@ def real_peak(model: nn.Module, batch: Any, loss: Callable, precision: str | Non
         update()
         return torch.cuda.max_memory_allocated() - before
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(
-        [list(model.parameters()), list(model.buffers()), list(optimizer.state.values()), batch]) if isinstance(t, Tensor)}
+        [list(model.parameters()), list(model.buffers()), list(optimizer.state.values()), batch])
+        if isinstance(t, Tensor)}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         update()
-    changes = sorted((one.start_ns(), one.nbytes()) for one in seen.profiler.kineto_results.events() if one.name() == "[memory]")
+    changes = sorted((one.start_ns(), one.nbytes()) for one in seen.profiler.kineto_results.events()
+                     if one.name() == "[memory]")
     now = most = 0
     for _, nbytes in changes:
         now += nbytes
@@ -172,7 +195,8 @@ def kitsune(model: nn.Module, batch: Any) -> int:
     first = next(t for t in tree_leaves(batch) if isinstance(t, Tensor))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return predict_memory(model, tuple(first.shape[1:]), batch_size=len(first), optimizer="adamw", training=True).total_bytes
+        return predict_memory(model, tuple(first.shape[1:]), batch_size=len(first),
+                              optimizer="adamw", training=True).total_bytes
 
 
 def mem_tracker(model: nn.Module, batch: Any, loss: Callable, precision: str | None) -> int:
@@ -184,7 +208,8 @@ def mem_tracker(model: nn.Module, batch: Any, loss: Callable, precision: str | N
         update()
         optimizer.zero_grad()
         tracker = MemTracker()
-        tracker.track_external(model, optimizer, *[t for t in tree_leaves(batch) if isinstance(t, Tensor)])
+        tracker.track_external(model, optimizer,
+                               *[t for t in tree_leaves(batch) if isinstance(t, Tensor)])
         with tracker:
             update()
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
@@ -194,15 +219,18 @@ def mem_tracker(model: nn.Module, batch: Any, loss: Callable, precision: str | N
 
 def doors(case: Case, facts: dict[str, Any], _: int) -> Iterator[Result]:
     table = facts["doors"] = [row for name in PRESETS for row in through_both(name)]
-    for key, target in (("parameters", 0.0), ("flops", 0.0), ("bytes", BYTES), ("seconds", SECONDS)):
+    for key, target in (("parameters", 0.0), ("flops", 0.0), ("bytes", BYTES),
+                        ("seconds", SECONDS)):
         errors = [abs(row[key][0] / row[key][1] - 1) for row in table]
-        yield _worst(case, f"both doors, {key}: worst of {len(errors)}", errors, target, peer="lpkit.predict(config)")
+        yield _worst(case, f"both doors, {key}: worst of {len(errors)}", errors, target,
+                     peer="lpkit.predict(config)")
 
 
 def through_both(name: str) -> Iterator[dict[str, Any]]:
     """A preset's module, and the preset: of each number what either door says."""
     sequences = PRESETS[name]
-    config = preset(name).replace({"system.device": "cpu", "system.attention": "sdpa", "global_batch": sequences, "grad_accum_steps": 1})
+    config = preset(name).replace({"system.device": "cpu", "system.attention": "sdpa",
+                                   "global_batch": sequences, "grad_accum_steps": 1})
     with torch.device("meta"):
         model, ids = made(config, "sdpa"), torch.empty(sequences, config.model.T, dtype=torch.int64)
 
@@ -210,11 +238,14 @@ def through_both(name: str) -> Iterator[dict[str, Any]]:
         return F.cross_entropy(model(batch).flatten(0, 1).float(), batch.flatten())
 
     for precision, machine in product(PRECISIONS, MACHINES):
-        ours = lpkit.predict(model, ids, machine=machine, precision=precision, loss=loss, stack=stack_of(config))
+        ours = lpkit.predict(model, ids, machine=machine, precision=precision, loss=loss,
+                             stack=stack_of(config))
         theirs = lpkit.predict(config, machine, precision=precision)
-        yield {"name": name, "precision": precision, "machine": machine, "parameters": (ours.parameters, theirs.parameters),
+        yield {"name": name, "precision": precision, "machine": machine,
+               "parameters": (ours.parameters, theirs.parameters),
                "flops": (3 * ours.forward_flops, theirs.flops_per_token * ids.numel()),
-               "bytes": (ours.peak_bytes, theirs.memory.peak_bytes), "seconds": (ours.step_seconds, theirs.step_seconds)}
+               "bytes": (ours.peak_bytes, theirs.memory.peak_bytes),
+               "seconds": (ours.step_seconds, theirs.step_seconds)}
 
 
 # ---- training
@@ -230,22 +261,30 @@ def recipes(case: Case, facts: dict[str, Any], seeds: int) -> Iterator[Result]:
         mean, spread = statistics.fmean(plain), statistics.stdev(plain)
         for recipe in CASTING:
             loss = found[name, recipe, 0, False]
-            table.append({"name": name, "recipe": recipe, "loss": loss, "bf16": mean, "bf16_same_seed": plain[0], "deviation": spread,
-                          "deviations": abs(loss - mean) / spread, "deviations_same_seed": abs(loss - plain[0]) / spread})
+            table.append({"name": name, "recipe": recipe, "loss": loss, "bf16": mean,
+                          "bf16_same_seed": plain[0], "deviation": spread,
+                          "deviations": abs(loss - mean) / spread,
+                          "deviations_same_seed": abs(loss - plain[0]) / spread})
     for recipe in CASTING:
         off = [row["deviations"] for row in table if row["recipe"] == recipe]
-        yield _worst(case, f"{recipe}: loss after {STEPS} steps, worst of {len(off)} models", off, DEVIATIONS, peer=f"bf16, {seeds} seeds",
+        yield _worst(case, f"{recipe}: loss after {STEPS} steps, worst of {len(off)} models", off,
+                     DEVIATIONS, peer=f"bf16, {seeds} seeds",
                      unit="standard deviations")
 
 
 def checkpointing(case: Case, facts: dict[str, Any], _: int) -> Iterator[Result]:
     models = [name for name in TRAINED if name != "nano"]       # which is not transformers'
-    found = _all([(name, recipe, 0, again) for name in models for recipe in ("bf16", *CASTING) for again in (False, True)], AGAIN)
+    found = _all([(name, recipe, 0, again) for name in models for recipe in ("bf16", *CASTING)
+                  for again in (False, True)], AGAIN)
     table = facts["checkpointing"] = [
-        {"name": name, "recipe": recipe, "equal": found[name, recipe, 0, False] == found[name, recipe, 0, True],
-         "losses": [found[name, recipe, 0, again][-1] for again in (False, True)]} for name in models for recipe in ("bf16", *CASTING)]
-    yield _worst(case, f"gradient checkpointing: pairs of {len(table)} whose {AGAIN} losses are not bit-equal",
-                 [sum(not row["equal"] for row in table)], 0.0, peer="losses without it", unit="pairs")
+        {"name": name, "recipe": recipe, "equal": found[name, recipe, 0, False] == found[name,
+            recipe, 0, True],
+         "losses": [found[name, recipe, 0, again][-1] for again in (False, True)]}
+        for name in models for recipe in ("bf16", *CASTING)]
+    yield _worst(case, f"gradient checkpointing: pairs of {len(table)} whose {AGAIN} losses are "
+                       f"not bit-equal",
+                 [sum(not row["equal"] for row in table)], 0.0, peer="losses without it",
+                       unit="pairs")
 
 
 def _all(asked: Sequence[tuple], steps: int) -> dict[tuple, list[float]]:
@@ -292,7 +331,8 @@ def batch_on(name: str, windows: Tensor, g: torch.Generator) -> Any:
         return ids, windows[:, 1:ids.shape[1] + 1].contiguous()
     if name == "bert":      # masked tokens
         hidden = torch.rand(ids.shape, generator=g) < 0.15
-        return {"input_ids": ids.masked_fill(hidden, MASK), "labels": ids.masked_fill(~hidden, -100)}
+        return {"input_ids": ids.masked_fill(hidden, MASK),
+                "labels": ids.masked_fill(~hidden, -100)}
     return {"input_ids": ids, "labels": later if name == "t5" else ids}
 
 
@@ -328,7 +368,8 @@ def page() -> str:
     lines = [INTRODUCTION]
     for path in sorted(resource("data/measured").glob(f"{NAME}-*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))
-        lines += [*recorded(record, f", {record['threads']} threads"), markdown_table(("", "result", "target"), [
+        lines += [*recorded(record, f", {record['threads']} threads"),
+                  markdown_table(("", "result", "target"), [
             (case["case"], _shown(case), case["verdict"]) for case in record["cases"]]), ""]
         for title, key, heads, row in TABLES:
             if key in record:
@@ -337,24 +378,33 @@ def page() -> str:
 
 
 def _shown(case: dict[str, Any]) -> str:
-    return f"{case['ratio']:.3%}" if case["unit"] == "relative error" else f"{case['ratio']:.2f} {case['unit']}"
+    return (f"{case['ratio']:.3%}" if case["unit"] == "relative error"
+            else f"{case['ratio']:.2f} {case['unit']}")
 
 
 def _peak_row(row: dict[str, Any]) -> tuple[str, ...]:
     def off(value: int | str | None) -> str:
-        return f"{value / row['measured_bytes'] - 1:+.2%}" if isinstance(value, int) else value or "no such family"
+        return (f"{value / row['measured_bytes'] - 1:+.2%}" if isinstance(value, int) else value
+                or "no such family")
 
-    return (row["name"], row["precision"], f"{row['measured_bytes'] / 1e6:.2f} MB", row["at"], off(row["predicted_bytes"] or row["why"]),
+    return (row["name"], row["precision"], f"{row['measured_bytes'] / 1e6:.2f} MB", row["at"],
+            off(row["predicted_bytes"] or row["why"]),
             *(off(row[peer]) for peer in PEERS), off(row["closed_bytes"]))
 
 
-TABLES = (
-    ("Peaks", "models", ("model", "precision", "measured peak", "predicted at", "predicted", *PEERS, "closed form"), _peak_row),
-    ("Both doors", "doors", ("preset", "recipe", "machine", "parameters", "FLOPs", "bytes", "seconds"), lambda row: (
-        row["name"], row["precision"], row["machine"], *(f"{row[key][0] / row[key][1] - 1:+.2%}" for key in ("parameters", "flops", "bytes",
+TABLES = ((
+    ("Peaks", "models", ("model", "precision", "measured peak", "predicted at", "predicted", *PEERS,
+                         "closed form"), _peak_row),
+    ("Both doors", "doors", ("preset", "recipe", "machine", "parameters", "FLOPs", "bytes",
+                             "seconds"), lambda row: (
+        row["name"], row["precision"], row["machine"],
+        *(f"{row[key][0] / row[key][1] - 1:+.2%}" for key in ("parameters", "flops", "bytes",
                                                                                                             "seconds")))),
-    ("Losses", "recipes", ("model", "recipe", "loss", "bf16, mean", "standard deviations off", "of the same seed"), lambda row: (
-        row["name"], row["recipe"], f"{row['loss']:.4f}", f"{row['bf16']:.4f}", f"{row['deviations']:.2f}", f"{row['deviations_same_seed']:.2f}")),
-    ("Gradient checkpointing", "checkpointing", ("model", "recipe", "losses bit-equal"), lambda row: (
+    ("Losses", "recipes", ("model", "recipe", "loss", "bf16, mean", "standard deviations off",
+                           "of the same seed"), lambda row: (
+        row["name"], row["recipe"], f"{row['loss']:.4f}", f"{row['bf16']:.4f}",
+        f"{row['deviations']:.2f}", f"{row['deviations_same_seed']:.2f}")),
+    ("Gradient checkpointing", "checkpointing", ("model", "recipe", "losses bit-equal"),
+     lambda row: (
         row["name"], row["recipe"], "yes" if row["equal"] else "NO")),
-)
+))

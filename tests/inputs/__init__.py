@@ -1,7 +1,8 @@
 """What users bring, as tables: each case is right, or refused in one sentence.
 
-`cases()` of a module yields a name and a function. The function returns "right", or the sentence that refuses the input or warns of it; it raises
-AssertionError for a result that is wrong without a word, or for a case that ends otherwise than the table says.
+`cases()` of a module yields a name and a function. The function returns "right", or the sentence
+that refuses the input or warns of it; it raises AssertionError for a result that is wrong without a
+word, or for a case that ends otherwise than the table says.
 """
 
 import re
@@ -14,13 +15,15 @@ RIGHT = "right"
 
 
 def outcome(due: str, call: Callable[[], str]) -> str:
-    """Returns what `call` does, "right" for an empty text, and the sentence where it refuses. `due`: "right", or a pattern of the sentence."""
+    """Returns what `call` does, "right" for an empty text, and the sentence where it refuses.
+    `due`: "right", or a pattern of the sentence."""
     try:
         said = call() or RIGHT
     except ConfigError as error:
         said = str(error)
     assert "\n" not in said and len(said) < 1000, f"not one sentence: {said!r}"
-    assert said == RIGHT if due == RIGHT else re.search(due, said), f"it is to be {due!r}, and is {said!r}"
+    assert (said == RIGHT if due == RIGHT else re.search(due,
+        said)), f"it is to be {due!r}, and is {said!r}"
     return said
 
 

@@ -1,4 +1,5 @@
-"""Command lines as people type them, each in a fresh folder: exit code 0 and the right answer, or exit code 2, one sentence and nothing written."""
+"""Command lines as people type them, each in a fresh folder: exit code 0 and the right answer, or
+exit code 2, one sentence and nothing written."""
 
 import contextlib
 import functools
@@ -13,13 +14,16 @@ from unittest import mock
 
 from lpkit import cli
 
-GPT2 = 12 * (12 * 768**2 + 13 * 768) + (50_304 + 1024) * 768 + 2 * 768      # blocks, embeddings, the last norm
+# blocks, embeddings, the last norm
+GPT2 = 12 * (12 * 768**2 + 13 * 768) + (50_304 + 1024) * 768 + 2 * 768
 CPU_3M = 4 * (12 * 256**2 + 13 * 256) + (256 + 256) * 256 + 2 * 256
 SMALL = 3 * (12 * 64**2 + 13 * 64) + (256 + 256) * 64 + 2 * 64
 LINES = "".join(f"{i} bottles of beer on the wall\n" for i in range(20_000))
 SMALL_MODEL = "model.layers=3 model.width=64 model.heads=2"
-TRAIN = ("train cpu-3m model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 global_batch=4 eval_every=0 eval_batches=1 "
-         "checkpoint_every=0 precision.recipe=fp32 system.device=cpu system.threads=1 data.source=text.txt system.attention=plain "
+TRAIN = ("train cpu-3m model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 "
+         "global_batch=4 eval_every=0 eval_batches=1 "
+         "checkpoint_every=0 precision.recipe=fp32 system.device=cpu system.threads=1 "
+         "data.source=text.txt system.attention=plain "
          "system.compile=false system.kernels=pytorch")
 PLAN = "plan --model llama-8b --tokens 1e11 --devices 64 --json"
 
@@ -36,14 +40,17 @@ def plan_of(tokens: float, **of_first: object) -> Right:
 
 
 # What is typed, and what is right of the object that --json prints, or a piece of the sentence.
-TYPED: list[tuple[str, Right | str]] = [
+TYPED: list[tuple[str, Right | str]] = ([
     ("predict gpt2-124m --json", has(parameters=GPT2)),
     (f"predict cpu-3m {SMALL_MODEL} --json", has(parameters=SMALL)),
-    (f"predict --json --set model.layers=3 cpu-3m --set=model.width=64 --set model.heads=2 {SMALL_MODEL}", has(parameters=SMALL)),
+    (f"predict --json --set model.layers=3 cpu-3m --set=model.width=64 --set model.heads=2 "
+     f"{SMALL_MODEL}", has(parameters=SMALL)),
     ("predict mine.yaml --json", has(parameters=SMALL)),
     ("predict cpu-3m --devices 1.6e1 --json", has(devices=16)),
-    ("predict cpu-3m --devices 8_ --json", "--devices must be a whole number, got '8_'; write it as"),
-    ("predict cpu-3m --devices 8,000", "--devices must be a whole number, got '8,000'; write it as 8000 or 8e3"),
+    ("predict cpu-3m --devices 8_ --json",
+     "--devices must be a whole number, got '8_'; write it as"),
+    ("predict cpu-3m --devices 8,000", "--devices must be a whole number, got '8,000'; write it as "
+                                       "8000 or 8e3"),
     ("predict cpu-3m --devices 8k", "--devices must be a whole number, got '8k'"),
     ("predict cpu-3m --devices ''", "--devices must be a whole number, got ''"),
     ("predict cpu-3m --devices=-1", "devices must be positive, got -1"),
@@ -61,10 +68,12 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict cpu-3m --set steps=5 --set steps=6", "steps is both "),
     ("predict cpu-3m steps=5 steps=5 --json", has(parameters=CPU_3M)),
     ("predict cpu-3m optimizer=lion optimizer.name=sgd", "optimizer is both 'lion' and 'sgd'"),
-    ("predict cpu-3m optimizer=lion --optimizer adamw", "optimizer is both 'lion' and '--optimizer'"),
+    ("predict cpu-3m optimizer=lion --optimizer adamw",
+     "optimizer is both 'lion' and '--optimizer'"),
     ("predict cpu-3m model.changes=lora:rank=8:rank=4", "rank is both '8' and '4'"),
     ("predict cpu-3m start.map=a:b,a:c", "start.map must be a list of NEW:OLD with each NEW once"),
-    ("predict cpu-3m model.layers=8,000", "model.layers must be a whole number, got '8,000'; write it as"),
+    ("predict cpu-3m model.layers=8,000", "model.layers must be a whole number, got '8,000'; write "
+                                          "it as"),
     ("predict cpu-3m model.layers = 3", "expected key=value, got 'model.layers'"),
     ("predict cpu-3m model.layers", "expected key=value, got 'model.layers'"),
     ("predict cpu-3m =3", "expected key=value, got '=3'"),
@@ -90,7 +99,8 @@ TYPED: list[tuple[str, Right | str]] = [
     (f"{PLAN} --show 999", "--show must be from 1 to "),
     (f"{PLAN} --context 1024 model.context=2048", "model.context is both "),
     ("plan --model llama-8b --tokens 1T", "a plan needs a limit"),
-    (TRAIN + " --out run --json", lambda result: (result["steps"], result["status"]) == (2, "complete")),
+    (TRAIN + " --out run --json", lambda result: (result["steps"], result["status"]) == (2,
+        "complete")),
     (TRAIN.replace("steps=2", "steps=2.5"), "steps must be a whole number, got '2.5'"),
     (TRAIN.replace("text.txt", "nowhere.txt"), "there is no file, folder or glob 'nowhere.txt'"),
     (TRAIN + " --out run --out six", "--out is both 'run' and 'six'"),
@@ -103,16 +113,19 @@ TYPED: list[tuple[str, Right | str]] = [
     ("train --resume --out nowhere", "holds no run"),
     ("launch cpu-3m --nodes 0", "nodes must be positive, got 0"),
     ("launch cpu-3m --processes 2 --json", lambda result: "--nproc-per-node 2 " in result["job"]),
-    ("data prepare text.txt --out tokens --json", lambda result: sum(one["tokens"] for one in result["splits"].values()) >= len(LINES)),
+    ("data prepare text.txt --out tokens --json",
+     lambda result: sum(one["tokens"] for one in result["splits"].values()) >= len(LINES)),
     ("data prepare text.txt --vocab 8k", "--vocab must be a whole number, got '8k'"),
     ("data prepare text.txt --val-fraction 10%", "--val-fraction must be a number, got '10%'"),
-    ("data prepare text.txt --val-fraction 1.0", "data.val_fraction must be above 0 and below 1, got 1.0"),
+    ("data prepare text.txt --val-fraction 1.0", "data.val_fraction must be above 0 and below 1, "
+                                                 "got 1.0"),
     ("data sho tokens", "did you mean 'show'?"),
     ("sample nowhere --temperature hot", "--temperature must be a number, got 'hot'"),
     ("sample nowhere", "holds no run"),
     ("export nowhere --out x", "holds no run"),
     ("import text.txt --check", "is to be a folder"),
-    ("import adapter --base run --check --out new", "needs --out DIR, without --check or --tokenizer"),
+    ("import adapter --base run --check --out new", "needs --out DIR, without --check or "
+                                                    "--tokenizer"),
     ("bench --all import", "--all runs every benchmark; leave out import"),
     ("notebook --all 00", "leave out '00'"),
     ("claims lion-faster --json", has(name="lion-faster")),
@@ -122,13 +135,14 @@ TYPED: list[tuple[str, Right | str]] = [
     ("room --learners 600", "--learners must be from 0 to 500, got 600"),
     ("--version", lambda result: result["stdout"].count(".") >= 1),
     ("", lambda result: "usage: lpkit COMMAND" in result["stdout"]),
-]
+])
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
     for line, due in TYPED:
         ends = due if isinstance(due, str) else "two steps"
-        yield (f"train: {ends}" if line.startswith("train cpu") else line or "no words"), functools.partial(tried, line, due)
+        yield (f"train: {ends}" if line.startswith("train cpu") else line
+               or "no words"), functools.partial(tried, line, due)
 
 
 def tried(line: str, due: Right | str) -> str:
@@ -142,7 +156,8 @@ def tried(line: str, due: Right | str) -> str:
         (folder / "mine.yaml").write_text("model: {layers: 3, width: 64, heads: 2}\n")
         before = set(folder.rglob("*"))
         around = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"), str(home))
-        with (mock.patch.dict(os.environ, around), contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
+        with (mock.patch.dict(os.environ, around), contextlib.chdir(folder),
+              contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)):
             try:
                 code = cli.main(shlex.split(line))
             except SystemExit as left:
@@ -151,10 +166,12 @@ def tried(line: str, due: Right | str) -> str:
     if not isinstance(due, str):
         assert code == 0, f"exit code {code}: {err.getvalue()}"
         printed = out.getvalue()
-        assert due(json.loads(printed) if "--json" in line else {"stdout": printed}), f"another answer: {printed[:300]}"
+        assert due(json.loads(printed) if "--json" in line
+                   else {"stdout": printed}), f"another answer: {printed[:300]}"
         return "right"
     said = [one for one in err.getvalue().splitlines() if one.startswith("lpkit: ")]
-    assert (code, out.getvalue(), len(said)) == (2, "", 1), f"exit code {code}, {out.getvalue()[:200]!r}, {err.getvalue()[-300:]!r}"
+    assert ((code, out.getvalue(), len(said)) == (2, "",
+        1)), f"exit code {code}, {out.getvalue()[:200]!r}, {err.getvalue()[-300:]!r}"
     assert due in said[0] and len(said[0]) < 1000, f"another reason: {said[0]}"
     assert not written, f"refused, and it left {written}"
     return said[0].removeprefix("lpkit: ")

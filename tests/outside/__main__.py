@@ -1,4 +1,5 @@
-"""Run the items of other projects' tests and print how many of each there are: `python -m tests.outside [pytest's options]`."""
+"""Run the items of other projects' tests and print how many of each there are: `python -m
+tests.outside [pytest's options]`."""
 
 import collections
 import sys
@@ -12,7 +13,8 @@ from tests.outside import DIFFERENT, SOURCES
 
 class Count:
     def __init__(self):
-        self.by_source: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        self.by_source: dict[str, collections.Counter] = collections.defaultdict(
+            collections.Counter)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or (report.when == "setup" and report.outcome != "passed"):
@@ -21,12 +23,15 @@ class Count:
 
 def main() -> int:
     count = Count()
-    code = pytest.main(["-q", "-p", "no:cacheprovider", str(Path(__file__).parent), *sys.argv[1:]], plugins=[count])
+    code = pytest.main(["-q", "-p", "no:cacheprovider", str(Path(__file__).parent), *sys.argv[1:]],
+                       plugins=[count])
     outcomes = ("passed", "skipped", "failed")
-    rows = [(SOURCES[name].project, SOURCES[name].version, *(str(counts[one]) for one in outcomes)) for name, counts in sorted(count.by_source.items())]
+    rows = [(SOURCES[name].project, SOURCES[name].version, *(str(counts[one]) for one in outcomes))
+            for name, counts in sorted(count.by_source.items())]
     sums = [str(sum(counts[one] for counts in count.by_source.values())) for one in outcomes]
     print(text_table([("source", "version", *outcomes), *rows, ("all", "", *sums)]))
-    print("\nOtherwise here than there:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()), sep="\n")
+    print("\nOtherwise here than there:", *(f"  {name}: {why}" for name, why in DIFFERENT.items()),
+          sep="\n")
     return int(code)
 
 

@@ -1,4 +1,5 @@
-"""A language model from nothing, at the sizes of CS336's first assignment (4 heads of 16, 128 wide MLPs, 3 layers), beside float64 by hand."""
+"""A language model from nothing, at the sizes of CS336's first assignment (4 heads of 16, 128 wide
+MLPs, 3 layers), beside float64 by hand."""
 
 import collections
 import copy
@@ -27,10 +28,12 @@ from lpkit.techniques.schedules import SCHEDULES, schedule
 from lpkit.training.training import RandomTokens, Training
 
 B, T, D, H, WIDE, V, L = 4, 12, 64, 4, 128, 1000, 3
-MODEL = {"layers": L, "width": D, "heads": H, "mlp_width": WIDE, "vocab": V, "context": 16, "norm": "rmsnorm", "position": "rope", "mlp": "swiglu",
+MODEL = {"layers": L, "width": D, "heads": H, "mlp_width": WIDE, "vocab": V, "context": 16,
+         "norm": "rmsnorm", "position": "rope", "mlp": "swiglu",
          "bias": False, "tied": False}
 GPT = {**MODEL, "norm": "layernorm", "position": "learned", "mlp": "gelu", "bias": True}
-STYLES = {"llama": MODEL, "gpt": GPT, "grouped": {**MODEL, "kv_heads": 2}, "tied": {**MODEL, "tied": True}, "normed": {**MODEL, "qk_norm": True}}
+STYLES = {"llama": MODEL, "gpt": GPT, "grouped": {**MODEL, "kv_heads": 2},
+          "tied": {**MODEL, "tied": True}, "normed": {**MODEL, "qk_norm": True}}
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -38,7 +41,8 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def close(found: torch.Tensor, due: torch.Tensor, share: float = 1e-5) -> None:
-    assert found.shape == due.shape and (found.double() - due).abs().max() <= share * due.abs().max()
+    assert (found.shape == due.shape and (found.double() - due).abs().max() <= share
+            * due.abs().max())
 
 
 def model_of(style: str, seed: int = 0) -> Transformer:
@@ -58,13 +62,15 @@ def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]
         if c.norm == "rmsnorm":
             return x / (x.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.weight"]
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (centred / (centred.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
+                * w[f"{name}.weight"] + w[f"{name}.bias"])
 
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
     def rope(x):
-        angles = torch.arange(x.shape[-2]).double()[:, None] * c.rope_theta ** (-torch.arange(0, E, 2).double() / E)
+        angles = (torch.arange(x.shape[-2]).double()[:,
+            None] * c.rope_theta ** (-torch.arange(0, E, 2).double() / E))
         turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
@@ -73,7 +79,8 @@ def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]
         heads = linear(x, f"{name}.qkv").unflatten(-1, (G, c.H // G + 2, E)).permute(0, 2, 3, 1, 4)
         q, k, v = heads[:, :, :-2], heads[:, :, -2:-1], heads[:, :, -1:]
         if c.qk_norm:
-            q, k = (t / (t.square().mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f"{name}.{which}_norm.weight"] for t, which in ((q, "q"), (k, "k")))
+            q, k = (t / (t.square().mean(-1, keepdim=True) + c.norm_eps).sqrt()
+                    * w[f"{name}.{which}_norm.weight"] for t, which in ((q, "q"), (k, "k")))
         if c.position == "rope":
             q, k = rope(q), rope(k)
         scores = q @ k.mT / math.sqrt(E)
@@ -86,7 +93,8 @@ def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]
             gate, up = linear(x, f"{name}.gate_up").chunk(2, dim=-1)
             return linear(gate * gate.sigmoid() * up, f"{name}.down")
         h = linear(x, f"{name}.up")
-        return linear(0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3))), f"{name}.down")
+        return linear(0.5 * h * (1 + torch.tanh((2 / torch.pi)**0.5 * (h + 0.044715 * h**3))),
+                      f"{name}.down")
 
     x, each = w["embed.weight"][tokens], {}
     if c.position == "learned":
@@ -101,7 +109,8 @@ def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("length", [1, 6, 12, 16])
 @pytest.mark.parametrize("style", STYLES)
 def test_a_language_model_and_a_truncated_text(style, length):
-    model, tokens = model_of(style), torch.randint(V, (B, length), generator=torch.Generator().manual_seed(6))
+    model, tokens = model_of(style), torch.randint(V, (B, length),
+        generator=torch.Generator().manual_seed(6))
     with torch.no_grad():
         close(model(tokens), by_hand(model, tokens)["logits"], 2e-5)
 
@@ -109,7 +118,8 @@ def test_a_language_model_and_a_truncated_text(style, length):
 @pytest.mark.parametrize("block", range(L))
 @pytest.mark.parametrize("style", STYLES)
 def test_each_block(style, block):
-    model, tokens, seen = model_of(style, 1), torch.randint(V, (B, T), generator=torch.Generator().manual_seed(6)), {}
+    model, tokens, seen = model_of(style, 1), torch.randint(V, (B, T),
+        generator=torch.Generator().manual_seed(6)), {}
     model.blocks[block].register_forward_hook(lambda _, __, out: seen.update(out=out.detach()))
     with torch.no_grad():
         model(tokens)
@@ -124,7 +134,8 @@ def test_a_text_that_is_too_long_is_refused():
 def test_linear_and_embedding():
     linear, x = torch.nn.Linear(D, WIDE, bias=False), drawn(B, T, D)
     close(linear(x).detach(), x.double() @ linear.weight.detach().double().T)
-    model, ids = model_of("llama"), torch.randint(V, (B, T), generator=torch.Generator().manual_seed(6))
+    model, ids = model_of("llama"), torch.randint(V, (B, T),
+        generator=torch.Generator().manual_seed(6))
     assert torch.equal(model.embed(ids), model.embed.weight[ids])
 
 
@@ -132,21 +143,24 @@ def test_linear_and_embedding():
 def test_rmsnorm_of_small_and_large_numbers(scale):
     norm, x = RMSNorm(D, eps=1e-5), drawn(B, T, D) * scale
     norm.weight.data.copy_(drawn(D, seed=1))
-    close(norm(x).detach(), x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight.detach().double())
+    close(norm(x).detach(), x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+          * norm.weight.detach().double())
 
 
 @pytest.mark.parametrize("shift", [0.0, 100.0, -1e4])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("attend", [plain, sdpa], ids=["plain", "sdpa"])
 def test_attention_whose_scores_are_shifted(attend, causal, shift):
-    """Softmax does not see what all scores share, however large: keys get a part that every query scores alike."""
+    """Softmax does not see what all scores share, however large: keys get a part that every query
+    scores alike."""
     q, k, v = (drawn(B, H, T, 16, seed=i) for i in range(3))
     q[..., 0], k[..., 0] = 4.0, shift
     scores = q.double() @ k.double().mT / 4.0
     if causal:
         scores = scores.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
     found = attend(q, k, v) if causal else attend(q, k, v, rule=Rule(causal=False))
-    close(found, scores.softmax(-1) @ v.double(), 1e-5 * max(1.0, abs(shift)))      # products of the shift are rounded
+    # products of the shift are rounded
+    close(found, scores.softmax(-1) @ v.double(), 1e-5 * max(1.0, abs(shift)))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
@@ -155,7 +169,8 @@ def test_cross_entropy_of_small_and_large_logits(shape, scale):
     logits = drawn(*shape) * scale
     y = torch.randint(shape[-1], shape[:-1], generator=torch.Generator().manual_seed(1))
     logits, y = (logits, y) if len(shape) == 3 else (logits[None], y[None])
-    close(cross_entropy(logits, y), F.cross_entropy(logits.double().flatten(0, 1), y.flatten()), 1e-6)
+    close(cross_entropy(logits, y), F.cross_entropy(logits.double().flatten(0, 1), y.flatten()),
+          1e-6)
 
 
 # ---- the update
@@ -189,17 +204,22 @@ def test_adamw_over_a_thousand_steps():
             optimizer.step()
         return linear.weight.detach()
 
-    settings = replace(OPTIMIZERS["adamw"].settings, name="adamw", lr=1e-3, weight_decay=0.01, beta1=0.9, beta2=0.999, eps=1e-8)
-    due = weights(lambda linear: torch.optim.AdamW(linear.parameters(), lr=1e-3, weight_decay=0.01, betas=(0.9, 0.999), eps=1e-8))
-    torch.testing.assert_close(weights(lambda linear: build({"blocks.0.weight": linear.weight}, settings)), due, rtol=0, atol=1e-5)
+    settings = replace(OPTIMIZERS["adamw"].settings, name="adamw", lr=1e-3, weight_decay=0.01,
+                       beta1=0.9, beta2=0.999, eps=1e-8)
+    due = weights(lambda linear: torch.optim.AdamW(linear.parameters(), lr=1e-3, weight_decay=0.01,
+        betas=(0.9, 0.999), eps=1e-8))
+    torch.testing.assert_close(weights(lambda linear: build({"blocks.0.weight": linear.weight},
+        settings)), due, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("it", range(1, 25))
 def test_a_cosine_schedule_with_a_warm_up(it):
-    """A warm-up of 7 and a floor of a tenth at 21, as their function of the iteration says it. Our first update is their iteration 1: an
-    update at a rate of 0 moves nothing."""
-    at = schedule(replace(SCHEDULES["cosine"].settings, name="cosine", warmup_steps=7, final_lr_ratio=0.1), 22)
-    due = it / 7 if it < 7 else 0.1 if it > 21 else 0.1 + 0.5 * (1 + math.cos(math.pi * (it - 7) / 14)) * 0.9
+    """A warm-up of 7 and a floor of a tenth at 21, as their function of the iteration says it. Our
+    first update is their iteration 1: an update at a rate of 0 moves nothing."""
+    at = schedule(replace(SCHEDULES["cosine"].settings, name="cosine", warmup_steps=7,
+                          final_lr_ratio=0.1), 22)
+    due = (it / 7 if it < 7 else 0.1 if it > 21
+           else 0.1 + 0.5 * (1 + math.cos(math.pi * (it - 7) / 14)) * 0.9)
     assert at(it - 1 if it < 7 else it) == pytest.approx(due, rel=1e-12)
 
 
@@ -207,17 +227,21 @@ def test_a_cosine_schedule_with_a_warm_up(it):
 
 @pytest.mark.parametrize("tokens, length, batch", [(100, 7, 32), (50, 1, 8), (33, 32, 4)])
 def test_batches_are_windows_from_anywhere(tokens, length, batch):
-    """Targets are the next tokens, and every start is as likely: each within five standard deviations of a binomial."""
-    policy, counts, steps = RandomWindows(tokens=np.arange(tokens, dtype=np.uint16), batch=batch, context=length, seed=0), collections.Counter(), 1000
+    """Targets are the next tokens, and every start is as likely: each within five standard
+    deviations of a binomial."""
+    policy, counts, steps = RandomWindows(tokens=np.arange(tokens, dtype=np.uint16), batch=batch,
+        context=length, seed=0), collections.Counter(), 1000
     for step in range(steps):
         made = policy.batch(step)
-        assert made.tokens.shape == made.targets.shape == (batch, length) and torch.equal(made.tokens + 1, made.targets)
+        assert (made.tokens.shape == made.targets.shape == (batch, length)
+                and torch.equal(made.tokens + 1, made.targets))
         assert (made.tokens == made.tokens[:, :1] + torch.arange(length)).all()
         counts.update(made.tokens[:, 0].tolist())
     starts = tokens - length
     assert set(counts) == set(range(starts))
     p = 1 / starts
-    assert all(abs(n - steps * batch * p) <= 5 * math.sqrt(steps * batch * p * (1 - p)) for n in counts.values())
+    assert all(abs(n - steps * batch * p) <= 5 * math.sqrt(steps * batch * p * (1 - p))
+               for n in counts.values())
 
 
 def test_a_text_shorter_than_a_window_is_refused():
@@ -227,10 +251,13 @@ def test_a_text_shorter_than_a_window_is_refused():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "momentum", "muon", "schedule-free"])
 def test_a_checkpoint_goes_on_to_the_bit(optimizer):
-    config = Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2, "model.context": 16, "global_batch": 4, "steps": 10,
-                               "precision.recipe": "fp32", "system.device": "cpu", "system.attention": "sdpa", "system.compile": False,
+    config = (Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2,
+                               "model.context": 16, "global_batch": 4, "steps": 10,
+                               "precision.recipe": "fp32", "system.device": "cpu",
+                               "system.attention": "sdpa", "system.compile": False,
                                "system.kernels": "pytorch", "optimizer": optimizer,
-                               "optimizer.groups": "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw" if optimizer == "muon" else ""})
+                               "optimizer.groups":
+                               "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw" if optimizer == "muon" else ""}))
     data = RandomTokens(config, "cpu")
 
     def fresh():
@@ -248,22 +275,28 @@ def test_a_checkpoint_goes_on_to_the_bit(optimizer):
 
 # ---- byte-pair encoding
 
-TEXTS = {"nothing": "", "a character": "s", "a character of four bytes": "🙃", "ASCII": "Hello, how are you?", "Unicode": "Héllò hôw are ü? 🙃",
-         "German": "Die Leland Stanford Junior University hat ihren Sitz in Kalifornien, südöstlich von San Francisco.\n",
-         "an address": "353 Jane Stanford Way\nStanford, CA 94305\n", "its end marker": "one<|endoftext|>two", "two end markers": "<|endoftext|><|endoftext|>",
-         "spaces": "   a  \n\n\t b   ", "line ends": "a\r\nb\rc\n", "code": "def f(x):\n    return {'x': x ** 2}\n", "Chinese": "大家好这是一个测试。",
+TEXTS = {"nothing": "", "a character": "s", "a character of four bytes": "🙃",
+         "ASCII": "Hello, how are you?", "Unicode": "Héllò hôw are ü? 🙃",
+         "German": "Die Leland Stanford Junior University hat ihren Sitz in Kalifornien, "
+                   "südöstlich von San Francisco.\n",
+         "an address": "353 Jane Stanford Way\nStanford, CA 94305\n",
+         "its end marker": "one<|endoftext|>two", "two end markers": "<|endoftext|><|endoftext|>",
+         "spaces": "   a  \n\n\t b   ", "line ends": "a\r\nb\rc\n",
+         "code": "def f(x):\n    return {'x': x ** 2}\n", "Chinese": "大家好这是一个测试。",
          "a joined family": "👨‍👩‍👧", "a zero byte": "a\0b", "long": "the cat sat on the mat " * 500}
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
-    texts = [*TEXTS.values(), "low low low low low lower lower widest widest widest newest newest newest newest newest newest\n" * 9]
+    texts = [*TEXTS.values(), "low low low low low lower lower widest widest widest newest newest "
+                              "newest newest newest newest\n" * 9]
     return BPE.build(400, lambda: iter(texts), tmp_path_factory.mktemp("bpe"))
 
 
 def merges_of(bpe: BPE) -> tuple[dict[str, int], list[tuple[str, str]]]:
     model = json.loads(bpe._model.to_str())["model"]
-    return model["vocab"], [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in model["merges"]]
+    return model["vocab"], [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" "))
+                            for pair in model["merges"]]
 
 
 def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
@@ -274,9 +307,11 @@ def encoded_by_hand(bpe: BPE, text: str) -> list[int]:
     letters = {**{b: chr(b) for b in printable}, **{b: chr(256 + n) for n, b in enumerate(others)}}
     vocab, merges = merges_of(bpe)
     rank, ids = {pair: i for i, pair in enumerate(merges)}, []
-    for piece in regex.findall(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", text):
+    for piece in regex.findall(r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| "
+                               r"?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+", text):
         parts = [letters[b] for b in piece.encode()]
-        while len(parts) > 1 and (best := min(pairwise(parts), key=lambda pair: rank.get(pair, math.inf))) in rank:
+        while (len(parts) > 1 and (best := min(pairwise(parts),
+                key=lambda pair: rank.get(pair, math.inf))) in rank):
             joined, i = [], 0
             while i < len(parts):
                 both = tuple(parts[i:i + 2]) == best
@@ -294,7 +329,8 @@ def test_a_text_comes_back(name, bpe):
 
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if len(text) < 1000])
 def test_a_text_is_encoded_as_by_hand(name, bpe):
-    """What a text spells as an end marker is text there too: the marker's own id appears in none."""
+    """What a text spells as an end marker is text there too: the marker's own id appears in
+    none."""
     found = bpe.encode(TEXTS[name])
     assert found == encoded_by_hand(bpe, TEXTS[name]) and bpe.end not in found
 
@@ -302,10 +338,12 @@ def test_a_text_is_encoded_as_by_hand(name, bpe):
 def test_each_merge_is_of_a_most_frequent_pair(tmp_path):
     """So that it holds however ties are broken, where CS336 takes the greatest pair."""
     regex = pytest.importorskip("regex")
-    text = "low low low low low lower lower widest widest widest newest newest newest newest newest newest\n" * 9
+    text = ("low low low low low lower lower widest widest widest newest newest newest newest "
+            "newest newest\n" * 9)
     learned = BPE.build(275, lambda: iter([text]), tmp_path)
     _, merges = merges_of(learned)
-    words = collections.Counter(tuple(piece.replace(" ", "Ġ").replace("\n", "Ċ")) for piece in regex.findall(r" ?\p{L}+|\s+(?!\S)|\s+", text))
+    words = collections.Counter(tuple(piece.replace(" ", "Ġ").replace("\n", "Ċ"))
+                                for piece in regex.findall(r" ?\p{L}+|\s+(?!\S)|\s+", text))
     assert len(merges) > 12     # then each word is one entry
     for best in merges:
         pairs = collections.Counter()
@@ -326,6 +364,7 @@ def test_each_merge_is_of_a_most_frequent_pair(tmp_path):
 
 def test_the_vocabulary_holds_every_byte_and_the_marker(bpe):
     vocab, merges = merges_of(bpe)
-    assert len({entry for entry in vocab if len(entry) == 1}) == 256 and len(vocab) == bpe.vocab == 257 + len(merges)
+    assert (len({entry for entry in vocab if len(entry) == 1}) == 256
+            and len(vocab) == bpe.vocab == 257 + len(merges))
     for first, second in merges:
         assert first in vocab and second in vocab and first + second in vocab

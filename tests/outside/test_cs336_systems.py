@@ -1,4 +1,5 @@
-"""Attention in tiles, and training on several ranks, at the sizes of CS336's second assignment, beside float64 and one process."""
+"""Attention in tiles, and training on several ranks, at the sizes of CS336's second assignment,
+beside float64 and one process."""
 
 import math
 
@@ -17,19 +18,22 @@ SIZES = [(4, 1, 128, 64), (2, 4, 128, 64), (1, 2, 100, 24), (3, 2, 1, 16), (1, 1
 
 
 def inputs(B: int, H: int, T: int, E: int, groups: int = 1) -> list[torch.Tensor]:
-    return [torch.randn(B, heads, T, E, generator=torch.Generator().manual_seed(i)) for i, heads in enumerate((H, H // groups, H // groups, H))]
+    return [torch.randn(B, heads, T, E, generator=torch.Generator().manual_seed(i))
+            for i, heads in enumerate((H, H // groups, H // groups, H))]
 
 
 def by_definition(q, k, v, rule):
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if rule.causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1),
+                                    -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
 def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
-    assert found.shape == due.shape and (found.double() - due).abs().max() <= share * due.abs().max()
+    assert (found.shape == due.shape and (found.double() - due).abs().max() <= share
+            * due.abs().max())
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -37,18 +41,22 @@ def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_attention_forward_and_backward(name, rule, size):
     q, k, v, g = inputs(*size)
-    wide, own = [t.double().requires_grad_() for t in (q, k, v)], [t.clone().requires_grad_() for t in (q, k, v)]
+    wide, own = [t.double().requires_grad_() for t in (q, k, v)], [t.clone().requires_grad_()
+        for t in (q, k, v)]
     due, found = by_definition(*wide, RULES[rule])[0], BACKENDS[name](*own, rule=RULES[rule])
     close(found.detach(), due.detach(), 1e-5)
-    for one, of_definition in zip(torch.autograd.grad(found, own, g), torch.autograd.grad(due, wide, g.double()), strict=True):
-        close(one, of_definition, 3e-5) if size[2] > 1 else close(one + 1, of_definition + 1, 1e-6)     # of one key, q and k have none
+    for one, of_definition in zip(torch.autograd.grad(found, own, g),
+                                  torch.autograd.grad(due, wide, g.double()), strict=True):
+        # of one key, q and k have none
+        close(one, of_definition, 3e-5) if size[2] > 1 else close(one + 1, of_definition + 1, 1e-6)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_grouped_heads(name, groups):
     q, k, v, _ = inputs(2, 4, 64, 16, groups)
-    close(BACKENDS[name](q, k, v, rule=Rule()), by_definition(q.double(), k.double(), v.double(), Rule())[0], 1e-5)
+    close(BACKENDS[name](q, k, v, rule=Rule()),
+          by_definition(q.double(), k.double(), v.double(), Rule())[0], 1e-5)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -63,22 +71,31 @@ def test_the_logarithm_of_the_sums(partial, rule, size):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("layout", [pytest.param({"parallel.data": 2}, id="replicas", marks=pytest.mark.prove),
-                                    pytest.param({"parallel.shard": 2, "parallel.zero": 1}, id="a sharded optimizer"),
-                                    pytest.param({"parallel.shard": 2, "parallel.zero": 3}, id="everything sharded", marks=pytest.mark.prove)])
+@pytest.mark.parametrize("layout",
+                         [pytest.param({"parallel.data": 2}, id="replicas",
+                                       marks=pytest.mark.prove),
+                                    pytest.param({"parallel.shard": 2, "parallel.zero": 1},
+                                                 id="a sharded optimizer"),
+                                    pytest.param({"parallel.shard": 2, "parallel.zero": 3},
+                                                 id="everything sharded", marks=pytest.mark.prove)])
 def test_two_ranks_train_what_one_process_trains(layout, tmp_path):
     """Losses of five updates, and the weights after them, to what the order of a sum moves."""
     from lpkit import train
     from lpkit.training.launch import launch
     from lpkit.training.sampling import trained
 
-    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n" for i in range(20_000)))
-    config = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 16, "steps": 5, "global_batch": 8,
-                               "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0, "precision.recipe": "fp32", "system.device": "cpu",
-                               "system.threads": 1, "system.attention": "sdpa", "system.kernels": "pytorch", "system.compile": False,
+    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer on the wall\n"
+        for i in range(20_000)))
+    config = Config().replace({"model.layers": 2, "model.width": 32, "model.heads": 2,
+                               "model.context": 16, "steps": 5, "global_batch": 8,
+                               "eval_every": 0, "eval_batches": 1, "checkpoint_every": 0,
+                               "precision.recipe": "fp32", "system.device": "cpu",
+                               "system.threads": 1, "system.attention": "sdpa",
+                               "system.kernels": "pytorch", "system.compile": False,
                                "data.source": str(tmp_path / "text.txt"), "optimizer": "adamw"})
     alone = train(config, out=tmp_path / "alone")
     both = launch(config.replace(layout), processes=2, out=tmp_path / "both").result()
     assert both.summary["val_loss"] == pytest.approx(alone.summary["val_loss"], rel=1e-5)
-    for (name, p), q in zip(trained(alone).model.named_parameters(), trained(both).model.parameters(), strict=True):
+    for (name, p), q in zip(trained(alone).model.named_parameters(),
+                            trained(both).model.parameters(), strict=True):
         assert (p - q).abs().max() < 2e-4 * max(1.0, p.abs().max()), name

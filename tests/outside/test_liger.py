@@ -1,7 +1,8 @@
-"""The layers that Liger-Kernel fuses, at its kinds of shape and dtype, beside float64: values and every gradient.
+"""The layers that Liger-Kernel fuses, at its kinds of shape and dtype, beside float64: values and
+every gradient.
 
-The tolerance of float32 is 2e-5 of the largest magnitude (sums of up to 1,000 terms in another order); that of bf16 is two units in its
-last place, 2^-7, of the same.
+The tolerance of float32 is 2e-5 of the largest magnitude (sums of up to 1,000 terms in another
+order); that of bf16 is two units in its last place, 2^-7, of the same.
 """
 
 import pytest
@@ -46,8 +47,10 @@ ROWS = [(256, 512), (4, 8), (141, 31), (63, 41), (30, 3200), (1, 2), (64, 4096)]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M, V", ROWS)
 def test_cross_entropy_of_own_logits(M, V, dtype, scale, by):
-    """The sum, by the kernel of this device and by its definition: nats in float32 and the gradient in the dtype of the logits."""
-    logits, y = (drawn(M, V) * scale).to(dtype), torch.randint(V, (M,), generator=torch.Generator().manual_seed(1))
+    """The sum, by the kernel of this device and by its definition: nats in float32 and the gradient
+    in the dtype of the logits."""
+    logits, y = (drawn(M, V) * scale).to(dtype), torch.randint(V, (M,),
+        generator=torch.Generator().manual_seed(1))
     wide = logits.double().requires_grad_()
     due = F.cross_entropy(wide, y, reduction="none")
     due.sum().backward()
@@ -60,7 +63,8 @@ def test_cross_entropy_of_own_logits(M, V, dtype, scale, by):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("M, V", ROWS)
 def test_cross_entropy_weighs_each_row(M, V, dtype):
-    logits, y = drawn(M, V).to(dtype), torch.randint(V, (M,), generator=torch.Generator().manual_seed(1))
+    logits, y = drawn(M, V).to(dtype), torch.randint(V, (M,),
+        generator=torch.Generator().manual_seed(1))
     weights = torch.rand(M, generator=torch.Generator().manual_seed(2))
     wide = logits.double().requires_grad_()
     (F.cross_entropy(wide, y, reduction="none") * weights.double()).sum().backward()
@@ -69,7 +73,8 @@ def test_cross_entropy_weighs_each_row(M, V, dtype):
 
 
 def test_logits_that_are_not_contiguous():
-    logits, y = drawn(41, 63).T, torch.randint(41, (63,), generator=torch.Generator().manual_seed(1))
+    logits, y = drawn(41, 63).T, torch.randint(41, (63,),
+        generator=torch.Generator().manual_seed(1))
     wide = logits.double().requires_grad_()
     F.cross_entropy(wide, y, reduction="sum").backward()
     close(kernel.on_cpu(logits, y)[1], wide.grad, SHARE[torch.float32])
@@ -78,9 +83,11 @@ def test_logits_that_are_not_contiguous():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scalar", [1.0, 0.5])
 @pytest.mark.parametrize("chunk", [7, 4096])
-@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 16, 32, 64), (2, 2, 8, 8), (1, 32, 64, 128)])
+@pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 16, 32, 64),
+    (2, 2, 8, 8), (1, 32, 64, 128)])
 def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
-    """The mean, with the gradients of hidden states, weight and bias; the gradient that comes from above is `scalar`."""
+    """The mean, with the gradients of hidden states, weight and bias; the gradient that comes from
+    above is `scalar`."""
     h, y = drawn(B * T, H), torch.randint(V, (B * T,), generator=torch.Generator().manual_seed(1))
     head = torch.nn.Linear(H, V, bias=bias)
     h1, h2 = h.clone().requires_grad_(), h.double().requires_grad_()
@@ -98,7 +105,8 @@ def test_linear_cross_entropy_in_chunks(B, T, H, V, chunk, scalar, bias):
 
 # ---- norms
 
-SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64), (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
+SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8, 9, 7, 64),
+          (1, 1, 1023), (3, 7, 256), (1, 1, 1500)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,7 +114,8 @@ SHAPES = [(2, 128, 512), (2, 2, 8), (5, 123, 123), (9, 7, 41), (4, 2, 2, 8), (8,
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm", "layernorm without a bias"])
 def test_norms(kind, shape, dtype):
     D, x = shape[-1], drawn(*shape, dtype=dtype)
-    norm = (RMSNorm(D, eps=1e-6) if kind == "rmsnorm" else LayerNorm(D, eps=1e-6, bias=kind == "layernorm")).to(dtype)
+    norm = (RMSNorm(D, eps=1e-6) if kind == "rmsnorm"
+            else LayerNorm(D, eps=1e-6, bias=kind == "layernorm")).to(dtype)
     for i, p in enumerate(norm.parameters()):
         p.data.copy_(drawn(D, seed=3 + i))
     values = [p.detach() for p in norm.parameters()]
@@ -117,9 +126,11 @@ def test_norms(kind, shape, dtype):
         return y + b[0] if b else y
 
     def ours(x, *parameters):
-        return torch.func.functional_call(norm, dict(zip(dict(norm.named_parameters()), parameters, strict=True)), (x,))
+        return torch.func.functional_call(norm,
+            dict(zip(dict(norm.named_parameters()), parameters, strict=True)), (x,))
 
-    found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(), *(t.double() for t in values))
+    found, due = with_gradients(ours, x, *values), with_gradients(definition, x.double(),
+        *(t.double() for t in values))
     for one, of_definition in zip(found, due, strict=True):
         # the gradient of a gain sums over all rows; PyTorch's own layer norm adds them in bf16
         close(one, of_definition, SHARE[dtype] * (8 if one.ndim == 1 else 1))
@@ -138,7 +149,8 @@ def test_the_norm_of_a_sum_gives_both(shape):
 def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.Tensor:
     """Pair (i, i + E/2) turns by place / theta^(2i/E)."""
     T, E = x.shape[-2:]
-    angles = torch.arange(start, start + T).double()[:, None] * theta ** (-torch.arange(0, E, 2).double() / E)
+    angles = (torch.arange(start, start + T).double()[:,
+        None] * theta ** (-torch.arange(0, E, 2).double() / E))
     left, right = x.double().chunk(2, dim=-1)
     turned = torch.complex(left, right) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), dim=-1)
@@ -146,16 +158,19 @@ def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.T
 
 @pytest.mark.parametrize("theta", [10_000.0, 500_000.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, H, E", [(1, 128, 32, 64), (2, 128, 8, 64), (1, 2, 2, 8), (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
+@pytest.mark.parametrize("B, T, H, E", [(1, 128, 32, 64), (2, 128, 8, 64), (1, 2, 2, 8),
+    (3, 423, 7, 92), (1, 8, 1, 2), (2, 33, 5, 128)])
 def test_rotary_positions_turn_pairs(B, T, H, E, dtype, theta):
     from lpkit.kernels.pytorch import rotate_pytorch
     from lpkit.kernels.rotary import rotate
 
-    positions = RotaryPositions(ModelConfig(width=H * E, heads=H, head_dim=E, context=T, position="rope", rope_theta=theta))
+    positions = RotaryPositions(ModelConfig(width=H * E, heads=H, head_dim=E, context=T,
+        position="rope", rope_theta=theta))
     x = drawn(B, H, T, E, dtype=dtype)
     cos, sin = positions.rotation(T, 0, x)
     for turn in (rotate_pytorch, rotate):
-        close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))     # an angle of 400 has 24 bits
+        # an angle of 400 has 24 bits
+        close(turn(x, cos, sin), by_complex_numbers(x, theta), max(SHARE[dtype], 6e-5))
 
 
 @pytest.mark.parametrize("start", [1, 7, 200])
@@ -164,7 +179,8 @@ def test_rotary_positions_from_a_later_place(start):
     x = drawn(2, 1, 16, 64)
     from lpkit.kernels.pytorch import rotate_pytorch
 
-    close(rotate_pytorch(x, *positions.rotation(16, start, x)), by_complex_numbers(x, 10_000.0, start), 6e-5)
+    close(rotate_pytorch(x, *positions.rotation(16, start, x)),
+          by_complex_numbers(x, 10_000.0, start), 6e-5)
 
 
 def test_a_head_of_an_odd_size_has_no_pairs():
@@ -176,12 +192,14 @@ def test_a_head_of_an_odd_size_has_no_pairs():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("B, T, D, W", [(2, 64, 64, 128), (2, 2, 8, 8), (9, 7, 41, 41), (6, 42, 123, 431), (3, 1, 8, 1409)])
+@pytest.mark.parametrize("B, T, D, W", [(2, 64, 64, 128), (2, 2, 8, 8), (9, 7, 41, 41),
+    (6, 42, 123, 431), (3, 1, 8, 1409)])
 @pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 def test_mlps(kind, B, T, D, W, dtype, bias):
     config = ModelConfig(width=D, heads=1, head_dim=2, mlp_width=W, mlp=kind, bias=bias)
     mlp = (SwigluMLP if kind == "swiglu" else GeluMLP)(config).to(dtype)
-    x, wide = drawn(B, T, D, dtype=dtype), {key: p.detach().double() for key, p in mlp.named_parameters()}
+    x, wide = drawn(B, T, D, dtype=dtype), {key: p.detach().double()
+        for key, p in mlp.named_parameters()}
 
     def definition(x):
         first = "gate_up" if kind == "swiglu" else "up"

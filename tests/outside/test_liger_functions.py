@@ -1,4 +1,5 @@
-"""Losses and attention on tensors of one's own, at Liger-Kernel's and CS336's kinds of case, beside PyTorch in float64."""
+"""Losses and attention on tensors of one's own, at Liger-Kernel's and CS336's kinds of case, beside
+PyTorch in float64."""
 
 import math
 
@@ -32,18 +33,23 @@ def close(found: torch.Tensor, due: torch.Tensor, share: float) -> None:
     assert (found.double() - due).abs().max() <= share * max(due.abs().max().item(), 1e-30)
 
 
-def by_definition(logits, y, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, soft_cap=None, reduction="mean"):
+def by_definition(logits, y, *, ignore_index=-100, label_smoothing=0.0, z_loss=0.0, soft_cap=None,
+                  reduction="mean"):
     """By PyTorch's own, in float64; the z-loss is of the tokens that count."""
     z = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
-    nats = F.cross_entropy(z.flatten(0, -2), y.flatten(), ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none")
+    nats = F.cross_entropy(z.flatten(0, -2), y.flatten(), ignore_index=ignore_index,
+                           label_smoothing=label_smoothing, reduction="none")
     counts = y.flatten() != ignore_index
     nats = nats + z_loss * z.flatten(0, -2).logsumexp(-1).square() * counts
-    return {"mean": nats.sum() / counts.sum(), "sum": nats.sum(), "none": nats.view(y.shape)}[reduction]
+    return {"mean": nats.sum() / counts.sum(), "sum": nats.sum(),
+            "none": nats.view(y.shape)}[reduction]
 
 
 OPTIONS = {
-    "plain": {}, "ignored by another index": {"ignore_index": 1}, "smoothed": {"label_smoothing": 0.1}, "smoothed wholly": {"label_smoothing": 1.0},
-    "with a z-loss": {"z_loss": 1e-4}, "capped": {"soft_cap": 30.0}, "all at once": {"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 40.0},
+    "plain": {}, "ignored by another index": {"ignore_index": 1},
+    "smoothed": {"label_smoothing": 0.1}, "smoothed wholly": {"label_smoothing": 1.0},
+    "with a z-loss": {"z_loss": 1e-4}, "capped": {"soft_cap": 30.0},
+    "all at once": {"label_smoothing": 0.2, "z_loss": 1e-3, "soft_cap": 40.0},
 }
 
 
@@ -52,14 +58,16 @@ OPTIONS = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
 def test_cross_entropy(shape, dtype, name, reduction):
-    """A third of the targets is ignored. The gradient from above is 0.5 for all, or another for each token."""
+    """A third of the targets is ignored. The gradient from above is 0.5 for all, or another for
+    each token."""
     options = OPTIONS[name] | {"reduction": reduction}
     x, y = (drawn(*shape) * 3).to(dtype), targets(*shape, options.get("ignore_index", -100))
     if name.startswith("ignored"):
         y.view(-1)[-1] = 0
     own, wide = x.clone().requires_grad_(), x.double().requires_grad_()
     found, due = functions.cross_entropy(own, y, **options), by_definition(wide, y, **options)
-    g = torch.rand(due.shape, generator=torch.Generator().manual_seed(3)) if reduction == "none" else torch.tensor(0.5)
+    g = (torch.rand(due.shape, generator=torch.Generator().manual_seed(3)) if reduction == "none"
+         else torch.tensor(0.5))
     found.backward(g.to(found.dtype))
     due.backward(g.double())
     close(found.detach(), due.detach(), 2e-6 if reduction != "none" else 5e-6)
@@ -70,7 +78,8 @@ def test_cross_entropy(shape, dtype, name, reduction):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("B, T, H, V", [(9, 7, 41, 41), (4, 47, 31, 123), (2, 2, 8, 8)])
 def test_linear_cross_entropy(B, T, H, V, name, bias):
-    h, y, options = drawn(B, T, H), targets(B, T, V, OPTIONS[name].get("ignore_index", -100)), OPTIONS[name]
+    h, y, options = drawn(B, T, H), targets(B, T, V,
+        OPTIONS[name].get("ignore_index", -100)), OPTIONS[name]
     if name.startswith("ignored"):
         y.view(-1)[-1] = 0
     weight, b = drawn(V, H, seed=4) / math.sqrt(H), drawn(V, seed=5) if bias else None
@@ -99,7 +108,8 @@ def test_a_target_outside_the_vocabulary_is_refused(y):
         functions.cross_entropy(drawn(1, 2, 8), torch.tensor([[0, y]]))
 
 
-@pytest.mark.parametrize("options", [{"label_smoothing": 1.5}, {"soft_cap": 0.0}, {"reduction": "median"}], ids=str)
+@pytest.mark.parametrize("options", [{"label_smoothing": 1.5}, {"soft_cap": 0.0},
+    {"reduction": "median"}], ids=str)
 def test_what_a_loss_cannot_take_is_refused(options):
     with pytest.raises(ConfigError):
         functions.cross_entropy(drawn(1, 2, 8), torch.tensor([[0, 1]]), **options)
@@ -108,7 +118,8 @@ def test_what_a_loss_cannot_take_is_refused(options):
 # ---- attention
 
 LENGTHS = [(128, 128), (1, 64), (7, 64), (64, 65), (33, 100), (1, 1)]
-RULES = {"causal": Rule(), "every key": Rule(causal=False), "a window": Rule(window=8), "a cap": Rule(soft_cap=5.0)}
+RULES = {"causal": Rule(), "every key": Rule(causal=False), "a window": Rule(window=8),
+         "a cap": Rule(soft_cap=5.0)}
 
 
 def attended(q, k, v, rule):
@@ -119,7 +130,8 @@ def attended(q, k, v, rule):
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     i, j = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
     if rule.causal:
-        hidden = (j > i) | (j <= i - rule.window if rule.window else torch.zeros(1, dtype=torch.bool))
+        hidden = ((j > i) | (j <= i - rule.window if rule.window
+                             else torch.zeros(1, dtype=torch.bool)))
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
@@ -131,8 +143,10 @@ def attended(q, k, v, rule):
 def test_attention_of_other_lengths_with_its_sums(Tq, Tk, rule, lse, groups):
     shapes = ((2, 4, Tq, 16), (2, 4 // groups, Tk, 16), (2, 4 // groups, Tk, 16))
     inputs = [drawn(*shape, seed=i) for i, shape in enumerate(shapes)]
-    own, wide = [t.clone().requires_grad_() for t in inputs], [t.double().requires_grad_() for t in inputs]
-    found, due = functions.attention(*own, rule=RULES[rule], return_lse=lse), attended(*wide, RULES[rule])
+    own, wide = [t.clone().requires_grad_() for t in inputs], [t.double().requires_grad_()
+        for t in inputs]
+    found, due = functions.attention(*own, rule=RULES[rule], return_lse=lse), attended(*wide,
+        RULES[rule])
     found, due = (found if lse else (found,)), (due if lse else due[:1])
     grads = [drawn(*t.shape, seed=9 + i) for i, t in enumerate(due)]
     for one, of_definition in zip(found, due, strict=True):

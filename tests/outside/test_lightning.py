@@ -26,9 +26,13 @@ class Squares(lightning.LightningModule):
 @pytest.mark.filterwarnings("ignore")       # of Lightning's own
 def test_a_trainer_of_lightning_is_watched():
     model, watching = Squares(), callbacks.lightning()
-    lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                      enable_model_summary=False, callbacks=[watching]).fit(model, DataLoader(TensorDataset(torch.randn(160, 64)), 16))
+    lightning.Trainer(max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False,
+                      enable_progress_bar=False,
+                      enable_model_summary=False, callbacks=[watching]).fit(model,
+                          DataLoader(TensorDataset(torch.randn(160, 64)), 16))
     seen = watching.seen
-    predicted = lpkit.predict(model.net, torch.randn(16, 64), loss=lambda net, x: net(x).square().mean(), machine="h100")
-    assert seen.updates == 20 and seen.footprint.rows["weights"] == predicted.footprint.rows["weights"]
+    predicted = lpkit.predict(model.net, torch.randn(16, 64),
+                              loss=lambda net, x: net(x).square().mean(), machine="h100")
+    assert (seen.updates == 20 and seen.footprint.rows["weights"]
+            == predicted.footprint.rows["weights"])
     assert seen.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)

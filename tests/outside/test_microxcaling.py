@@ -1,4 +1,5 @@
-"""MX blocks beside the specification's own words, OCP Microscaling 1.0 section 6.3, in float64: their kinds of block, element and corner."""
+"""MX blocks beside the specification's own words, OCP Microscaling 1.0 section 6.3, in float64:
+their kinds of block, element and corner."""
 
 import numpy as np
 import pytest
@@ -11,12 +12,16 @@ from lpkit.techniques.formats import format_of
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
 # an element's own type in ml_dtypes; exponent of its largest value
-ELEMENTS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 8, 448.0), "e5m2": (ml_dtypes.float8_e5m2, 15, 57344.0), "e3m2": (ml_dtypes.float6_e3m2fn, 4, 28.0),
+ELEMENTS = {"e4m3fn": (ml_dtypes.float8_e4m3fn, 8, 448.0),
+            "e5m2": (ml_dtypes.float8_e5m2, 15, 57344.0),
+            "e3m2": (ml_dtypes.float6_e3m2fn, 4, 28.0),
             "e2m3": (ml_dtypes.float6_e2m3fn, 2, 7.5), "e2m1": (ml_dtypes.float4_e2m1fn, 2, 6.0)}
 
 
-def by_the_specification(x: np.ndarray, name: str, block: int, *, up: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """x (rows, n) -> values and exponents of scales, both exact: everything is a power of two or a cast of ml_dtypes."""
+def by_the_specification(x: np.ndarray, name: str, block: int, *,
+                         up: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """x (rows, n) -> values and exponents of scales, both exact: everything is a power of two or a
+    cast of ml_dtypes."""
     kind, emax, largest = ELEMENTS[name]
     blocks = x.astype(np.float64).reshape(len(x), -1, block)
     top = np.abs(blocks).max(-1, keepdims=True)
@@ -27,13 +32,15 @@ def by_the_specification(x: np.ndarray, name: str, block: int, *, up: bool = Fal
     else:
         exponent = exponent - 1 - emax
     exponent = np.clip(np.where(top > 0, exponent, -127), -127, 127)
-    elements = np.clip(np.ldexp(blocks, -exponent), -largest, largest).astype(kind).astype(np.float64)
+    elements = np.clip(np.ldexp(blocks, -exponent), -largest,
+                       largest).astype(kind).astype(np.float64)
     return np.ldexp(elements, exponent).reshape(x.shape), exponent[..., 0]
 
 
 def drawn(rows: int, columns: int, spread: float, dtype: torch.dtype, seed: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, columns, generator=draw) * torch.exp2(spread * torch.randn(rows, columns, generator=draw))).to(dtype)
+    return (torch.randn(rows, columns, generator=draw)
+            * torch.exp2(spread * torch.randn(rows, columns, generator=draw))).to(dtype)
 
 
 @pytest.mark.parametrize("rule", ["floor", "rceil"])
@@ -49,10 +56,14 @@ def test_blocks_are_the_specifications(name, block, dtype, rule):
 
 
 CORNERS = {
-    "all zero": [0.0] * 32, "minus zeros": [-0.0] * 32, "one that is not zero": [0.0] * 31 + [3.0], "equal": [5.0] * 32,
-    "powers of two": [2.0**i for i in range(-16, 16)], "just below a power": [float(np.float32(2) ** -i * (1 - 2.0**-24)) for i in range(32)],
-    "at the largest": [448.0, 57344.0, 28.0, 7.5, 6.0] + [1.0] * 27, "the largest of float32": [3.4028234663852886e38] + [1.0] * 31,
-    "the smallest normal": [2.0**-126] * 32, "subnormals of float32": [2.0**-149 * i for i in range(32)],
+    "all zero": [0.0] * 32, "minus zeros": [-0.0] * 32, "one that is not zero": [0.0] * 31 + [3.0],
+    "equal": [5.0] * 32,
+    "powers of two": [2.0**i for i in range(-16, 16)],
+    "just below a power": [float(np.float32(2) ** -i * (1 - 2.0**-24)) for i in range(32)],
+    "at the largest": [448.0, 57344.0, 28.0, 7.5, 6.0] + [1.0] * 27,
+    "the largest of float32": [3.4028234663852886e38] + [1.0] * 31,
+    "the smallest normal": [2.0**-126] * 32,
+    "subnormals of float32": [2.0**-149 * i for i in range(32)],
     "far apart": [1e30] + [1e-30] * 31, "halves": [i + 0.5 for i in range(32)],
 }
 
@@ -64,7 +75,8 @@ def test_corners_are_the_specifications(name, corner):
     values, exponents = by_the_specification(x.double().numpy(), name, 32)
     found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
     assert found.scales.item() - 127 == exponents.item()
-    # what float32 cannot hold of an element times its scale is flushed by whoever multiplies them in float32
+    # what float32 cannot hold of an element times its scale is flushed by whoever multiplies them
+    # in float32
     np.testing.assert_array_equal(found.values.numpy(), values.astype(np.float32))
 
 
@@ -73,7 +85,8 @@ def test_a_nan_makes_its_block_nan_and_no_other(name):
     x = drawn(2, 64, 1.0, torch.float32, 0)
     x[0, 5] = torch.nan
     found = cast.mx(x, format_of(name), rule="floor", dtype=torch.float32)
-    assert found.values[0, :32].isnan().all() and found.values[0, 32:].isfinite().all() and found.values[1].isfinite().all()
+    assert (found.values[0, :32].isnan().all() and found.values[0, 32:].isfinite().all()
+            and found.values[1].isfinite().all())
     assert found.scales[0, 0] == 255 and found.nonfinite > 0
 
 

@@ -1,4 +1,5 @@
-"""Update rules: those that PyTorch has, beside its own classes; the others, beside their papers' words in float64 NumPy."""
+"""Update rules: those that PyTorch has, beside its own classes; the others, beside their papers'
+words in float64 NumPy."""
 
 from dataclasses import replace
 
@@ -15,7 +16,8 @@ SHAPES = ((24, 40), (48, 16))
 
 def gradients(updates: int, seed: int = 0) -> list[list[torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
-    return [[torch.randn(shape, generator=draw, dtype=torch.float64) for shape in SHAPES] for _ in range(updates)]
+    return [[torch.randn(shape, generator=draw, dtype=torch.float64) for shape in SHAPES]
+            for _ in range(updates)]
 
 
 def weights() -> list[torch.Tensor]:
@@ -26,7 +28,8 @@ def weights() -> list[torch.Tensor]:
 def by_the_kit(name: str, each: list[list[torch.Tensor]], **settings) -> list[torch.Tensor]:
     parameters = [torch.nn.Parameter(w.float()) for w in weights()]
     row = OPTIMIZERS[name]
-    optimizer = build({f"blocks.{i}.weight": p for i, p in enumerate(parameters)}, replace(row.settings, name=name, **settings))
+    optimizer = build({f"blocks.{i}.weight": p for i, p in enumerate(parameters)},
+                      replace(row.settings, name=name, **settings))
     for grads in each:
         for p, g in zip(parameters, grads, strict=True):
             p.grad = g.float()
@@ -58,14 +61,17 @@ def near(found: list[torch.Tensor], due: list[torch.Tensor], share: float) -> No
 @pytest.mark.parametrize("name, theirs", [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
 def test_adam_and_adamw(name, theirs, lr, betas, eps, decay):
     each = gradients(12)
-    found = by_the_kit(name, each, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay)
-    near(found, by_torch(lambda p: theirs(p, lr=lr, betas=betas, eps=eps, weight_decay=decay), each), 2e-4)
+    found = by_the_kit(name, each, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+                       weight_decay=decay)
+    near(found, by_torch(lambda p: theirs(p, lr=lr, betas=betas, eps=eps, weight_decay=decay),
+                         each), 2e-4)
 
 
 @pytest.mark.parametrize("lr", [1e-3, 0.1])
 def test_plain_descent(lr):
     each = gradients(12)
-    near(by_the_kit("sgd", each, lr=lr, weight_decay=0.0), by_torch(lambda p: torch.optim.SGD(p, lr=lr), each), 2e-4)
+    near(by_the_kit("sgd", each, lr=lr, weight_decay=0.0),
+         by_torch(lambda p: torch.optim.SGD(p, lr=lr), each), 2e-4)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
@@ -84,7 +90,8 @@ def test_muon(lr, momentum, decay, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
     each = gradients(6)
     found = by_the_kit("muon", each, lr=lr, momentum=momentum, weight_decay=decay)
-    near(found, by_torch(lambda p: torch.optim.Muon(p, lr=lr, momentum=momentum, weight_decay=decay), each), 1e-3)
+    near(found, by_torch(lambda p: torch.optim.Muon(p, lr=lr, momentum=momentum,
+        weight_decay=decay), each), 1e-3)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -93,7 +100,8 @@ def test_adafactor(lr, decay):
     each = gradients(8)
     eps = (torch.finfo(torch.float32).eps, 1e-3)
     found = by_the_kit("adafactor", each, lr=lr, weight_decay=decay)
-    near(found, by_torch(lambda p: torch.optim.Adafactor(p, lr=lr, weight_decay=decay, eps=eps), each), 1e-3)
+    near(found, by_torch(lambda p: torch.optim.Adafactor(p, lr=lr, weight_decay=decay, eps=eps),
+                         each), 1e-3)
 
 
 # ---- papers, in NumPy
@@ -119,7 +127,8 @@ def lamb(w, grads, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, decay=0.0):
 
 
 def schedule_free(w, grads, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.0):
-    """Defazio et al. 2024, AdamW without a warm-up: the weights that are trained are y. Their code squares the rate in the average."""
+    """Defazio et al. 2024, AdamW without a warm-up: the weights that are trained are y. Their code
+    squares the rate in the average."""
     z, x, v = w.copy(), w.copy(), np.zeros_like(w)
     y = w
     for t, g in enumerate(grads, 1):
@@ -130,16 +139,23 @@ def schedule_free(w, grads, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, decay=0.0
     return y
 
 
-PAPERS = {"lion": (lion, [{"lr": 1e-3}, {"lr": 1e-4, "decay": 0.1}, {"lr": 1e-2, "beta1": 0.5, "beta2": 0.5}, {"lr": 1e-3, "beta1": 0.0}]),
-          "lamb": (lamb, [{"lr": 1e-3, "eps": 1e-6}, {"lr": 1e-2, "eps": 1e-6, "decay": 0.1}, {"lr": 1e-3, "eps": 1e-6, "beta2": 0.5}]),
-          "schedule-free": (schedule_free, [{"lr": 1e-3}, {"lr": 1e-2, "decay": 0.1}, {"lr": 1e-3, "beta1": 0.5}])}
+PAPERS = {"lion": (lion, [{"lr": 1e-3}, {"lr": 1e-4, "decay": 0.1},
+                          {"lr": 1e-2, "beta1": 0.5, "beta2": 0.5}, {"lr": 1e-3, "beta1": 0.0}]),
+          "lamb": (lamb, [{"lr": 1e-3, "eps": 1e-6}, {"lr": 1e-2, "eps": 1e-6, "decay": 0.1},
+                          {"lr": 1e-3, "eps": 1e-6, "beta2": 0.5}]),
+          "schedule-free": (schedule_free, [{"lr": 1e-3}, {"lr": 1e-2, "decay": 0.1},
+              {"lr": 1e-3, "beta1": 0.5}])}
 OURS = {"decay": "weight_decay"}
 
 
-@pytest.mark.parametrize("name, settings", [pytest.param(name, settings, id=f"{name} {settings}") for name, (_, each) in PAPERS.items() for settings in each])
+@pytest.mark.parametrize("name, settings",
+                         [pytest.param(name, settings, id=f"{name} {settings}")
+                          for name, (_, each) in PAPERS.items() for settings in each])
 def test_other_rules_are_their_papers(name, settings):
     rule, each = PAPERS[name][0], gradients(10)
-    of_kit = {OURS.get(key, key): value for key, value in {"decay": 0.0, "beta1": 0.9, "beta2": 0.99 if name == "lion" else 0.999, **settings}.items()}
-    due = [torch.from_numpy(rule(w.numpy(), [grads[i].numpy() for grads in each], **{"beta2": of_kit["beta2"], **settings}))
+    of_kit = {OURS.get(key, key): value for key, value in {"decay": 0.0, "beta1": 0.9,
+        "beta2": 0.99 if name == "lion" else 0.999, **settings}.items()}
+    due = [torch.from_numpy(rule(w.numpy(), [grads[i].numpy() for grads in each],
+                                 **{"beta2": of_kit["beta2"], **settings}))
            for i, w in enumerate(weights())]
     near(by_the_kit(name, each, **of_kit), due, 1e-3)

@@ -26,7 +26,8 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert (a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
+        b.contiguous().view(torch.uint8)))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -35,15 +36,19 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("by", ["tensor", "row"])
 def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
-    """Their scale multiplies, ours divides, so that a value beside a midpoint may round to the other side: all but one in a hundred to
-    the bit, and those by one step. With powers of two all are alike."""
+    """Their scale multiplies, ours divides, so that a value beside a midpoint may round to the
+    other side: all but one in a hundred to the bit, and those by one step. With powers of two all
+    are alike."""
     x = drawn(*shape, dtype=dtype)
     granularity = ScalingGranularity.TENSORWISE if by == "tensor" else ScalingGranularity.AXISWISE
-    theirs = hp_tensor_to_float8_dynamic(x, EIGHT[name], LinearMMConfig(), scaling_granularity=granularity, axiswise_dim=None if by == "tensor" else -1,
+    theirs = hp_tensor_to_float8_dynamic(x, EIGHT[name], LinearMMConfig(),
+        scaling_granularity=granularity, axiswise_dim=None if by == "tensor" else -1,
                                          round_scales_to_power_of_2=power_of_two)
     due = theirs._data.float() / theirs._scale
     block = (ALL, ALL) if by == "tensor" else (1, ALL)
-    found = quantise(x.reshape(-1, shape[-1]), Cast(format=name, block=block, scale="power-of-two" if power_of_two else "float32")).dequantise()
+    found = quantise(x.reshape(-1, shape[-1]),
+                     Cast(format=name, block=block, scale="power-of-two" if power_of_two
+                          else "float32")).dequantise()
     found, due = found.reshape(shape), due.reshape(shape)
     if power_of_two:
         assert torch.equal(found, due)
@@ -51,7 +56,8 @@ def test_dynamic_casts_to_float8(by, name, dtype, shape, power_of_two):
     near = (found - due).abs() <= 1e-6 * due.abs()
     assert near.float().mean() > 0.99
     step = 2.0 ** (1 - format_of(name).mantissa_bits)
-    assert ((found - due).abs() <= step * torch.maximum(due.abs(), x.float().abs().amax() * 1e-3)).all()
+    assert ((found - due).abs() <= step * torch.maximum(due.abs(),
+        x.float().abs().amax() * 1e-3)).all()
 
 
 @pytest.mark.parametrize("rule", ["floor", "rceil", "ceil", "even"])
@@ -70,7 +76,8 @@ def test_mx_casts_to_the_bit(name, dtype, shape, rule):
 @pytest.mark.parametrize("shape", [(32, 64), (128, 128), (16, 1024), (1, 16)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_nvfp4_casts(dtype, shape, two_levels):
-    """Scales to the bit; values to the last place, since they multiply in another order. They multiply by an inverse, too, where we divide:
+    """Scales to the bit; values to the last place, since they multiply in another order. They
+    multiply by an inverse, too, where we divide:
     at a midpoint, where up to 1 value in 16 of bf16 may be, both neighbours are right."""
     x = drawn(*shape, dtype=dtype)
     if not two_levels:
@@ -85,7 +92,8 @@ def test_nvfp4_casts(dtype, shape, two_levels):
     midpoints = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     clear = ((steps[..., None] / midpoints - 1).abs() > 1e-6).all(-1)
     assert clear.float().mean() > 0.9
-    torch.testing.assert_close(found.dequantise()[clear], theirs.dequantize().float()[clear], rtol=torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(found.dequantise()[clear], theirs.dequantize().float()[clear],
+                               rtol=torch.finfo(dtype).eps, atol=0)
 
 
 def wrapped(linear: torch.nn.Linear, recipe: str) -> torch.nn.Module:
@@ -96,14 +104,16 @@ def wrapped(linear: torch.nn.Linear, recipe: str) -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(16, 16), (2, 16, 16), (3, 2, 16, 16), (64, 128)], ids=str)
 def test_float8_linear_forward_and_backward(shape, dtype, bias):
-    """Their emulation with E4M3 throughout the forward and E5M2 gradients, as our fp8-tensorwise. By how much both stray from the product
-    in float64 says what the format costs: theirs and ours stray alike, to a tenth."""
+    """Their emulation with E4M3 throughout the forward and E5M2 gradients, as our fp8-tensorwise.
+    By how much both stray from the product in float64 says what the format costs: theirs and ours
+    stray alike, to a tenth."""
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
     torch.manual_seed(0)
     linear = torch.nn.Linear(shape[-1], 32, bias=bias).to(dtype)
-    theirs = Float8Linear.from_float(torch.nn.Linear(shape[-1], 32, bias=bias).to(dtype), Float8LinearConfig(emulate=True))
+    theirs = Float8Linear.from_float(torch.nn.Linear(shape[-1], 32, bias=bias).to(dtype),
+                                     Float8LinearConfig(emulate=True))
     theirs.load_state_dict(linear.state_dict())
     ours = wrapped(linear, "fp8-tensorwise")
     x, g = drawn(*shape, dtype=dtype), drawn(*shape[:-1], 32, seed=1, dtype=dtype)

@@ -13,7 +13,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.pages", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.pages",
+                                     description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAGES))
     names = parser.parse_args().names or list(PAGES)
     if unknown := set(names) - set(PAGES):

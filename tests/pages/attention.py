@@ -49,7 +49,8 @@ def run(device: torch.device | str = "cpu", *, kinds: Iterable[str] | None = Non
     device, named = torch.device(device), models()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")     # torch explains at length; the reason is kept
-        return {(name, kind): {dtype: cell(kind, name, dtype, device, named[kind]) for dtype in dtypes}
+        return {(name, kind): {dtype: cell(kind, name, dtype, device, named[kind])
+                               for dtype in dtypes}
                 for kind in (kinds or named) for name in (backends or ATTENTION)}
 
 

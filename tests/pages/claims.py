@@ -130,7 +130,8 @@ search found none, that is said.
 
 def files() -> dict[str, str]:
     """The page, and the rows for the command, by their place in docs/."""
-    return {"claims.md": page(), "../data/published/claims.json": json.dumps(rows(), indent=1) + "\n"}
+    return {"claims.md": page(), "../data/published/claims.json": json.dumps(rows(),
+        indent=1) + "\n"}
 
 
 def rows() -> list[dict[str, Any]]:
@@ -176,7 +177,8 @@ def _by_protocol() -> list[str]:
         found = each[name]
         [one] = found["verdicts"]
         low, high = one["interval"]
-        survives = ((one["equal_seconds"] or {}).get("survives"), protocol.at_equal_flops(name, one, found.get("tuned", {})))
+        survives = ((one["equal_seconds"] or {}).get("survives"),
+                    protocol.at_equal_flops(name, one, found.get("tuned", {})))
         equal = ["" if told is None else "yes" if told else "no" for told in survives]
         rows.append((f"`{name}`", f"{one['arm']} beside {one['against']}",
                      f"{one['gain']:+.2%} ({low:+.2%} to {high:+.2%})", f"{one['seeds']}",
@@ -184,8 +186,10 @@ def _by_protocol() -> list[str]:
                      protocol.word(row["expects"], one, found["effect"])))
         parts += [f"**{name}**: \"{row['says']}\" " + _linked(row["source"])
                   + f": {row['conditions']}. {row['why']}", ""]
-    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds", "at equal FLOPs", "verdict")
-    return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a gain is a lower loss.", "",
+    heads = ("claim", "arms", "gain (95% interval)", "seeds", "could see", "at equal seconds",
+             "at equal FLOPs", "verdict")
+    return [PROTOCOL, f"{record['device']}, {record['date'][:10]}, at commit {record['commit']}; a "
+                      f"gain is a lower loss.", "",
             markdown_table(heads, rows), "", *parts]
 
 
@@ -477,7 +481,8 @@ def zero_3_communication() -> Numbers:
         return sharded / replicas - 1
 
     return Numbers(kit={"1 micro-batch": more(1)}, elsewhere={
-        "8 micro-batches": more(8), "in seconds on H100s, whose switches add up": more(1, find("h100"))})
+        "8 micro-batches": more(8), "in seconds on H100s, whose switches add up": more(1,
+            find("h100"))})
 
 
 def offload() -> Numbers:
@@ -757,7 +762,8 @@ def lora_3x() -> Numbers:
         measured={"GPT-3 175B, its section 4.2": PUBLISHED["full"] / PUBLISHED["LoRA"]},
         elsewhere={f"{name}, weights in 16 bits{words}": less(config, **bf16, **more)
                    for name, config in (("llama-8b", sizes["llama-8b"]), ("GPT-3 175B", gpt3()))
-                   for words, more in (("", {}), (" and blocks recomputed", {"recompute": "block"}))})
+                   for words, more in (("", {}), (" and blocks recomputed",
+                       {"recompute": "block"}))})
 
 
 NUMBERS: dict[str, Callable[[], Numbers]] = {

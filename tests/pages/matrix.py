@@ -23,10 +23,12 @@ from tests.pages import markdown_table
 TE = "https://nvidia.github.io/TransformerEngine/support_matrix.html"
 AO = "https://docs.pytorch.org/ao/stable/workflows/training.html"
 
-CPU = Machine(name="cpu", title="any CPU", kind="cpu", memory_bytes=2**30, bytes_per_second=1e10, flops={}, source="")
+CPU = Machine(name="cpu", title="any CPU", kind="cpu", memory_bytes=2**30, bytes_per_second=1e10,
+              flops={}, source="")
 Capability = tuple[int, int] | None     # None: not an NVIDIA GPU
 CAPABILITY: dict[str, Capability] = {"cpu": None, **dict(sorted(
-    ((name, capability_of(row)) for name, row in CATALOGUE.items()), key=lambda one: one[1] or (99, 0)))}
+    ((name, capability_of(row)) for name, row in CATALOGUE.items()),
+    key=lambda one: one[1] or (99, 0)))}
 
 # Where a library's own list departs from its least compute capability: why not, and the source.
 DEPARTURES: dict[tuple[str, str, Capability], tuple[str, str]] = {

@@ -84,38 +84,47 @@ sharding).
 """
 
 
-RECORDED = {
-    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts how "
-              "often the right one was not named in time, or a process or a folder was left. In every "
+RECORDED = ({
+    "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts "
+              "how "
+              "often the right one was not named in time, or a process or a folder was left. In "
+              "every "
               "layout, with ranks that never enter a message, too: [`layouts`](reliability.md).\n\n",
-    "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and by "
-             "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are medians; "
-             "what is met is the median of the ratios of pairs.\n\n"}
+    "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and "
+             "by "
+             "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are "
+             "medians; "
+             "what is met is the median of the ratios of pairs.\n\n"})
 
 
 def page() -> str:
     """Parity is computed now, by up to 8 processes; faults and starts are as last recorded."""
     rows = lambda table: [(f"`{name}`", row.why, row.source) for name, row in table.items()]
-    refused = [(f"`{row.key}`", f"`{row.only}`", f"`parallel.{row.several}`" if isinstance(row.several, str) else
+    refused = [(f"`{row.key}`", f"`{row.only}`",
+                f"`parallel.{row.several}`" if isinstance(row.several, str) else
                 f"ZeRO {row.several}" if row.several else "any", row.why) for row in UNSHARDED]
-    parts = [
+    parts = ([
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
         "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
         markdown_table(("`parallel.reduction`", "", "source"), rows(REDUCTIONS)),
         "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
-        "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of `parallel.schedule`:\n\n",
+        "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of "
+        "`parallel.schedule`:\n\n",
         markdown_table(("`parallel.schedule`", "", "source"), rows(SCHEDULES)),
-        "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late one, and "
+        "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late "
+        "one, and "
         "attend as `parallel.attention` says:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
-        "\n\nRanks of `parallel.tensor` gather tokens before the product that needs them, and scatter its sum after.",
+        "\n\nRanks of `parallel.tensor` gather tokens before the product that needs them, and "
+        "scatter its sum after.",
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),
-                                                      parity.measure(["fp32"], parity.AXES, orders=1,
-                                                                     changes=parity.FOUR_LAYERS))]
+                                                      parity.measure(["fp32"], parity.AXES,
+                                                          orders=1,
+                                                                     changes=parity.FOUR_LAYERS))])
     for bench, words in RECORDED.items():
         parts += _recorded(bench, words)
     return "".join(parts).rstrip("\n") + "\n"

@@ -2,12 +2,14 @@
 
     python -m tests.pages recipes
 
-Rows come from lpkit.techniques.recipes.RECIPES, hardware from tests.pages.matrix, losses from data/measured, sentences
-from docs/recipes.toml. tests/test_docs.py holds the files to what this writes.
+Rows come from lpkit.techniques.recipes.RECIPES, hardware from tests.pages.matrix, losses from
+data/measured, sentences from docs/recipes.toml. tests/test_docs.py holds the files to what this
+writes.
 
-The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the recipe's own cast of x
-in y = x w^T. The numbers are drawn with the standard library and rounded to two decimals, and all coordinates are whole
-pixels or tenths, so that the files are the same bytes on every machine.
+The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the
+recipe's own cast of x in y = x w^T. The numbers are drawn with the standard library and rounded to
+two decimals, and all coordinates are whole pixels or tenths, so that the files are the same bytes
+on every machine.
 """
 
 import json
@@ -38,7 +40,8 @@ from tests.pages import markdown_table, matrix
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = DOCS.parent / "data" / "measured"
 WORDS = tomllib.loads((DOCS / "recipes.toml").read_text(encoding="utf-8"))
-SHAPE, OUTLIER, AT = (16, 256), 60_000.0, (5, 100)  # outliers: up to 1e5 times the rest, https://arxiv.org/abs/2402.17762
+# outliers: up to 1e5 times the rest, https://arxiv.org/abs/2402.17762
+SHAPE, OUTLIER, AT = (16, 256), 60_000.0, (5, 100)
 GRADIENT = 2.0**-22     # root mean square of the gradients on the page of fp16
 
 # ---- what is drawn
@@ -51,7 +54,8 @@ class Panel:
     title: str
     x: Tensor           # (16, 256) float32
     y: Tensor           # the same after the cast
-    tops: Tensor | None     # (R, C): scale times largest value of each block; None: nothing is scaled
+    # (R, C): scale times largest value of each block; None: nothing is scaled
+    tops: Tensor | None
     largest: float      # of the format, for `tops` of None
 
 
@@ -59,7 +63,8 @@ class Panel:
 def gaussian() -> Tensor:
     """N(0, 1), the same on every machine."""
     rng = random.Random(0)
-    return torch.tensor([round(NormalDist().inv_cdf(rng.random()), 2) for _ in range(math.prod(SHAPE))]).view(SHAPE)
+    return torch.tensor([round(NormalDist().inv_cdf(rng.random()), 2)
+                         for _ in range(math.prod(SHAPE))]).view(SHAPE)
 
 
 def with_outlier() -> Tensor:
@@ -88,8 +93,10 @@ def _panels_fp16(recipe: Recipe) -> list[Panel]:
 
 def _panels_delayed(recipe: Recipe) -> list[Panel]:
     cast, before, now = recipe.y[0], gaussian(), with_outlier()
-    return [cast_panel("x of y = x w^T, with a history from before the outlier", now, cast, before.abs().amax()),
-            cast_panel("x without it one micro-batch later, with the outlier in the history", before, cast, now.abs().amax())]
+    return [cast_panel("x of y = x w^T, with a history from before the outlier", now, cast,
+                       before.abs().amax()),
+            cast_panel("x without it one micro-batch later, with the outlier in the history",
+                       before, cast, now.abs().amax())]
 
 
 @cache
@@ -104,7 +111,8 @@ def panels(name: str) -> list[Panel]:
 
 
 def noise_db(panel: Panel, rows: slice = slice(None)) -> float:
-    """Signal over noise of all elements but the outlier, of these rows; inf where nothing is lost."""
+    """Signal over noise of all elements but the outlier, of these rows; inf where nothing is
+    lost."""
     others = panel.x.abs() < OUTLIER
     x, error = panel.x.double() * others, (panel.y - panel.x).double() * others
     signal, noise = (t[rows].square().sum().item() for t in (x, error))
@@ -114,12 +122,14 @@ def noise_db(panel: Panel, rows: slice = slice(None)) -> float:
 # ---- SVG: the lighter, the less is lost; a grey printer keeps the order
 
 LIGHT = "#a5d8f0"       # of an area; a line would not be seen
-KINDS = (("under 7% off", "#f3f6f9"), ("to 25%", LIGHT), ("over 25%", COLOURS[2]), ("saturates", COLOURS[0]),
+KINDS = (("under 7% off", "#f3f6f9"), ("to 25%", LIGHT), ("over 25%", COLOURS[2]),
+         ("saturates", COLOURS[0]),
          ("becomes 0", "#111111"))
 RAMP = ("#f3f6f9", LIGHT, "#4f81b5", COLOURS[0])      # of tops, from 2^0 to 2^RANGE
 RANGE = 16
 CELL, BLOCK_HIGH, CELL_HIGH, LEFT = 2, 4, 8, 12     # pixels
-BARS, BAR_WIDE, DB = 556, 180, 80.0                 # where bars begin, how long the longest is and what it means
+# where bars begin, how long the longest is and what it means
+BARS, BAR_WIDE, DB = 556, 180, 80.0
 WIDTH = BARS + BAR_WIDE + 24
 
 
@@ -142,13 +152,16 @@ def shade(top: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * (at - i)):02x}" for a, b in zip(one, two))
 
 
-def text(x: float, y: float, words: str, *, size: int = 12, colour: str = INK, anchor: str = "start", weight: int = 400) -> str:
-    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" font-weight="{weight}">'
+def text(x: float, y: float, words: str, *, size: int = 12, colour: str = INK,
+         anchor: str = "start", weight: int = 400) -> str:
+    return (f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
+            f'font-weight="{weight}">'
             f"{escape(words)}</text>")
 
 
 def rect(x: float, y: float, wide: float, high: float, fill: str, stroke: str = "none") -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" fill="{fill}" stroke="{stroke}"/>'
+    return (f'<rect x="{x:g}" y="{y:g}" width="{wide:g}" height="{high:g}" fill="{fill}" '
+            f'stroke="{stroke}"/>')
 
 
 def draw_blocks(panel: Panel, y: int) -> list[str]:
@@ -158,7 +171,8 @@ def draw_blocks(panel: Panel, y: int) -> list[str]:
     if panel.tops is None:
         reach = f"{panel.largest:,.0f}" if panel.largest < 1e6 else f"{panel.largest:.3g}"
         words = f"no scale: the format itself reaches {reach}"
-        return [rect(LEFT, y, wide, high, "#ffffff", FAINT), text(LEFT + wide / 2, y + high / 2 + 4, words, anchor="middle")]
+        return [rect(LEFT, y, wide, high, "#ffffff", FAINT),
+                text(LEFT + wide / 2, y + high / 2 + 4, words, anchor="middle")]
     R, C = panel.tops.shape
     gap_x, gap_y = int(C > 1), int(R > 1)
     return [rect(LEFT + c * wide // C, y + r * high // R, wide // C - gap_x, high // R - gap_y,
@@ -174,10 +188,12 @@ def draw_elements(panel: Panel, y: int) -> list[str]:
         for kind, run in groupby(line):
             wide = len(list(run)) * CELL
             if kind:
-                paths.setdefault(kind, []).append(f"M{LEFT + column},{y + row * CELL_HIGH}h{wide}v{CELL_HIGH}h-{wide}z")
+                paths.setdefault(kind, []).append(
+                    f"M{LEFT + column},{y + row * CELL_HIGH}h{wide}v{CELL_HIGH}h-{wide}z")
             column += wide
     parts = [rect(LEFT, y, SHAPE[1] * CELL, SHAPE[0] * CELL_HIGH, KINDS[0][1])]
-    return parts + [f'<path fill="{KINDS[kind][1]}" d="{"".join(paths[kind])}"/>' for kind in sorted(paths)]
+    return (parts + [f'<path fill="{KINDS[kind][1]}" d="{"".join(paths[kind])}"/>'
+                     for kind in sorted(paths)])
 
 
 def draw_outlier(panel: Panel, y: int) -> list[str]:
@@ -188,10 +204,14 @@ def draw_outlier(panel: Panel, y: int) -> list[str]:
     if panel.tops is not None:
         R, C = panel.tops.shape
         high, wide = SHAPE[0] // R, SHAPE[1] // C
-        parts.append(f'<rect x="{LEFT + AT[1] // wide * wide * CELL - 0.5:g}" y="{y + AT[0] // high * high * CELL_HIGH - 0.5:g}" '
-                     f'width="{wide * CELL + 1}" height="{high * CELL_HIGH + 1}" fill="none" stroke="{INK}" stroke-width="1.5"/>')
-    at = f'cx="{LEFT + AT[1] * CELL + CELL / 2:g}" cy="{y + AT[0] * CELL_HIGH + CELL_HIGH / 2:g}" fill="none"'
-    return [*parts, f'<circle {at} r="8" stroke="#ffffff" stroke-width="4"/>', f'<circle {at} r="8" stroke="{INK}" stroke-width="2"/>']
+        (parts.append(f'<rect x="{LEFT + AT[1] // wide * wide * CELL - 0.5:g}" '
+                     f'y="{y + AT[0] // high * high * CELL_HIGH - 0.5:g}" '
+                     f'width="{wide * CELL + 1}" height="{high * CELL_HIGH + 1}" fill="none" '
+                     f'stroke="{INK}" stroke-width="1.5"/>'))
+    at = (f'cx="{LEFT + AT[1] * CELL + CELL / 2:g}" cy="{y + AT[0] * CELL_HIGH + CELL_HIGH / 2:g}" '
+          f'fill="none"')
+    return [*parts, f'<circle {at} r="8" stroke="#ffffff" stroke-width="4"/>',
+            f'<circle {at} r="8" stroke="{INK}" stroke-width="2"/>']
 
 
 def draw_bars(panel: Panel, y: int) -> list[str]:
@@ -212,24 +232,29 @@ def draw_bars(panel: Panel, y: int) -> list[str]:
 def draw_panel(panel: Panel, y: int) -> tuple[list[str], int]:
     """Parts, and where the next one begins."""
     middle, db = y + 42, noise_db(panel)
-    verdict = "exact" if math.isinf(db) else f"{db:.1f} dB" + (" for the others" if panel.x[AT] == OUTLIER else "")
+    verdict = ("exact" if math.isinf(db) else f"{db:.1f} dB"
+               + (" for the others" if panel.x[AT] == OUTLIER else ""))
     what = "what the scale of each block makes room for" if panel.tops is not None else "range"
-    parts = [text(LEFT, y + 14, panel.title, size=14, weight=600), text(BARS, y + 14, verdict, size=14, weight=600),
+    parts = [text(LEFT, y + 14, panel.title, size=14, weight=600),
+             text(BARS, y + 14, verdict, size=14, weight=600),
              text(LEFT, y + 35, what, colour=FAINT), *draw_blocks(panel, middle)]
     if panel.tops is not None:
         parts.append(text(BARS, middle + 10, "room up to", size=11, colour=FAINT))
         for i in range(RANGE + 1):
             parts.append(rect(BARS + i * 10, middle + 16, 10, 12, shade(2.0**i)))
-        parts += [text(BARS + k * 10 + 5, middle + 42, f"{2**k:,}", size=11, colour=FAINT, anchor="middle") for k in (0, 8, 16)]
+        parts += [text(BARS + k * 10 + 5, middle + 42, f"{2**k:,}", size=11, colour=FAINT,
+                       anchor="middle") for k in (0, 8, 16)]
     below = middle + SHAPE[0] * BLOCK_HIGH + 24
     parts += [text(LEFT, below - 7, "what becomes of each element", colour=FAINT),
               text(BARS, below - 7, "signal over noise of each row, dB", colour=FAINT, size=11)]
     parts += [*draw_elements(panel, below), *draw_outlier(panel, below), *draw_bars(panel, below)]
     legend, x = below + SHAPE[0] * CELL_HIGH + 22, LEFT
-    shares = torch.bincount(kinds(panel).flatten(), minlength=len(KINDS)).double() / math.prod(SHAPE)
+    shares = (torch.bincount(kinds(panel).flatten(), minlength=len(KINDS)).double()
+              / math.prod(SHAPE))
     for (words, colour), share in zip(KINDS, shares.tolist()):
         label = f"{words}: {share:.{1 if share > 5e-4 else 2}%}" if share else words
-        parts += [rect(x + 0.5, legend + 0.5, 11, 11, colour, FAINT), text(x + 16, legend + 10, label, size=11)]
+        parts += [rect(x + 0.5, legend + 0.5, 11, 11, colour, FAINT),
+                  text(x + 16, legend + 10, label, size=11)]
         x += 30 + 6 * len(label)
     return parts, legend + 34
 
@@ -240,8 +265,10 @@ def picture(name: str) -> str:
     for panel in panels(name):
         more, y = draw_panel(panel, y)
         parts += more
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 8}" width="{WIDTH}" height="{y - 8}" '
-            f'role="img" font-family="{escape(FONT)}" shape-rendering="crispEdges">\n<title>{escape(caption(name))}</title>\n'
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y - 8}" '
+            f'width="{WIDTH}" height="{y - 8}" '
+            f'role="img" font-family="{escape(FONT)}" '
+            f'shape-rendering="crispEdges">\n<title>{escape(caption(name))}</title>\n'
             + "\n".join([rect(0, 0, WIDTH, y - 8, "#ffffff"), *parts]) + "\n</svg>\n")
 
 
@@ -254,11 +281,14 @@ def caption(name: str) -> str:
 
 def _caption(panel: Panel, *, first: bool) -> str:
     db, zeros = noise_db(panel), (kinds(panel) == 4).double().mean().item()
-    scales = "" if panel.tops is None else f", {panel.tops.numel()} scale{'s' * (panel.tops.numel() > 1)}"
+    scales = ("" if panel.tops is None else f", {panel.tops.numel()} "
+                                            f"scale{'s' * (panel.tops.numel() > 1)}")
     outlier = f", the outlier becomes {panel.y[AT].item():,.5g}" if panel.x[AT] == OUTLIER else ""
     lost = f", {zeros:.1%} become zero" if zeros else ""
-    what = f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers, one outlier of {OUTLIER:,.0f} standard deviations)" if first else ""
-    return (f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db) else f"{db:.1f} dB of signal over noise "
+    what = (f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers, one outlier of {OUTLIER:,.0f} standard "
+            f"deviations)" if first else "")
+    return (f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db)
+        else f"{db:.1f} dB of signal over noise "
             f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}.")
 
 
@@ -271,24 +301,31 @@ OPERANDS = {"y": ("x", "w"), "dx": ("g", "w^T"), "dw": ("g^T", "x^T")}
 
 def row(recipe: Recipe) -> str:
     """The six casts."""
-    return markdown_table(("product", "operand", "format", "block", "scale", "rounding", "transform"), [
-        (f"`{product}`", f"`{operand}`", cast.format, sides(cast), cast.scale, cast.rounding, cast.transform)
-        for product, casts in recipe.products.items() for operand, cast in zip(OPERANDS[product], casts)])
+    return markdown_table(("product", "operand", "format", "block", "scale", "rounding",
+                           "transform"), [
+        (f"`{product}`", f"`{operand}`", cast.format, sides(cast), cast.scale, cast.rounding,
+         cast.transform)
+        for product, casts in recipe.products.items() for operand, cast in zip(OPERANDS[product],
+            casts)])
 
 
 def facts(recipe: Recipe) -> str:
     """What else the row says."""
     dtype = recipe.compute or "float32"
-    parts = [f"Everything but the casts is in {dtype}" + (" by autocast" if recipe.compute else "") + "; weights are float32."]
+    parts = [f"Everything but the casts is in {dtype}" + (" by autocast" if recipe.compute else "")
+             + "; weights are float32."]
     if not recipe.products:
-        parts[0] = f"No casts: products run in {dtype}" + (", by autocast; weights are float32." if recipe.compute else ".")
+        parts[0] = (f"No casts: products run in {dtype}"
+                    + (", by autocast; weights are float32." if recipe.compute else "."))
     if recipe.high_precision_layers:
         parts.append(f"In 16 bits stay: {', '.join(recipe.high_precision_layers)}.")
     if recipe.delayed:
-        parts.append(f"The scale is made from the {recipe.delayed.history_rule} of {recipe.delayed.history} earlier amaxes, "
+        parts.append(f"The scale is made from the {recipe.delayed.history_rule} of "
+                     f"{recipe.delayed.history} earlier amaxes, "
                      f"with a margin of {recipe.delayed.margin}.")
     if recipe.loss_scaling:
-        parts.append(f"The loss is scaled by {recipe.loss_scaling.loss_scale:,.0f} at first; {recipe.loss_scaling.growth_steps} "
+        parts.append(f"The loss is scaled by {recipe.loss_scaling.loss_scale:,.0f} at first; "
+                     f"{recipe.loss_scaling.growth_steps} "
                      f"updates without an overflow double it.")
     return " ".join(parts)
 
@@ -301,11 +338,14 @@ def hardware(name: str) -> list[str]:
                   if (cell.recipe, cell.backend, cell.status) == (name, backend, "native")]
         rest = [machine for machine in matrix.CAPABILITY if machine not in native]
         if native:
-            titles = [CATALOGUE[machine].title if machine in CATALOGUE else "any CPU" for machine in native]
+            titles = [CATALOGUE[machine].title if machine in CATALOGUE else "any CPU"
+                      for machine in native]
             other = [CATALOGUE[machine].title for machine in rest if machine in CATALOGUE]
-            most = f"every machine of the catalogue{', but ' + ', '.join(other) if other else ''}, and CPUs"
+            most = (f"every machine of the "
+                    f"catalogue{', but ' + ', '.join(other) if other else ''}, and CPUs")
             lines.append(f"- `{backend}`: {most if len(rest) < 3 else '; '.join(titles)}.")
-    return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs where](../matrix.md)."]
+    return [*lines, "", "Elsewhere its numbers are emulated in wider products: see [what runs "
+                        "where](../matrix.md)."]
 
 
 def settings(name: str) -> list[tuple[str, str, str]]:
@@ -331,20 +371,24 @@ def measured(name: str, folder: Path = MEASURED) -> list[str]:
     lines = []
     for path in sorted(folder.glob("recipe-losses-*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        where = (f"{found['device']}, torch {found['versions']['torch']}, commit {found['commit']}, {found['date'][:10]}; "
+        where = (f"{found['device']}, torch {found['versions']['torch']}, commit "
+                 f"{found['commit']}, {found['date'][:10]}; "
                  f"`data/measured/{path.name}`")
         cases = [case for case in found["cases"] if case["case"] == name]
         if any(case["peer"] == name for case in found["cases"]):
             losses = found["losses"][name]
-            lines.append(f"- {', '.join(f'{loss:.4f}' for loss in losses)} nats per token with {len(losses)} seeds, beside "
+            lines.append(f"- {', '.join(f'{loss:.4f}' for loss in losses)} nats per token with "
+                         f"{len(losses)} seeds, beside "
                          f"which the others are measured ({where}).")
         for case in cases:
             low, high = case["quartiles"]
-            lines.append(f"- {case['ratio']:.4f} times the loss of {case['peer']} (quartiles {low:.4f} to {high:.4f} over "
+            lines.append(f"- {case['ratio']:.4f} times the loss of {case['peer']} (quartiles "
+                         f"{low:.4f} to {high:.4f} over "
                          f"{case['rounds']} seeds; {case['verdict']}; {where}).")
     if not lines:
         return []
-    return ["", "## Loss, measured", "", f"Validation loss of `cpu-3m` after {found['steps']} steps, on the same batches as "
+    return ["", "## Loss, measured", "",
+            f"Validation loss of `cpu-3m` after {found['steps']} steps, on the same batches as "
             f"{found['peer']}. From `lpkit bench recipe-losses`:", "", *lines]
 
 
@@ -353,11 +397,14 @@ def page(name: str, folder: Path = MEASURED) -> str:
     recipe, words = RECIPES[name], WORDS[name]
     found = settings(name)
     return "\n".join([
-        f"# {name}", "", f"{words['wins'][0].upper()}{words['wins'][1:]}. [All recipes](../recipes.md).", "",
-        words["text"].strip(), "", "## Row", "", *([row(recipe), ""] if recipe.products else []), facts(recipe), "",
+        f"# {name}", "", f"{words['wins'][0].upper()}{words['wins'][1:]}. [All "
+                         f"recipes](../recipes.md).", "",
+        words["text"].strip(), "", "## Row", "", *([row(recipe), ""] if recipe.products else []),
+        facts(recipe), "",
         "## Picture", "", f"![{caption(name)}]({name}.svg)", "", caption(name), "",
         "## Train with it", "", f"    lpkit train cpu-3m --set precision.recipe={name}", "",
-        *([markdown_table(("`precision.recipe.`", "in this row", "what"), found), ""] if found else ["No setting changes it.", ""]),
+        *([markdown_table(("`precision.recipe.`", "in this row", "what"), found), ""] if found
+          else ["No setting changes it.", ""]),
         "## Hardware", "", *hardware(name), *measured(name, folder), "",
         "## Sources", "", *(f"- [{title}]({url})" for title, url in words["sources"]), ""])
 
@@ -370,12 +417,14 @@ def index_table() -> str:
         db = noise_db(panels(name)[0])
         shown = "exact" if math.isinf(db) else f"{db:.0f}"
         if not recipe.products:
-            rows.append((link, recipe.dtype, recipe.dtype, "", "of the loss" if recipe.loss_scaling else "", shown, wins))
+            rows.append((link, recipe.dtype, recipe.dtype, "",
+                         "of the loss" if recipe.loss_scaling else "", shown, wins))
             continue
         casts = {operand: cast for product, pair in reversed(recipe.products.items())
                  for operand, cast in zip(PRODUCTS[product], pair)}
         x, w, g = (casts[operand] for operand in "xwg")
-        rows.append((link, x.format, g.format, sides(x) + (f", w {sides(w)}" if w.block != x.block else ""),
+        rows.append((link, x.format, g.format,
+                     sides(x) + (f", w {sides(w)}" if w.block != x.block else ""),
                      f"{x.scale}{', of earlier amaxes' if recipe.delayed else ''}", shown, wins))
     return markdown_table(("recipe", "x and w", "g", "block", "scale", "dB", "where it wins"), rows)
 

@@ -3,11 +3,12 @@
     python -m tests.pages teach     # writes the parts between the marks again
 
 The prose is written by hand. Everything that can change with a notebook is between
-`<!-- made: NAME -->` and `<!-- /made -->`: minutes, exercises, parameters, and the tables of routes.
+`<!-- made: NAME -->` and `<!-- /made -->`: minutes, exercises, parameters, and the tables of
+routes.
 Each notebook states its minutes below its title, and tests/test_notebooks.py compares them with its
-words and exercises. Each exercise states its own minutes. A notebook without its exercises takes the
-difference, and each of its sections takes the section's share of the words of it. A step of a route
-adds the minutes of its sections and of its exercises.
+words and exercises. Each exercise states its own minutes. A notebook without its exercises takes
+the difference, and each of its sections takes the section's share of the words of it. A step of a
+route adds the minutes of its sections and of its exercises.
 """
 
 import functools
@@ -263,7 +264,8 @@ def runs_in(book: Book) -> str:
     if not (both := run_times(book)):
         return "not recorded"
     (alone, record), (beside, _) = both
-    return (f"{alone:.0f} s on {record['cores']} quiet cores, {beside:.0f} s while four busy processes "
+    return (f"{alone:.0f} s on {record['cores']} quiet cores, {beside:.0f} s while four busy "
+            f"processes "
             f"run ({record['date'][:10]})")
 
 
@@ -302,8 +304,9 @@ def route(name: str) -> str:
     for number, day in enumerate(ROUTES[name], 1):
         rows, begun = [], 0
         for part in day.parts:
-            what, more = (part.what, "") if isinstance(part, Aside) else (
-                link(part.number), ", ".join([*part.sections, *map("`{}`".format, part.exercises.split())]))
+            what, more = ((part.what, "") if isinstance(part, Aside) else (
+                link(part.number),
+                ", ".join([*part.sections, *map("`{}`".format, part.exercises.split())])))
             rows.append((clock(begun), what, part.minutes, more))
             begun += part.minutes
         rows.append((clock(begun), "End", "", f"{day.minutes} of {60 * day.hours:g} minutes"))
@@ -314,7 +317,8 @@ def route(name: str) -> str:
         times = [run_times(books()[step.number]) for step in day.steps]
         if all(times):
             alone, beside = (sum(one[how][0] for one in times) / 60 for how in (0, 1))
-            tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a quiet machine, "
+            tables.append(f"Of these minutes, the computer needs {alone:.0f} for the runs on a "
+                          f"quiet machine, "
                           f"and {beside:.0f} while four busy processes run.")
     return "\n\n".join(tables)
 
