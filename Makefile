@@ -62,7 +62,7 @@ prove: setup
 RUNS := 50
 flakes: setup
 	@rm -rf build/flakes; mkdir -p build/flakes; for run in $$(seq $(RUNS)); do \
-	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m dist $$(grep -l mark.dist tests/test_*.py) >build/flakes/$$run 2>&1 \
+	    OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m dist $$(grep -rl mark.dist tests --include='test_*.py') >build/flakes/$$run 2>&1 \
 	        && rm build/flakes/$$run; done; ls build/flakes; echo "$$(ls build/flakes | wc -l) of $(RUNS) runs failed"; \
 	    ! [ "$$(ls build/flakes)" ]
 

@@ -2,7 +2,7 @@
 
 `make docs` runs the course at `tier="cpu"`, turns the stored figures into HTML that calls the site's own plotly.js and the
 formulas into drawings, and builds with warnings as errors. On a phone (site.css) wide things keep their width inside boxes
-that scroll. tests/test_docs.py looks for anything that would load from elsewhere.
+that scroll. tests/project/test_docs.py looks for anything that would load from elsewhere.
 """
 
 import html

@@ -162,7 +162,7 @@ def played(opened: Any, scene: Scene, ran: int) -> tuple[list[tuple[Any, float]]
 
 def film(number: str, out: Path) -> None:
     from tests.bench.browser import chromium
-    from tests.served import Notebook, served
+    from tests.hosting.served import Notebook, served
 
     [notebook] = (ROOT / "notebooks").glob(f"{number}_*.ipynb")
     with tempfile.TemporaryDirectory() as temporary:

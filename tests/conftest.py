@@ -35,12 +35,12 @@ if not torch.cuda.is_available():       # before anybody imports a kernel
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
 # What proves the project and says nothing of a user's machine: attacks, planted faults, mutants,
 # browsers, compilers, other hardware.
-PROOF = ({f"test_{name}" for name in (
+PROOF = {f"test_{name}" for name in (
     "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather "
     "compiled docs drawn evidence exercises fake_gpus faults "
     "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels "
     "ledger leaks meeting messages mutants parity planner promise "
-    "published setup stops targets telemetry").split()})
+    "published setup stops targets telemetry").split()}
 # Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that
 # they start. A handler is not
 # inherited: these tests still outlive a terminal, and their children and what they train hear the
@@ -81,8 +81,8 @@ def pytest_runtest_protocol(item):
     from tests.attack import patience
 
     own = item.get_closest_marker("timeout")
-    seconds = (own.args[0] if own else float(item.config.getoption("timeout")
-        or item.config.getini("timeout") or 0))
+    seconds = own.args[0] if own else float(item.config.getoption("timeout")
+        or item.config.getini("timeout") or 0)
     item.add_marker(pytest.mark.timeout(seconds * (1 + patience())), append=False)
     return (yield)
 
@@ -213,7 +213,7 @@ def on_ranks(parent):
 
     def run(function, config, world=2, **told):
         told["config"] = config.to_dict()
-        with Processes(f"tests.training_ranks:{function}", told, world=world,
+        with Processes(f"tests.parallel.training_ranks:{function}", told, world=world,
                        parent=parent) as running:
             return running.wait()
 
@@ -225,7 +225,7 @@ def parent_of_lessons(parent):
     """Has imported the lessons, too, as each rank would otherwise that judges."""
     from lpkit.parallel.processes import Processes
 
-    with Processes("tests.course:imported", world=1, parent=parent) as running:
+    with Processes("tests.lessons.judging.course:imported", world=1, parent=parent) as running:
         running.wait()
     return parent
 
@@ -279,7 +279,7 @@ def context():
 def lab(tmp_path_factory, context):
     """(open, folder): `open(name)` opens a notebook of `folder` in a served JupyterLab, in a real
     browser."""
-    from tests.served import Notebook, served
+    from tests.hosting.served import Notebook, served
 
     folder = tmp_path_factory.mktemp("lab")
     shutil.copytree(Path(NOTEBOOKS) / "lessons", folder / "lessons")

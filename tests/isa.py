@@ -48,7 +48,7 @@ OTHERS = {"AVX512": {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2",
           "": {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41",
                "ATEN_CPU_CAPABILITY": "default"}}
 JUDGES = re.compile(r"^from lessons(\.| import .*)(exercises|judge|capstone|puzzles)\b|^from "
-                    r"tests\.mutants", re.M)
+                    r"tests\.lessons\.judging(\.| import .*)mutants", re.M)
 NUMBERS = re.compile(r"\b(approx|assert_close|allclose|isclose|equal|array_equal)\(")
 # these ask a judge, but about processes, pages, files and other machines; each of their exercises
 # is in test_exercises
@@ -60,17 +60,19 @@ NO_VERDICTS = {"attempts", "browser", "data_parallel", "gpu_lessons", "learner",
 # it
 NO_PATH = ("rounds_otherwise or changes_of_each_kernel or planted_bugs or small_cases_alone or "
            "into_a_kernel or interpreter or whatever_a_kernel_does")
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[1]
+# Where each file of tests lies, by its name without test_ and .py.
+FILES = {path.stem.removeprefix("test_"): str(path.relative_to(ROOT))
+         for path in sorted((ROOT / "tests").rglob("test_*.py")) if path.parent.name != "outside"}
 # Files whose results depend on what `auto` chooses in 16 bits, and words in the names of those
 # tests. Others have `each_processor`.
-OF_AUTO = ("depth", "fit", "memory", "qlora", "split_memory", "trace", "tracking", "wide_product")
+OF_AUTO = "depth", "fit", "memory", "qlora", "split_memory", "trace", "tracking", "wide_product"
 QUICK = "bf16 or 16_bits or fp8 or bfloat16 or auto or fit or held or wide or trace"
 
 
 def named(says: re.Pattern) -> list[str]:
     """The files of tests whose text says so, without test_ and .py."""
-    return [path.stem.removeprefix("test_") for path in sorted(HERE.glob("test_*.py"))
-            if says.search(path.read_text())]
+    return [name for name, path in FILES.items() if says.search((ROOT / path).read_text())]
 
 
 VERDICTS = [name for name in named(JUDGES) if name not in NO_VERDICTS]
@@ -109,18 +111,18 @@ def quick() -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     other = environment | path
     same = " (which changes nothing here)" * (bits(environment) == bits(other))
-    (print(f"{', '.join(VERDICTS)}, once more under "
-           f"{' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True))
+    print(f"{', '.join(VERDICTS)}, once more under "
+           f"{' '.join(f'{key}={value}' for key, value in path.items())}{same}", flush=True)
     words = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope",
              "--no-loadscope-reorder", "-k", f"not ({NO_PATH})",
-             *(f"tests/test_{name}.py" for name in VERDICTS)]
+             *map(FILES.get, VERDICTS)]
     codes = [subprocess.run(words, env=other).returncode]
     for kind in sorted(processors.KINDS.keys()
                        - {environment.get(processors.VARIABLE, processors.DEFAULT)}):
         print(f"{', '.join(OF_AUTO)}, once more as `auto` chooses with {kind}", flush=True)
         words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope",
                  "--no-loadscope-reorder", "-m", "not prove", "-k", QUICK,
-                 *(f"tests/test_{name}.py" for name in OF_AUTO)]
+                 *map(FILES.get, OF_AUTO)]
         codes.append(subprocess.run(words, env=environment
                                     | {processors.VARIABLE: kind}).returncode)
     return max(codes)
@@ -128,16 +130,16 @@ def quick() -> int:
 
 def tests(names: list[str], environment: dict[str, str]) -> dict[str, list[str]]:
     """What fails of each file of tests, by one process for all of them."""
-    files = [f"tests/test_{name}.py" for name in names]
+    files = [FILES[name] for name in names]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *files]
         subprocess.run([sys.executable, *words], env=environment, stdout=subprocess.DEVNULL)
         cases = list(ElementTree.parse(report).iter("testcase"))
     failed: dict[str, list[str]] = {name: [] for name in names}
-    ran = Counter(case.get("classname", "").removeprefix("tests.test_") for case in cases)
+    ran = Counter(case.get("classname", "").rpartition(".test_")[2] for case in cases)
     for case in cases:
-        name = case.get("classname", "").removeprefix("tests.test_")
+        name = case.get("classname", "").rpartition(".test_")[2]
         if case.find("failure") is not None or case.find("error") is not None:
             failed.setdefault(name, []).append(case.get("name", ""))
     for name in names:

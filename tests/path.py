@@ -1,5 +1,5 @@
 """The path of a batch, counted: `python -m tests.path`. What `lpkit.training.loop` imports, module
-by module, and what one FP8 update enters, function by function. tests/test_architecture.py holds
+by module, and what one FP8 update enters, function by function. tests/project/test_architecture.py holds
 both.
 """
 
@@ -103,8 +103,8 @@ if __name__ == "__main__":
     modules, files = imported_by("lpkit.training.loop"), entered()
     for name, lines in sorted(modules.items(), key=lambda one: -one[1]):
         print(f"{lines:6} {name}")
-    (print(f"{sum(modules.values()):6} lines in {len(modules)} modules that lpkit.training.loop "
-           f"imports"))
+    print(f"{sum(modules.values()):6} lines in {len(modules)} modules that lpkit.training.loop "
+          f"imports")
     for name, count in files.most_common():
         print(f"{count:6} {name}")
     print(f"{files.total():6} functions in {len(files)} files that one FP8 update enters")

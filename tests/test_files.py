@@ -171,8 +171,8 @@ def test_what_was_closed_stays_closed_when_it_is_replaced(tmp_path):
 def test_a_private_folder_is_made_closed_and_an_own_one_is_closed(tmp_path):
     with umask(0):
         folder = files.private_folder(tmp_path / "a" / "b" / "c")
-    assert ([mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700, 0o755,
-        0o755])
+    assert [mode(path) for path in (folder, folder.parent, folder.parent.parent)] == [0o700, 0o755,
+        0o755]
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o775)
     assert mode(files.own_folder(tmp_path / "open", 0o700)) == 0o700

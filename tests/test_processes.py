@@ -64,9 +64,9 @@ def test_nothing_outlives_a_parent_that_dies(tmp_path, sent):
         # that all is ready.
         until(lambda: len(attack.processes(tmp_path)) >= 6)
         (folder,) = (tmp_path / "tmp").iterdir()
-        assert ([stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "secret",
+        assert [stat.S_IMODE(p.stat().st_mode) for p in (folder, folder / "secret",
             folder / "secret" / "a")] == [
-            0o700, 0o700, 0o600])
+            0o700, 0o700, 0o600]
         begun = time.monotonic()
         process.send_signal(sent)
     assert attack.until_nothing(tmp_path, begun + 3 * patience()) == []
@@ -244,8 +244,8 @@ def test_hearing_returns_what_was_done_and_raises_what_was_raised():
 def test_who_says_nohup_outlives_the_terminal():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert (processes.hear(lambda: os.kill(os.getpid(), signal.SIGHUP), lambda: None) == (None,
-            0))
+        assert processes.hear(lambda: os.kill(os.getpid(), signal.SIGHUP), lambda: None) == (None,
+            0)
     finally:
         signal.signal(signal.SIGHUP, before)
 

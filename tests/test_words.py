@@ -42,8 +42,8 @@ def test_a_value_is_shown_short_and_harmless(value):
 
 
 def test_what_people_write_is_shown_as_it_is():
-    assert ((shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001",
-        "None", "('a', 1)"))
+    assert (shown("café 漢字"), shown(0.001), shown(None), shown(("a", 1))) == ("'café 漢字'", "0.001",
+        "None", "('a', 1)")
     assert printable("two\nlines\tand a tab") == "two\nlines\tand a tab"
     assert str(ConfigError("x\x1b[2J")) == "x\\x1b[2J"
 
@@ -233,8 +233,8 @@ def test_an_output_that_takes_nothing(tmp_path):
     command = [sys.executable, "-m", "lpkit", "--version"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert ((done.returncode, done.stderr) == (2,
-        "lpkit: No space left on device; free some space, or choose another folder\n"))
+    assert (done.returncode, done.stderr) == (2,
+        "lpkit: No space left on device; free some space, or choose another folder\n")
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)

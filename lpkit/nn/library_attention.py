@@ -2,7 +2,7 @@
 
 Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
 it cannot, the row says. A library is imported when it is called. Signatures are those of torch
-2.11 and newer (`tests/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`).
+2.11 and newer (`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`).
 Packed documents lie one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.

@@ -11,7 +11,7 @@ Gradients travel in buckets, the last parameters first: backward has those first
 all of a bucket, the message leaves, and travels while backward goes on (Li et al. 2020, section
 3.2.3, https://arxiv.org/abs/2006.15704). torch's DistributedDataParallel does it so, around the
 model's `forward`; here it is the parameters that are listened to, since a loss in pieces calls
-other methods. tests/test_parallel.py holds the one to the other.
+other methods. tests/parallel/test_parallel.py holds the one to the other.
 """
 
 from __future__ import annotations

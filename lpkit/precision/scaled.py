@@ -14,7 +14,7 @@ significant bits, so bf16 holds them; a bf16 product accumulates in float32 and 
 3. float32 scales inside the sum (1x128, 128x128) leave a float32 product of float32 operands.
 Against the definition in float64 (`reference`) there remain the order of a float32 sum and the
 rounding of the result to the output dtype, twice for row scales in bf16;
-tests/test_scaled_linear.py holds each to its bound.
+tests/precision/test_scaled_linear.py holds each to its bound.
 """
 
 from __future__ import annotations

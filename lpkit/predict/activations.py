@@ -4,7 +4,7 @@
 Counted in storages, each once, under the operation that keeps it first: a tensor that a norm and
 the product after it both need is one tensor. Names are those of the modules in
 `lpkit.nn.transformer`; `saved_bytes` of notebooks/lessons/saved.py uses the same ones, and
-tests/test_predict.py holds the two equal, to the byte, on the CPU.
+tests/predict/test_predict.py holds the two equal, to the byte, on the CPU.
 """
 
 from collections.abc import Callable, Collection

@@ -6,7 +6,7 @@ and up to six casts, which read and write whole tensors. Products grow with M N 
 N and N K: width decides. Seconds, bytes, FLOP/s.
 
 The passes of casts by tensor and by row are those of torchao's own roofline
-(torchao/testing/training/roofline_utils.py, 0.18), and tests/test_advise.py holds the two equal.
+(torchao/testing/training/roofline_utils.py, 0.18), and tests/commands/test_advise.py holds the two equal.
 """
 
 import functools

@@ -5,7 +5,7 @@ two a message is sent in pieces, so that hops overlap, and takes
 
 A pipeline of pieces of the best size takes L + W + 2 sqrt(L W) (Sanders, Speck, Traeff 2009,
 https://doi.org/10.1016/j.parco.2009.09.001); half of the last term is what published curves have
-(data/published/collectives.csv, tests/test_collectives.py). An all-gather or a reduce-scatter goes
+(data/published/collectives.csv, tests/predict/test_collectives.py). An all-gather or a reduce-scatter goes
 round a ring, an all-reduce over nodes along a tree or a ring, whichever is sooner, as NCCL's does,
 and in a node whose switches add up (NVLS) each rank sends its bytes once.
 

@@ -8,7 +8,7 @@
     send             1              from one rank to another
 
 which is the least, and what a ring sends (Thakur et al. 2005,
-https://doi.org/10.1177/1094342005051521). Exact: tests/test_messages.py holds all of an update, as
+https://doi.org/10.1177/1094342005051521). Exact: tests/parallel/test_messages.py holds all of an update, as
 notebooks/lessons/ranks/messages.py adds them up, to what `lpkit.measure.messages` counts.
 `lpkit.predict.time` has the seconds.
 """

@@ -1,4 +1,4 @@
-"""Parameters of a model, by part: counts, which tests/test_predict.py holds equal to PyTorch's."""
+"""Parameters of a model, by part: counts, which tests/predict/test_predict.py holds equal to PyTorch's."""
 
 import functools
 

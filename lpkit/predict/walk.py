@@ -6,7 +6,7 @@ is live rises and falls with every operation. Each operation of `techniques.bloc
 backward holds; here they are folded in reverse. Blocks are alike, so what is live is a straight
 line from one to the next, and its peak lies in the last block or in the first: these two are
 walked, those between are added at once. Where the last is not as those before it (it stays in 16
-bits, or does not run again), the one before it is walked as well. tests/test_predict.py holds the
+bits, or does not run again), the one before it is walked as well. tests/predict/test_predict.py holds the
 walk against a measured step. Bytes; the order is that of PyTorch's autograd engine for
 `lpkit.nn.transformer`.
 """

@@ -6,7 +6,7 @@ holds the whole model. Here are also the operations that attention needs, Linear
 `lpkit.predict.attention` has attention's own, `blocks` all others and the list of a whole model.
 
 Methods: Korthikanti et al. 2022, section 4 (https://arxiv.org/abs/2205.05198) for what is saved;
-the terms are those of PyTorch's kernels for `lpkit.nn`, and tests/test_predict.py holds them equal
+the terms are those of PyTorch's kernels for `lpkit.nn`, and tests/predict/test_predict.py holds them equal
 to a measured step, to the byte.
 """
 

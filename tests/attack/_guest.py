@@ -209,8 +209,8 @@ def crowd(path: str, count: int, seconds: float = 20.0) -> list[socket.socket]:
         one.setblocking(False)
         try:
             one.connect(path)
-            (one.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: "
-                      b"100\r\n\r\n["))
+            one.send(b"POST /services/progress/report HTTP/1.1\r\nHost: a\r\nContent-Length: "
+                     b"100\r\n\r\n[")
             ends.append(one)
         except OSError:     # too many wait to be accepted
             one.close()

@@ -75,8 +75,8 @@ def _changes(section: str, root: Path) -> Iterator[tuple[str, tuple[int, str]]]:
         if count := _git(root, "rev-list", "--count", f"{commit}..HEAD", "--", "lpkit"):
             yield name, (int(count), f"lpkit/ has changed in {count} commits since it was measured")
         elif day and _git(root, "rev-parse", "--is-shallow-repository") == "false":
-            count = (_git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--",
-                          "lpkit") or "0")
+            count = _git(root, "rev-list", "--count", f"--since={day[1]}T00:00:00Z", "HEAD", "--",
+                         "lpkit") or "0"
             yield name, (int(count), f"{count} commits to lpkit/ since {day[1]}")
 
 

@@ -26,8 +26,8 @@ from lpkit.parallel.processes import WarmParent
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout
 from lpkit.training.runs import RunFailedError
-from tests import parity
 from tests.attack import Outcome, patience, until
+from tests.parallel import parity
 
 COUNT, FEW = 1000, 6
 PROMISED_SECONDS = 5.0      # from the fault to the error

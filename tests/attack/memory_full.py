@@ -123,13 +123,13 @@ def _ends(job: dict):
 
     from lpkit.machine_facts import status_bytes
 
-    made = ({"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to "
+    made = {"OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to "
         "allocate 2.00 GiB"),
-            "RuntimeError": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. "
-                                                 "DefaultCPUAllocator: "
-                                                 "can't allocate memory: you tried to allocate "
-                                                 "2147483648 bytes"),
-            "MemoryError": MemoryError})
+           "RuntimeError": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. "
+                                                "DefaultCPUAllocator: "
+                                                "can't allocate memory: you tried to allocate "
+                                                "2147483648 bytes"),
+           "MemoryError": MemoryError}
 
     class Ends(TorchDispatchMode):
         operations = 0

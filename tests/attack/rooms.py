@@ -30,10 +30,10 @@ from typing import Any
 
 import psutil
 
-from tests import rooms
 from tests.attack import NOT_TRIED, Outcome, _guest, patience
 from tests.attack._strangers import own_network
 from tests.bench import room as bench
+from tests.hosting import rooms
 
 COUNT, FEW = 23, 1
 LOOP_EVERY, LOOP_AT = 8, 6      # rooms beside a loop on ports
@@ -166,9 +166,9 @@ class Trial:
     def report(self) -> None:
         """The neighbour reports, as the course does."""
         first, self.reports = self.reports, self.reports + SENT
-        said = (self.ben.run("from lessons.reports import report\n"
-                            f"for n in range({first}, {self.reports}): report('exercise', "
-                            f"name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience()))
+        said = self.ben.run("from lessons.reports import report\n"
+                           f"for n in range({first}, {self.reports}): report('exercise', "
+                           f"name=f'03.ben{{n}}', verdict='right')", seconds=60 * patience())
         if said:
             self.harm("the neighbour's cell stopped", said[-300:])
 
@@ -282,8 +282,8 @@ class Trial:
 
     def empty_codes(self) -> None:
         """She signs in as another without a code."""
-        nothing = ([{"password": word} for word in ("", " ", "\n", "\0", "-", None, 0, False, [],
-            {}, ["", ""])] + [{}])
+        nothing = [{"password": word} for word in ("", " ", "\n", "\0", "-", None, 0, False, [],
+            {}, ["", ""])] + [{}]
         for name in ("guest", "ben", "teacher", "eve", "zoe", "", None):
             for word in nothing:
                 self.attempts()
@@ -315,10 +315,10 @@ class Trial:
 
     def burst(self) -> None:
         """She reports 50,000 times at once, while her neighbour reports."""
-        (self.in_lab(f"globals().update(said={{}}) or "
-                     f"globals().update(thread=threading.Thread(target=lambda: "
-                     f"said.update(g.burst(PATH, {BURST})))) "
-                    "or thread.start() or 1"))
+        self.in_lab(f"globals().update(said={{}}) or "
+                    f"globals().update(thread=threading.Thread(target=lambda: "
+                    f"said.update(g.burst(PATH, {BURST})))) "
+                   "or thread.start() or 1")
         self.report()
         self.lesson()
         said = self.in_lab("thread.join() or said") or {"requests": 0, "kept": 0, "seconds": 0}
@@ -333,8 +333,8 @@ class Trial:
     def crowd(self) -> None:
         """She holds connections that never end their request, to the service and to the hub."""
         for name in ("reports", "hub"):
-            held = (self.in_lab(f"globals().update(crowd=g.crowd('/run/lpkit/{name}-{PORT}', "
-                                f"{CROWD})) or len(crowd)") or 0)
+            held = self.in_lab(f"globals().update(crowd=g.crowd('/run/lpkit/{name}-{PORT}', "
+                               f"{CROWD})) or len(crowd)") or 0
             self.attempts(held)
             self.controlled(held > CROWD / 2, f"{held} connections")
             self.report()
@@ -404,10 +404,10 @@ class Trial:
                 if (status < 300 and not (path == users and method == "GET" and b"ben" not in text
                                           and b"teacher" not in text)):
                     self.harm("she acts as another", f"{method} {path}: {status}")
-        direct = (self.in_lab(f"[g.asked('/run/lpkit/hub-{PORT}', method, path, "
-                              f"json.dumps(told).encode() if told is not None else None, "
-                             f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, told in "
-                             f"{[one for one in tries if one[1].startswith('/hub')]!r}]") or [])
+        direct = self.in_lab(f"[g.asked('/run/lpkit/hub-{PORT}', method, path, "
+                             f"json.dumps(told).encode() if told is not None else None, "
+                            f"os.environ['JUPYTERHUB_API_TOKEN']) [0] for method, path, told in "
+                            f"{[one for one in tries if one[1].startswith('/hub')]!r}]") or []
         self.attempts(len(direct))
         for status, one in zip(direct, [one for one in tries if one[1].startswith("/hub")],
                                strict=False):

@@ -23,8 +23,8 @@ SECONDS = 2.0
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
 ENDLESS = {"steps": 1_000_000, "checkpoint_every": 0}
 # a step of 100 micro-batches, each of them far below the 2 s
-LONG = (ENDLESS | {"model.layers": 2, "model.width": 128, "model.context": 128, "global_batch": 800,
-                   "grad_accum_steps": 100})
+LONG = ENDLESS | {"model.layers": 2, "model.width": 128, "model.context": 128, "global_batch": 800,
+                  "grad_accum_steps": 100}
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             if code != CODES[number_of] and not (name == "the end" and code == 0):
                 outcome.failed("another exit code", f"{trial}: {code}: {forks.said[:600]}")
             if "Traceback" in forks.said:
-                (outcome.failed("a traceback",
-                               f"{trial}: {forks.said[forks.said.index('Traceback') - 300:][:2000]}"))
+                outcome.failed("a traceback",
+                              f"{trial}: {forks.said[forks.said.index('Traceback') - 300:][:2000]}")
             _kept(run, phase, code, ranks, trial, losses.setdefault((name, ranks), {}), outcome)
         left = list((folder / "cache").rglob("*.tmp"))
         if left:

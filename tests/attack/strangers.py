@@ -298,7 +298,7 @@ def _template(number: int, **values: Any) -> Harm:
         "special_tokens": {"x": {"id": "x", "ids": [0], "tokens": ["x"], **values}}}))
 
 
-TOKENIZER: dict[str, Harm] = ({
+TOKENIZER: dict[str, Harm] = {
     **{f"the pattern {pattern}": _split(pattern) for pattern in (
         "(a+)+$", "(a|aa)+$", r"(\s*)*x", "(.*)*z", r"(\p{L}+\s?)+$", "((a{0,99}){0,99}){0,99}z",
         "(?=(a+))*b", "", "(", "[", r"(?<=a+)b", "(((((a)*)*)*)*)*$",
@@ -342,7 +342,7 @@ TOKENIZER: dict[str, Harm] = ({
         {"type": "Replace", "pattern": {"Regex": "."}, "content": "." * 1000}] * 6})),
     "padding to 10^12": _library(lambda said: said.update(padding={"strategy": {"Fixed": 10**12},
         "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-                                                                   "pad_type_id": 0,
+                                                                  "pad_type_id": 0,
         "pad_token": "x"})),
     "truncation with a stride above its length":
     _library(lambda said: said.update(truncation={"max_length": 2, "stride": 9,
@@ -350,16 +350,16 @@ TOKENIZER: dict[str, Harm] = ({
     "a model that is another": _library(lambda said: said["model"].update(type="Unigram")),
     "Unigram without an unknown": _library(
         lambda said: said.update(model={"type": "Unigram", "unk_id": 10**9, "vocab": [["a", 0.0]],
-                                        "byte_fallback": False})),
+                                       "byte_fallback": False})),
     "Unigram of NaN": _library(lambda said: said.update(model={"type": "Unigram", "unk_id": 0,
         "vocab": [["<unk>", float("nan")], ["a", 0.0]], "byte_fallback": False})),
     "WordLevel without entries": _library(lambda said: said.update(model={"type": "WordLevel",
         "vocab": {}, "unk_token": "x"})),
     "WordPiece of words of 2^60": _library(lambda said: said.update(model={"type": "WordPiece",
         "vocab": {"x": 0}, "unk_token": "x", "continuing_subword_prefix": "##",
-                                                                          "max_input_chars_per_word": 2**60})),
+                                                                         "max_input_chars_per_word": 2**60})),
     "without added tokens": _library(lambda said: said.pop("added_tokens")),
-    "without a model": _library(lambda said: said.pop("model"))})
+    "without a model": _library(lambda said: said.pop("model"))}
 
 
 def _nested(inner: dict[str, Any], depth: int) -> dict[str, Any]:
@@ -396,9 +396,9 @@ SUBJECTS: dict[str, dict[str, dict[str, Harm]]] = {
     "prompt": {ADAPTER: NO_FILES | JSON, ADAPTER_WEIGHTS: NO_FILES | TENSORS},
     "text": dict.fromkeys(("a.txt", "b.md", "c.jsonl"), NO_FILES | TEXTS)}
 # adapters and what only weights and tokenizers can hide more often
-SHARES = ([("model", WEIGHTS)] * 3 + [("model", "tokenizer.json")] * 4 + [("lora", ADAPTER),
+SHARES = [("model", WEIGHTS)] * 3 + [("model", "tokenizer.json")] * 4 + [("lora", ADAPTER),
     ("lora", ADAPTER_WEIGHTS)] * 3 + [
-    (folder, file) for folder, files in SUBJECTS.items() for file in files])
+    (folder, file) for folder, files in SUBJECTS.items() for file in files]
 
 
 def trials(count: int, seed: int) -> Iterator[tuple[str, str, str, random.Random]]:
@@ -502,20 +502,20 @@ def attack(count: int, seed: int, folder: Path) -> Outcome:
             full = number % 10 == 9     # the file is good, and the disk is full
             most, fills = rng.choice((4096, 9000, 20_000, 40_000)), rng.choice(("import",
                 "export")) if subject != "text" else "data"
-            said = ("a disk that is full" if full else SUBJECTS[subject][file][harm](theirs / file,
-                rng))
+            said = "a disk that is full" if full else SUBJECTS[subject][file][harm](theirs / file,
+                rng)
             about = (f"seed {seed}, trial {number}: {subject}, {file}: "
                      f"{said if isinstance(said, str) else harm}")
             before, end = {*folder.rglob("*")}, "used"
             for words in commands(subject, theirs, place / "out", good):
                 code, seconds = _ended(forks, folder, words, most * (full and words[0] == fills))
-                left = ({path for path in folder.rglob("*")
-                         if not KEPT & {*path.relative_to(folder).parts[:1]}} - before)
+                left = {path for path in folder.rglob("*")
+                        if not KEPT & {*path.relative_to(folder).parts[:1]}} - before
                 wrong = complaints(code, forks.said, seconds, left)
                 slowest = max(slowest, (seconds, f"{about}: {words[0]}"))
                 for what in wrong:
-                    (outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
-                                         f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}"))
+                    outcome.failed(what, f"{about}: {words[0]} -> {code}, {seconds:.1f} s, "
+                                        f"{[*map(str, left)] if what[0] == 'l' else forks.said[-700:]!r}")
                 if code == 0 and words[0] == "import" and (bad := unsound(place / "out")):
                     outcome.failed("weights that are no numbers", f"{about}: {bad[:3]}")
                 if code or wrong:

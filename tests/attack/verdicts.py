@@ -274,8 +274,8 @@ def made_up(where: str, imports: list[str], values: dict, restarts: int) -> Futu
     """Writes the record of a run whose losses are a formula of its config."""
     config, path = Config.from_dict(values), Path(where)
     rng = random.Random(f"{config.seed} {config.optimizer.name} {config.optimizer.lr}")
-    least = (2 + abs(math.log10(config.optimizer.lr) + 3) + rng.gauss(0,
-        0.02) - 0.02 * (config.optimizer.name == "lion"))
+    least = 2 + abs(math.log10(config.optimizer.lr) + 3) + rng.gauss(0,
+        0.02) - 0.02 * (config.optimizer.name == "lion")
     losses = [[step, least + math.exp(-step / 3)] for step in range(2, STEPS + 1, 2)]
     records.write(path.with_suffix(".json"), {
         "val_loss": losses[-1][1], "final_loss": least, "step_seconds": 0.5, "energy_wh": None,
@@ -346,7 +346,7 @@ def _huge(path: Path) -> None:
         file.truncate(HUGE)
 
 
-FILES: dict[str, Callable] = ({
+FILES: dict[str, Callable] = {
     "replace": _replaced, "exchange": _exchanged,
     "cut": _write(lambda text, rng: text[:rng.randrange(len(text))]), "flip": _write(_flip),
     "empty": _write(lambda text, rng: b""),
@@ -354,12 +354,12 @@ FILES: dict[str, Callable] = ({
         b'{"sha256": 3}', b"[" * 100_000])),
     "NaN": _write(lambda text, rng: json.dumps(json.loads(text.splitlines()[0]
         if text.count(b'"line"') else b"{}") | {"val_loss": math.nan,
-                                                                                                                         "sha256": "0"}).encode()),
+                                                                                                                        "sha256": "0"}).encode()),
     "text": _write(lambda text, rng: rng.choice([b"\0" * 300, b"\xff\xfe", b"no JSON\n",
         b"val_loss: 1.0\n"])),
     "remove": _special(lambda path: None), "pipe": _special(os.mkfifo),
     "folder": _special(lambda path: path.mkdir()),
-    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)})
+    "link": _special(lambda path: path.symlink_to("/dev/zero")), "huge": _special(_huge)}
 
 
 def _value(change: Callable[[dict, random.Random, Path, Kind], Any]) -> Callable:

@@ -4,7 +4,7 @@
 
 The check: an adapter that begins as the model that it adapts has the same loss at the first step
 (beside a base in codes nearly), and trains the numbers that its description says. FLOPs are those
-of the formula, and torch's counter has them too (tests/test_adapters.py).
+of the formula, and torch's counter has them too (tests/lessons/rows/test_adapters.py).
 """
 
 import torch
@@ -39,8 +39,8 @@ def run(rounds: int) -> list[Result]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     base = ON_A_GPU if gpu else ON_A_CPU
     data = RandomTokens(base, base.system.device) if gpu else None
-    configs = ({"whole": base} | {name: base.replace({"model.changes": row})
-                                  for name, row in KINDS.items()})
+    configs = {"whole": base} | {name: base.replace({"model.changes": row})
+                                 for name, row in KINDS.items()}
     configs = {name: config.replace({"steps": rounds + WARM_UP})
                for name, config in configs.items()}
     runs = {name: Training.build(config, data=data) for name, config in configs.items()}

@@ -23,7 +23,7 @@ from lpkit.course import notebooks
 from lpkit.errors import pick
 from lpkit.processes import tell
 from tests.bench.harness import ROUNDS, Result, paired
-from tests.course import EXERCISES, PUZZLES
+from tests.lessons.judging.course import EXERCISES, PUZZLES
 
 BUSY, TIMES, BUDGET_SECONDS, JUDGED_SECONDS = 4, 6.0, 60.0, 120.0
 PACKAGES = ("torch", "jupyterlab", "ipykernel", "nbclient")
@@ -54,8 +54,8 @@ def run(rounds: int = ROUNDS, pieces: str = "") -> list[Result]:
             idle.append(_seconds(path))
             with busy():
                 beside.append(_seconds(path))
-        (tell(f"{path.stem}: {idle[-1]:.0f} s alone, {beside[-1]:.0f} s beside {BUSY} busy "
-              f"processes"))
+        tell(f"{path.stem}: {idle[-1]:.0f} s alone, {beside[-1]:.0f} s beside {BUSY} busy "
+             f"processes")
         results.append(paired(name, case=path.stem, ours=idle, peer=[BUDGET_SECONDS] * rounds,
                               peer_name="a budget of a minute", target=1.0, **common))
         results.append(paired(name, case=f"{path.stem} beside {BUSY} busy processes",

@@ -80,8 +80,8 @@ def by_referee_with_sigma(losses: list[float]) -> Rule:
 
 
 def _better(first: Arm, other: Losses, n: int) -> bool:
-    return (referee.judge(lambda seeds: (first.seeds(seeds), other(seeds)), n,
-                          LOOKS).word == "better")
+    return referee.judge(lambda seeds: (first.seeds(seeds), other(seeds)), n,
+                         LOOKS).word == "better"
 
 
 def by_means(losses: list[float], n: int = 1) -> Rule:

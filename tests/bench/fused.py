@@ -28,7 +28,7 @@ from lpkit.techniques.kernels import KERNELS
 from tests.bench import losses, peers, sizes
 from tests.bench.harness import ROUNDS, Result, paired, race
 from tests.bench.peers import CUTEDSL, far, liger_in_place
-from tests.builds import PROOFS
+from tests.kernels.builds import PROOFS
 from tests.pages.kernels import FLOORS
 
 COPY, PRODUCTS = FLOORS

@@ -112,11 +112,11 @@ def run(rounds: int = ROUNDS) -> list[Result]:
     for told, words in ((True, "with the run's stack"),
                         (False, "with the stack that is the default")):
         off, beyond = zip(*(as_printed(run, told) for run in ranged))
-        cases += ([(f"held out, as printed {words}, {len(off)} runs, median", off,
-                   PRINTED if told else None, "median"),
-                  (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
-                   f"share",
-                   [statistics.fmean(beyond)], 0.1 if told else None, "share")])
+        cases += [(f"held out, as printed {words}, {len(off)} runs, median", off,
+                  PRINTED if told else None, "median"),
+                 (f"held out, as printed {words}, outside the printed range, {len(off)} runs, "
+                  f"share",
+                  [statistics.fmean(beyond)], 0.1 if told else None, "share")]
     trials = sum(count for _, count in facts["fits"])
     wrong = sum(count for (fitted, said), count in facts["fits"] if fitted != said) / trials
     for case, off, target, centre in ((
@@ -398,7 +398,7 @@ def _section(record: dict[str, Any]) -> str:
     why = Counter((one["why"], one["source"]) for one in left_out)
     plain = {row.name: row.error for row in published()}
     others = list(calibrated())
-    return (TEXT.format(
+    return TEXT.format(
         runs=f"{len(taken) + len(left_out):,}", taken=f"{len(taken):,}",
         sources=len({source.url for source in sources()}),
         fitted=evidence.fitted()["runs"], held=held[3], held_ratio=held[4],
@@ -422,10 +422,10 @@ def _section(record: dict[str, Any]) -> str:
         sixteen=f"{sixteen:.0%}", peaks=markdown_table(*_headed(record["peaks"])),
         calibrated=f"{calibrated_error:.0%}", table=markdown_table(heads, lines),
         reasons=markdown_table(("runs", "source", "reason"),
-                               [(count, name, said) for (said, name), count in why.most_common()]),
+                              [(count, name, said) for (said, name), count in why.most_common()]),
         rows=published_table().rstrip("\n"),
         after=" and ".join(percent(row.error) for row in others),
-        before=" and ".join(percent(plain[row.name]) for row in others)))
+        before=" and ".join(percent(plain[row.name]) for row in others))
 
 
 def _headed(table: list[list[str]]) -> tuple[list[str], list[list[str]]]:

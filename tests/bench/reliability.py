@@ -21,15 +21,15 @@ from tests.bench.harness import ROUNDS, Result, paired, provenance
 
 def run(rounds: int = ROUNDS, *, pieces: str = "") -> list[Result]:
     known, share = json.loads(_attack("--list")), f"--share={rounds / ROUNDS}"
-    names = ([pick(dict.fromkeys(known, name), name, "attack") for name in pieces.split(",")
-              if name] or known)
+    names = [pick(dict.fromkeys(known, name), name, "attack") for name in pieces.split(",")
+             if name] or known
     before = {} if names == known else _recorded()
     with ThreadPoolExecutor(cores()) as pool:
         done = dict(zip(names, pool.map(partial(_told, share), names), strict=True))
     commit = provenance(())["commit"]
-    rows = (before | {name: (sum(map(len, said["failures"].values())), said["tried"],
-                             said | {"at": commit})
-                     for name, said in done.items()})
+    rows = before | {name: (sum(map(len, said["failures"].values())), said["tried"],
+                            said | {"at": commit})
+                    for name, said in done.items()}
     return [paired("reliability", ours=[harm], peer=[tried], peer_name="attacks", case=name,
                    target=0, better="lower", unit="times",
                    facts={key: said[key] for key in ("seconds", "failures", "facts", "at")})

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tests import rooms
 from tests.bench.harness import ROUNDS, Result, paired
+from tests.hosting import rooms
 
 LEARNERS, CELLS, READING_SECONDS, KILLS, SENT = 30, 20, 4.0, 20, 20
 BUDGET_SECONDS, TIMES, PORT = 120.0, 3.0, 8571

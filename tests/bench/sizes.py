@@ -16,8 +16,8 @@ Timed = Callable[[torch.Generator, torch.device], Iterator[tuple]]
 
 def rows(device: torch.device) -> tuple[tuple[int, int], ...]:
     """Tokens and width, as a step has them: those of GPT-2 1.5B, Llama 8B and its MLP."""
-    return (((1024, 768),) if device.type == "cpu" else ((65_536, 1664), (16_384, 4096),
-        (16_384, 14_336)))
+    return ((1024, 768),) if device.type == "cpu" else ((65_536, 1664), (16_384, 4096),
+        (16_384, 14_336))
 
 
 def _norm(rng: torch.Generator, device: torch.device, *, add: bool, bias: bool) -> Iterator[tuple]:
@@ -57,7 +57,7 @@ def _update(name: str, rng: torch.Generator, device: torch.device) -> Iterator[t
     yield RULES[name].arguments(w.bfloat16(), noise(w, None))
 
 
-# A cast's are those of its page (`tests.builds`), for the matrices of a step.
+# A cast's are those of its page (`tests.kernels.builds`), for the matrices of a step.
 TIMED: dict[str, Timed] = {
     "rms-norm": partial(_norm, add=False, bias=False),
     "layer-norm": partial(_norm, add=False, bias=True),

@@ -44,8 +44,8 @@ def run(device: str, seconds: float = math.inf) -> dict[str, Any]:
             "error": f"not begun: {seconds:g} s were over"}
         if "error" not in row and "error" not in rows.get(BASE, row):
             row["distance"] = abs(row["losses"][-1] / rows.get(BASE, row)["losses"][-1] - 1)
-        rows[name] = (row | {"tolerance": OF_FOUR_BITS if RECIPES[name].dtype == "fp4"
-                             else TOLERANCE})
+        rows[name] = row | {"tolerance": OF_FOUR_BITS if RECIPES[name].dtype == "fp4"
+                            else TOLERANCE}
     problems = [f"{name}: {row['error']}" for name, row in rows.items() if "error" in row]
     problems += [f"{name}: after {STEPS - 1} updates its loss is {row['distance']:.1%} from "
                  f"{BASE}'s"

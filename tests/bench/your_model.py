@@ -50,7 +50,7 @@ from lpkit.techniques.recipes import RECIPES
 from lpkit.training.build import made
 from tests.bench.harness import Result, paired, recorded
 from tests.bench.ledger import _by_accelerate
-from tests.others_models import MODELS, Size, batch_of, loss_for, model_of
+from tests.modules.others_models import MODELS, Size, batch_of, loss_for, model_of
 from tests.pages import markdown_table
 
 NAME = "your-model"
@@ -392,19 +392,19 @@ def _peak_row(row: dict[str, Any]) -> tuple[str, ...]:
             *(off(row[peer]) for peer in PEERS), off(row["closed_bytes"]))
 
 
-TABLES = ((
+TABLES = (
     ("Peaks", "models", ("model", "precision", "measured peak", "predicted at", "predicted", *PEERS,
-                         "closed form"), _peak_row),
+                        "closed form"), _peak_row),
     ("Both doors", "doors", ("preset", "recipe", "machine", "parameters", "FLOPs", "bytes",
-                             "seconds"), lambda row: (
+                            "seconds"), lambda row: (
         row["name"], row["precision"], row["machine"],
         *(f"{row[key][0] / row[key][1] - 1:+.2%}" for key in ("parameters", "flops", "bytes",
-                                                                                                            "seconds")))),
+                                                                                                           "seconds")))),
     ("Losses", "recipes", ("model", "recipe", "loss", "bf16, mean", "standard deviations off",
-                           "of the same seed"), lambda row: (
+                          "of the same seed"), lambda row: (
         row["name"], row["recipe"], f"{row['loss']:.4f}", f"{row['bf16']:.4f}",
         f"{row['deviations']:.2f}", f"{row['deviations_same_seed']:.2f}")),
     ("Gradient checkpointing", "checkpointing", ("model", "recipe", "losses bit-equal"),
      lambda row: (
         row["name"], row["recipe"], "yes" if row["equal"] else "NO")),
-))
+)

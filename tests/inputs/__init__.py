@@ -22,8 +22,8 @@ def outcome(due: str, call: Callable[[], str]) -> str:
     except ConfigError as error:
         said = str(error)
     assert "\n" not in said and len(said) < 1000, f"not one sentence: {said!r}"
-    assert (said == RIGHT if due == RIGHT else re.search(due,
-        said)), f"it is to be {due!r}, and is {said!r}"
+    assert said == RIGHT if due == RIGHT else re.search(due,
+        said), f"it is to be {due!r}, and is {said!r}"
     return said
 
 

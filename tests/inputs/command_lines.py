@@ -40,7 +40,7 @@ def plan_of(tokens: float, **of_first: object) -> Right:
 
 
 # What is typed, and what is right of the object that --json prints, or a piece of the sentence.
-TYPED: list[tuple[str, Right | str]] = ([
+TYPED: list[tuple[str, Right | str]] = [
     ("predict gpt2-124m --json", has(parameters=GPT2)),
     (f"predict cpu-3m {SMALL_MODEL} --json", has(parameters=SMALL)),
     (f"predict --json --set model.layers=3 cpu-3m --set=model.width=64 --set model.heads=2 "
@@ -73,7 +73,7 @@ TYPED: list[tuple[str, Right | str]] = ([
     ("predict cpu-3m model.changes=lora:rank=8:rank=4", "rank is both '8' and '4'"),
     ("predict cpu-3m start.map=a:b,a:c", "start.map must be a list of NEW:OLD with each NEW once"),
     ("predict cpu-3m model.layers=8,000", "model.layers must be a whole number, got '8,000'; write "
-                                          "it as"),
+                                         "it as"),
     ("predict cpu-3m model.layers = 3", "expected key=value, got 'model.layers'"),
     ("predict cpu-3m model.layers", "expected key=value, got 'model.layers'"),
     ("predict cpu-3m =3", "expected key=value, got '=3'"),
@@ -118,14 +118,14 @@ TYPED: list[tuple[str, Right | str]] = ([
     ("data prepare text.txt --vocab 8k", "--vocab must be a whole number, got '8k'"),
     ("data prepare text.txt --val-fraction 10%", "--val-fraction must be a number, got '10%'"),
     ("data prepare text.txt --val-fraction 1.0", "data.val_fraction must be above 0 and below 1, "
-                                                 "got 1.0"),
+                                                "got 1.0"),
     ("data sho tokens", "did you mean 'show'?"),
     ("sample nowhere --temperature hot", "--temperature must be a number, got 'hot'"),
     ("sample nowhere", "holds no run"),
     ("export nowhere --out x", "holds no run"),
     ("import text.txt --check", "is to be a folder"),
     ("import adapter --base run --check --out new", "needs --out DIR, without --check or "
-                                                    "--tokenizer"),
+                                                   "--tokenizer"),
     ("bench --all import", "--all runs every benchmark; leave out import"),
     ("notebook --all 00", "leave out '00'"),
     ("claims lion-faster --json", has(name="lion-faster")),
@@ -135,7 +135,7 @@ TYPED: list[tuple[str, Right | str]] = ([
     ("room --learners 600", "--learners must be from 0 to 500, got 600"),
     ("--version", lambda result: result["stdout"].count(".") >= 1),
     ("", lambda result: "usage: lpkit COMMAND" in result["stdout"]),
-])
+]
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -170,8 +170,8 @@ def tried(line: str, due: Right | str) -> str:
                    else {"stdout": printed}), f"another answer: {printed[:300]}"
         return "right"
     said = [one for one in err.getvalue().splitlines() if one.startswith("lpkit: ")]
-    assert ((code, out.getvalue(), len(said)) == (2, "",
-        1)), f"exit code {code}, {out.getvalue()[:200]!r}, {err.getvalue()[-300:]!r}"
+    assert (code, out.getvalue(), len(said)) == (2, "",
+        1), f"exit code {code}, {out.getvalue()[:200]!r}, {err.getvalue()[-300:]!r}"
     assert due in said[0] and len(said[0]) < 1000, f"another reason: {said[0]}"
     assert not written, f"refused, and it left {written}"
     return said[0].removeprefix("lpkit: ")

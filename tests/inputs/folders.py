@@ -363,8 +363,8 @@ def both(*alters: Callable[[Path], object]) -> Callable[[Path], None]:
 
 def with_head(scale: float) -> Callable[[Path], None]:
     def change(found: dict[str, torch.Tensor]) -> None:
-        found["lm_head.weight"] = (found[next(key for key in found
-            if key.endswith(("embed_tokens.weight", "wte.weight")))].clone() * scale)
+        found["lm_head.weight"] = found[next(key for key in found
+            if key.endswith(("embed_tokens.weight", "wte.weight")))].clone() * scale
 
     return tensors(change)
 

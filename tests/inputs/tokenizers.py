@@ -55,14 +55,14 @@ def byte_level(special: tuple[str, ...] = ("<|endoftext|>",), split: str = "", p
     """GPT-2's kind; with `split`, that of Llama 3 and Qwen."""
     made = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=not split)
-    made.pre_tokenizer = (pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"),
-        level]) if split else level)
+    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"),
+        level]) if split else level
     made.decoder = decoders.ByteLevel()
     if normalizer:
         made.normalizer = normalizer
-    (made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
-        special_tokens=list(special), show_progress=False,
-                                                          initial_alphabet=pre_tokenizers.ByteLevel.alphabet())))
+    made.train_from_iterator(LEARNED, trainers.BpeTrainer(vocab_size=vocab,
+       special_tokens=list(special), show_progress=False,
+                                                         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return made
 
 
@@ -254,7 +254,7 @@ BERT = {"config": {"eos_token_id": 2}}
 LEVEL = {"config": {"eos_token_id": 1}}
 
 # a name: (the tokenizer, files beside it, texts, "right" or the sentence)
-KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = ({
+KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = {
     "byte-level, as GPT-2": (byte_level, GPT2, texts(), RIGHT),
     "byte-level, that cuts at 16": (lambda: cutting(byte_level()), GPT2, texts(), RIGHT),
     "byte-level, that pads to 64": (lambda: padding(byte_level()), GPT2, texts(), RIGHT),
@@ -369,7 +369,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], list[str], str]] = ({
         "`tokenizers` library"),
     "half of one": (lambda: byte_level().to_str()[:900], GPT2, texts(), "tokenizer.json is not the "
         "JSON object"),
-})
+}
 
 
 def cases() -> Iterator[tuple[str, Callable[[], str]]]:

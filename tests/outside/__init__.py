@@ -16,47 +16,47 @@ class Source(NamedTuple):
     licence: str
 
 
-SOURCES = ({
+SOURCES = {
     "test_cs336_basics": Source("stanford-cs336/assignment1-basics",
-                                "tests/test_{model,nn_utils,optimizer,data,serialization,tokenizer,train_bpe}.py",
-                                "25a8a49f6460", "MIT"),
+                               "tests/test_{model,nn_utils,optimizer,data,serialization,tokenizer,train_bpe}.py",
+                               "25a8a49f6460", "MIT"),
     "test_cs336_systems": Source("stanford-cs336/assignment2-systems",
-                                 "tests/test_{attention,ddp,sharded_optimizer}.py", "9d95f3b5dc4a",
-                                 "MIT"),
+                                "tests/test_{attention,ddp,sharded_optimizer}.py", "9d95f3b5dc4a",
+                                "MIT"),
     "test_gfloat": Source("graphcore-research/gfloat",
-                          "test/test_{decode,encode,round,block,finfo}.py", "b142762de8d0", "MIT"),
+                         "test/test_{decode,encode,round,block,finfo}.py", "b142762de8d0", "MIT"),
     "test_torchao": Source("pytorch/ao", "test/float8/test_base.py, test/prototype/mx_formats/",
-                           "36027d82d1ad", "BSD-3-Clause"),
+                          "36027d82d1ad", "BSD-3-Clause"),
     "test_microxcaling": Source("microsoft/microxcaling",
-                                "mx/tests/test_{quantize_mx,quantize_elemwise,corners_mx,formats}.py",
-                                "7bc41952de39", "MIT"),
+                               "mx/tests/test_{quantize_mx,quantize_elemwise,corners_mx,formats}.py",
+                               "7bc41952de39", "MIT"),
     "test_liger": Source("linkedin/Liger-Kernel",
-                         "test/transformers/test_{cross_entropy,fused_linear_cross_entropy,rms_norm,layer_norm,rope,swiglu}.py",
-                         "ead96b618e5c", "BSD-2-Clause"),
+                        "test/transformers/test_{cross_entropy,fused_linear_cross_entropy,rms_norm,layer_norm,rope,swiglu}.py",
+                        "ead96b618e5c", "BSD-2-Clause"),
     "test_liger_functions": Source("linkedin/Liger-Kernel",
-                                   "test/transformers/test_{cross_entropy,fused_linear_cross_entropy}.py", "ead96b618e5c",
-                                   "BSD-2-Clause"),
+                                  "test/transformers/test_{cross_entropy,fused_linear_cross_entropy}.py", "ead96b618e5c",
+                                  "BSD-2-Clause"),
     "test_optimizer_classes": Source("pytorch/pytorch", "torch.optim, as an oracle", "2.13.0",
-                                     "BSD-3-Clause"),
+                                    "BSD-3-Clause"),
     "test_transformers": Source("huggingface/transformers", "its classes, as an oracle", "5.23.0",
-                                "Apache-2.0"),
+                               "Apache-2.0"),
     "test_optimizers": Source("pytorch/pytorch", "torch.optim, as an oracle; each rule's own paper",
-                              "2.13.0", "BSD-3-Clause"),
-})
+                             "2.13.0", "BSD-3-Clause"),
+}
 
 # Tests of what the kit does otherwise, and why.
-DIFFERENT = ({
+DIFFERENT = {
     "test_nothing_is_refused": "an empty tensor has no block to cast: the original returns it, the "
-                               "kit refuses it in a sentence",
+                              "kit refuses it in a sentence",
     "test_a_head_of_an_odd_size_has_no_pairs": "the original turns half of 41 numbers; the kit "
-                                               "refuses an odd head in a sentence",
+                                              "refuses an odd head in a sentence",
     "test_a_cosine_schedule_with_a_warm_up": "iteration 0 is at a rate of 0 there; the kit's first "
-                                             "update is at 1 / warmup_steps of the peak",
+                                            "update is at 1 / warmup_steps of the peak",
     "test_a_text_is_encoded_as_by_hand": "a text that spells <|endoftext|> holds the marker there; "
-                                         "in the kit it is 13 characters",
+                                        "in the kit it is 13 characters",
     "test_each_merge_is_of_a_most_frequent_pair": "of pairs as frequent, the original joins the "
-                                                  "greatest one; the kit's library has another "
-                                                  "order",
+                                                 "greatest one; the kit's library has another "
+                                                 "order",
     "test_dynamic_casts_to_float8": "torchao multiplies by a scale and the kit divides by one: "
-                                    "values beside a midpoint may round to the other side",
-})
+                                   "values beside a midpoint may round to the other side",
+}

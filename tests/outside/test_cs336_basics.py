@@ -69,8 +69,8 @@ def by_hand(model: Transformer, tokens: torch.Tensor) -> dict[str, torch.Tensor]
         return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
 
     def rope(x):
-        angles = (torch.arange(x.shape[-2]).double()[:,
-            None] * c.rope_theta ** (-torch.arange(0, E, 2).double() / E))
+        angles = torch.arange(x.shape[-2]).double()[:,
+            None] * c.rope_theta ** (-torch.arange(0, E, 2).double() / E)
         turned = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat((turned.real, turned.imag), dim=-1)
 
@@ -251,13 +251,13 @@ def test_a_text_shorter_than_a_window_is_refused():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "momentum", "muon", "schedule-free"])
 def test_a_checkpoint_goes_on_to_the_bit(optimizer):
-    config = (Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2,
-                               "model.context": 16, "global_batch": 4, "steps": 10,
-                               "precision.recipe": "fp32", "system.device": "cpu",
-                               "system.attention": "sdpa", "system.compile": False,
-                               "system.kernels": "pytorch", "optimizer": optimizer,
-                               "optimizer.groups":
-                               "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw" if optimizer == "muon" else ""}))
+    config = Config().replace({"model.layers": 1, "model.width": 32, "model.heads": 2,
+                              "model.context": 16, "global_batch": 4, "steps": 10,
+                              "precision.recipe": "fp32", "system.device": "cpu",
+                              "system.attention": "sdpa", "system.compile": False,
+                              "system.kernels": "pytorch", "optimizer": optimizer,
+                              "optimizer.groups":
+                              "*embed*:optimizer=adamw,*norm*:optimizer=adamw,*bias:optimizer=adamw" if optimizer == "muon" else ""})
     data = RandomTokens(config, "cpu")
 
     def fresh():

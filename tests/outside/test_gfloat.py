@@ -39,8 +39,8 @@ def test_every_code_decodes_to_the_same_number(name):
     due = gfloat.decode_ndarray(theirs(name), each) * SCALE.get(name, 1)
     found = number_formats.decode(torch.from_numpy(each), format_of(name)).double().numpy()
     np.testing.assert_array_equal(found, due)
-    assert (name == "int8" or (np.signbit(found) == np.signbit(due))[
-        ~np.isnan(due)].all()), "minus zero"
+    assert name == "int8" or (np.signbit(found) == np.signbit(due))[
+        ~np.isnan(due)].all(), "minus zero"
 
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "int8"])
@@ -56,8 +56,8 @@ def test_every_number_encodes_to_its_code(name):
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "int8"])
 def test_the_table_of_the_format_is_theirs(name):
     ours, info = format_of(name), theirs(name)
-    assert ((ours.bits, ours.largest, ours.has_infinities, ours.max_exponent) == (info.bits,
-        info.max, info.num_infs > 0, info.emax))
+    assert (ours.bits, ours.largest, ours.has_infinities, ours.max_exponent) == (info.bits,
+        info.max, info.num_infs > 0, info.emax)
     assert (ours.smallest_normal == info.smallest_normal
             and ours.lowest == (info.min if ours.signed else ours.smallest))
     if info.has_subnormals:
@@ -76,8 +76,8 @@ def test_rounding_to_nearest_even_with_saturation_is_theirs(name, dtype, scale):
     draws = np.random.default_rng(1).standard_normal(4000) * format_of(name).largest / 3
     x = torch.from_numpy(np.concatenate([grid, (grid[1:] + grid[:-1]) / 2, beyond, -beyond, draws,
         draws / 1000]) * scale).to(dtype)
-    due = (gfloat.round_ndarray(theirs(name), x.double().numpy() / scale,
-                                gfloat.RoundMode.TiesToEven, sat=True) * scale)
+    due = gfloat.round_ndarray(theirs(name), x.double().numpy() / scale,
+                               gfloat.RoundMode.TiesToEven, sat=True) * scale
     found = cast.qdq(x[None], format_of(name), scale, dtype=torch.float32)[0].double().numpy()
     np.testing.assert_array_equal(found, due)
 

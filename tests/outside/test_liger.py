@@ -149,8 +149,8 @@ def test_the_norm_of_a_sum_gives_both(shape):
 def by_complex_numbers(x: torch.Tensor, theta: float, start: int = 0) -> torch.Tensor:
     """Pair (i, i + E/2) turns by place / theta^(2i/E)."""
     T, E = x.shape[-2:]
-    angles = (torch.arange(start, start + T).double()[:,
-        None] * theta ** (-torch.arange(0, E, 2).double() / E))
+    angles = torch.arange(start, start + T).double()[:,
+        None] * theta ** (-torch.arange(0, E, 2).double() / E)
     left, right = x.double().chunk(2, dim=-1)
     turned = torch.complex(left, right) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat((turned.real, turned.imag), dim=-1)

@@ -130,8 +130,8 @@ def attended(q, k, v, rule):
         scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
     i, j = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
     if rule.causal:
-        hidden = ((j > i) | (j <= i - rule.window if rule.window
-                             else torch.zeros(1, dtype=torch.bool)))
+        hidden = (j > i) | (j <= i - rule.window if rule.window
+                            else torch.zeros(1, dtype=torch.bool))
         scores = scores.masked_fill(hidden, -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 

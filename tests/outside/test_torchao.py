@@ -26,8 +26,8 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
-    assert (a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
-        b.contiguous().view(torch.uint8)))
+    assert a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8),
+        b.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

@@ -54,8 +54,8 @@ def test_logits_are_those_of_the_class(family, changes, tmp_path, capsys):
         if p.ndim == 1:
             torch.nn.init.normal_(p, 1 if p.mean() > 0.5 else 0, 0.2)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert (cli.main(["import", str(tmp_path / "theirs"), "--tokenizer", "bytes", "--out",
-                      str(tmp_path / "run")]) == 0), capsys.readouterr().err
+    assert cli.main(["import", str(tmp_path / "theirs"), "--tokenizer", "bytes", "--out",
+                     str(tmp_path / "run")]) == 0, capsys.readouterr().err
     run = Run.open(tmp_path / "run")
     ours = run.config.replace({"start.run": str(run.path), "precision.recipe": "fp32",
                                "system.device": "cpu", "system.attention": "sdpa",

@@ -11,9 +11,9 @@ from lpkit.techniques.layouts import (
     UNSHARDED,
 )
 from lpkit.techniques.pipelines import SCHEDULES
-from tests import parity
 from tests.bench.harness import recorded
 from tests.pages import markdown_table
+from tests.parallel import parity
 
 INTRODUCTION = """\
 # Several processes
@@ -84,17 +84,17 @@ sharding).
 """
 
 
-RECORDED = ({
+RECORDED = {
     "launch": "\n## Faults and starts\n\n`lpkit bench launch` kills and stops ranks, and counts "
-              "how "
-              "often the right one was not named in time, or a process or a folder was left. In "
-              "every "
-              "layout, with ranks that never enter a message, too: [`layouts`](reliability.md).\n\n",
+             "how "
+             "often the right one was not named in time, or a process or a folder was left. In "
+             "every "
+             "layout, with ranks that never enter a message, too: [`layouts`](reliability.md).\n\n",
     "fsdp2": "\n## Beside accelerate\n\n`lpkit bench fsdp2` takes the same updates by ZeRO 3 and "
-             "by "
-             "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are "
-             "medians; "
-             "what is met is the median of the ratios of pairs.\n\n"})
+            "by "
+            "accelerate's FSDP2, in turns; their losses are held to one another. Seconds are "
+            "medians; "
+            "what is met is the median of the ratios of pairs.\n\n"}
 
 
 def page() -> str:
@@ -103,7 +103,7 @@ def page() -> str:
     refused = [(f"`{row.key}`", f"`{row.only}`",
                 f"`parallel.{row.several}`" if isinstance(row.several, str) else
                 f"ZeRO {row.several}" if row.several else "any", row.why) for row in UNSHARDED]
-    parts = ([
+    parts = [
         INTRODUCTION,
         markdown_table(("`parallel.zero`", "", ""), rows(STAGES)),
         "\n\nWhole gradients (ZeRO 0 and 1) travel by `parallel.reduction`:\n\n",
@@ -122,9 +122,9 @@ def page() -> str:
         "\n\nNot everything goes with several ranks yet:\n\n",
         markdown_table(("setting", "must be", "from", "because it"), refused),
         "\n\n## The same numbers\n\n", parity.page(parity.measure(),
-                                                      parity.measure(["fp32"], parity.AXES,
-                                                          orders=1,
-                                                                     changes=parity.FOUR_LAYERS))])
+                                                     parity.measure(["fp32"], parity.AXES,
+                                                         orders=1,
+                                                                    changes=parity.FOUR_LAYERS))]
     for bench, words in RECORDED.items():
         parts += _recorded(bench, words)
     return "".join(parts).rstrip("\n") + "\n"

@@ -3,7 +3,7 @@
     python -m tests.pages recipes
 
 Rows come from lpkit.techniques.recipes.RECIPES, hardware from tests.pages.matrix, losses from
-data/measured, sentences from docs/recipes.toml. tests/test_docs.py holds the files to what this
+data/measured, sentences from docs/recipes.toml. tests/project/test_docs.py holds the files to what this
 writes.
 
 The picture: what each recipe makes of the same 16 x 256 Gaussian numbers with one outlier, by the
@@ -192,8 +192,8 @@ def draw_elements(panel: Panel, y: int) -> list[str]:
                     f"M{LEFT + column},{y + row * CELL_HIGH}h{wide}v{CELL_HIGH}h-{wide}z")
             column += wide
     parts = [rect(LEFT, y, SHAPE[1] * CELL, SHAPE[0] * CELL_HIGH, KINDS[0][1])]
-    return (parts + [f'<path fill="{KINDS[kind][1]}" d="{"".join(paths[kind])}"/>'
-                     for kind in sorted(paths)])
+    return parts + [f'<path fill="{KINDS[kind][1]}" d="{"".join(paths[kind])}"/>'
+                    for kind in sorted(paths)]
 
 
 def draw_outlier(panel: Panel, y: int) -> list[str]:
@@ -204,10 +204,10 @@ def draw_outlier(panel: Panel, y: int) -> list[str]:
     if panel.tops is not None:
         R, C = panel.tops.shape
         high, wide = SHAPE[0] // R, SHAPE[1] // C
-        (parts.append(f'<rect x="{LEFT + AT[1] // wide * wide * CELL - 0.5:g}" '
-                     f'y="{y + AT[0] // high * high * CELL_HIGH - 0.5:g}" '
-                     f'width="{wide * CELL + 1}" height="{high * CELL_HIGH + 1}" fill="none" '
-                     f'stroke="{INK}" stroke-width="1.5"/>'))
+        parts.append(f'<rect x="{LEFT + AT[1] // wide * wide * CELL - 0.5:g}" '
+                    f'y="{y + AT[0] // high * high * CELL_HIGH - 0.5:g}" '
+                    f'width="{wide * CELL + 1}" height="{high * CELL_HIGH + 1}" fill="none" '
+                    f'stroke="{INK}" stroke-width="1.5"/>')
     at = (f'cx="{LEFT + AT[1] * CELL + CELL / 2:g}" cy="{y + AT[0] * CELL_HIGH + CELL_HIGH / 2:g}" '
           f'fill="none"')
     return [*parts, f'<circle {at} r="8" stroke="#ffffff" stroke-width="4"/>',
@@ -287,9 +287,9 @@ def _caption(panel: Panel, *, first: bool) -> str:
     lost = f", {zeros:.1%} become zero" if zeros else ""
     what = (f" ({SHAPE[0]} x {SHAPE[1]} Gaussian numbers, one outlier of {OUTLIER:,.0f} standard "
             f"deviations)" if first else "")
-    return (f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db)
+    return f"{panel.title}{what}{scales}: " + ("all elements are exact" if math.isinf(db)
         else f"{db:.1f} dB of signal over noise "
-            f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}.")
+           f"for all {'other ' if outlier else ''}elements") + f"{lost}{outlier}."
 
 
 def sides(cast: Cast) -> str:

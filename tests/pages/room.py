@@ -36,8 +36,8 @@ def made() -> str:
                  f"{one['reads']} of {one['reads_asked']}"),
                 (f"reports lost while the report service was killed {one['service_kills']} times",
                  f"{one['reports_sent'] - one['reports_kept_once']} of {one['reports_sent']}")]
-        (tables.append(f"Measured {one['date'][:10]} with {one['learners']} learners on "
-                      f"{one['device']}, {one['cores']} cores. Each learner waits "
-                      f"{one['pause_seconds']:.0f} s between two cells, as people do who "
-                      f"read:\n\n{markdown_table(('what', 'measured'), rows)}\n"))
+        tables.append(f"Measured {one['date'][:10]} with {one['learners']} learners on "
+                     f"{one['device']}, {one['cores']} cores. Each learner waits "
+                     f"{one['pause_seconds']:.0f} s between two cells, as people do who "
+                     f"read:\n\n{markdown_table(('what', 'measured'), rows)}\n")
     return "\n".join(tables)

@@ -5,7 +5,7 @@
 The prose is written by hand. Everything that can change with a notebook is between
 `<!-- made: NAME -->` and `<!-- /made -->`: minutes, exercises, parameters, and the tables of
 routes.
-Each notebook states its minutes below its title, and tests/test_notebooks.py compares them with its
+Each notebook states its minutes below its title, and tests/course/test_notebooks.py compares them with its
 words and exercises. Each exercise states its own minutes. A notebook without its exercises takes
 the difference, and each of its sections takes the section's share of the words of it. A step of a
 route adds the minutes of its sections and of its exercises.
@@ -23,7 +23,7 @@ import nbformat
 from lessons.judging.judge import Exercise
 from lpkit.course import notebooks
 from lpkit.errors import ConfigError
-from tests.course import EXERCISES
+from tests.lessons.judging.course import EXERCISES
 from tests.pages import markdown_table
 
 ROOT = Path(__file__).parents[2]
@@ -304,9 +304,9 @@ def route(name: str) -> str:
     for number, day in enumerate(ROUTES[name], 1):
         rows, begun = [], 0
         for part in day.parts:
-            what, more = ((part.what, "") if isinstance(part, Aside) else (
+            what, more = (part.what, "") if isinstance(part, Aside) else (
                 link(part.number),
-                ", ".join([*part.sections, *map("`{}`".format, part.exercises.split())])))
+                ", ".join([*part.sections, *map("`{}`".format, part.exercises.split())]))
             rows.append((clock(begun), what, part.minutes, more))
             begun += part.minutes
         rows.append((clock(begun), "End", "", f"{day.minutes} of {60 * day.hours:g} minutes"))

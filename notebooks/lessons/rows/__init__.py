@@ -33,7 +33,7 @@ def where() -> Mapping[str, Mapping[str, str]]:
     """Returns the module of each row, by field and name, read from syntax trees: nothing is imported.
 
     A module adds rows by `TABLE["name"] = ...` or `TABLE |= {"name": ...}`, with the names written
-    down; tests/test_imports.py compares this with what the modules add.
+    down; tests/exchange/test_imports.py compares this with what the modules add.
     """
     found: dict[str, dict[str, str]] = {field: {} for field in FIELDS.values()}
     for path in sorted(Path(*__path__).glob("*.py")):

@@ -1,0 +1,412 @@
+"""`key=value` and `--set key=value` are two spellings of one thing, on every command that takes
+either."""
+
+import argparse
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lpkit
+from lpkit import cli
+from lpkit.commands import train
+from lpkit.errors import ConfigError
+from lpkit.presets import resolve
+from lpkit.training import runs
+
+NOTEBOOK = str(Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb")
+# what comes before a setting, what may come after it, a setting that changes the answer, the same
+# with a slip
+COMMANDS = {
+    "predict": (["gpt2-124m"], ["--devices", "2"], "model.layers=4", "model.layes=4",
+                "model.layers"),
+    "advise": (["gpt2-124m"], ["--machine", "h200"], "model.layers=4", "model.layes=4",
+               "model.layers"),
+    "plan": (["--model", "gpt2-124m"], ["--tokens", "1e9", "--devices", "2"], "model.layers=4",
+             "model.layes=4", "model.layers"),
+    "measure": (["cpu-3m"], ["--save", "mine.yaml"], "model.layers=3", "model.layes=3",
+                "model.layers"),
+    "train": (["cpu-3m"], ["--out", "somewhere"], "steps=3", "stepz=3", "steps"),
+    "launch": (["cpu-3m"], ["--processes", "2"], "steps=3", "stepz=3", "steps"),
+    "notebook": ([NOTEBOOK], ["--tier", "smoke"], "seed=3", "sede=3", "seed"),
+}
+
+
+@pytest.fixture
+def answer(capsys, monkeypatch, tmp_path):
+    """(exit code, what the command found or was about to do, standard error)"""
+    def stop(what, **options):
+        raise ConfigError(f"ready {what}")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lpkit.training.background.train", stop)
+    monkeypatch.setattr("lpkit.course.notebooks.run_all", stop)
+    monkeypatch.setattr("lpkit.measure.row", lambda config, command: stop(config), raising=False)
+
+    def ask(*words):
+        code = cli.main([*words, "--json"])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else out, err
+
+    return ask
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_both_spellings_mean_the_same_wherever_they_stand(name, answer):
+    before, after, setting, _, _ = COMMANDS[name]
+    first = answer(name, *before, setting, *after)
+    assert first != answer(name, *before, *after), "the setting changes the answer"
+    assert first[0] == 0 or "lpkit: ready" in first[2]
+    for words in ([*before, *after, setting], [*before, "--set", setting, *after],
+                  ["--set", setting, *before, *after]):
+        assert answer(name, *words) == first
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("spelling", [[], ["--set"]])
+def test_a_slip_is_told_the_nearest_name(name, spelling, answer):
+    before, after, _, wrong, right = COMMANDS[name]
+    code, out, err = answer(name, *before, *spelling, wrong, *after)
+    assert (code, out) == (2, "") and f"did you mean '{right}'?" in err and err.count("\n") == 1
+
+
+def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
+    code, _, err = answer("train", "--resume", "--out", "nowhere", "steps=3")
+    assert code == 2 and "'nowhere' holds no run" in err
+    assert "cannot read a=b.yaml" in answer("train", "a=b.yaml")[2], "a file's name may hold an ="
+
+
+def parsers(name):
+    """What reads the words of a command, and of each of its subcommands."""
+    parser = cli._Parser(prog=f"lpkit {name}")
+    importlib.import_module(f"lpkit.commands.{name}").arguments(parser)
+    below = [action.choices for action in parser._actions
+             if isinstance(action, argparse._SubParsersAction)]
+    return {name: parser, **{f"{name} {sub}": one for choices in below
+                             for sub, one in choices.items()}}
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_words_that_argparse_refuses_are_one_sentence(name, capsys):
+    """Every option that has choices or a number, a value or none that may not be, a word that is
+    missing, an option that is not there."""
+    for prog, parser in parsers(name).items():
+        words = prog.split()
+        wrong = [[*words, "--nothing-of-the-kind"]]
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                wrong.append([*words, "huge"])
+            elif action.option_strings and (action.choices or number(action)):
+                wrong += [[*words, f"{action.option_strings[-1]}=huge"],
+                          [*words, action.option_strings[-1]]]
+            elif action.required and action.nargs != "*":
+                wrong.append(words)
+        for line in wrong:
+            with pytest.raises(SystemExit) as left:
+                sys.exit(cli.main(line))
+            out, err = capsys.readouterr()
+            assert ((left.value.code, out) == (2, "") and err.count("\n") == 1
+                    and err.startswith("lpkit: ")), (line, err)
+            assert any(way_out in err for way_out in (f"; see `lpkit {name}", "; choose one of ",
+                "; did you mean ", "; write it as ")), err
+
+
+def number(action):
+    return getattr(action.type, "__origin__", action.type) in (int, float)
+
+
+NO_NUMBERS = ["", "x", "8,000", "8k", "40%", "1;5", "0x10", "8 000", "1,5", "None", "true"]
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_text_that_is_no_number_is_named_with_the_rule_and_the_way_out(name, capsys):
+    for prog, parser in parsers(name).items():
+        for action in parser._actions:
+            for text in NO_NUMBERS if number(action) and action.option_strings else ():
+                option = action.option_strings[-1]
+                with pytest.raises(SystemExit) as left:
+                    sys.exit(cli.main([*prog.split(), f"{option}={text}"]))
+                out, err = capsys.readouterr()
+                kind = ("a whole number" if getattr(action.type, "__origin__", action.type) is int
+                        else "a number")
+                assert ((left.value.code, out) == (2, "")
+                        and err.startswith(f"lpkit: {option} must be {kind}, got {text!r}; write "
+                                           f"it as ")), err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["predict", "cpu-3m", "--devices", "1.6e1"], None),
+    (["plan", "--model", "llama-8b", "--tokens", "1,500B", "--devices", "8"], None),
+    (["plan", "--model", "llama-8b", "--tokens", "1,5T", "--devices", "8"], "--tokens '1,5T' is "
+        "not a number of tokens"),
+    (["plan", "--model", "llama-8b", "--tokens", "1T", "--budget", "$1,00"], "--budget '$1,00' is "
+        "not a number of dollars"),
+    (["predict", "cpu-3m", "steps=5", "steps=6"], "steps is both '5' and '6'; give one"),
+    (["predict", "cpu-3m", "--set", "steps=5", "steps=6"], "steps is both '6' and '5'"),
+    (["predict", "cpu-3m", "--set", "steps=5", "--set", " steps = 6"], "steps is both '5' and '6'"),
+    (["predict", "cpu-3m", "steps=5", "steps=5"], None),
+    (["predict", "cpu-3m", "optimizer=lion", "optimizer.name=adamw"], "optimizer is both 'lion' "
+        "and 'adamw'"),
+    (["predict", "cpu-3m", "model.changes=lora:rank=8:rank=4"], "rank is both '8' and '4'"),
+    (["predict", "cpu-3m", "--devices", "1", "--dev", "2"], "--devices is both '1' and '2'"),
+    (["predict", "cpu-3m", "--machine", "h100", "--machine=h200"], "--machine is both "),
+    (["data", "prepare", "x", "--vocab", "5", "--vocab", "6"], "--vocab is both "),
+    (["train", "cpu-3m", "--out", "x", "--out", "y"], "--out is both "),
+    (["notebook", "00", "--tier", "cpu", "--tier", "smoke"], "--tier is both "),
+    (["predict", "cpu-3m", "optimizer=lion", "--optimizer", "adamw"], "optimizer is both 'lion' "
+        "and '--optimizer'"),
+    (["predict", "cpu-3m", "--optimizer", "lion"], None),
+    (["predict", "cpu-3m", "precision.recipe.name=fp32", "--precision", "bf16"], "precision.recipe "
+        "is both "),
+    (["predict", "cpu-3m", "parallel.tensor=2", "--devices", "4"], "parallel.tensor is both '2' "
+        "and '--devices'"),
+    (["predict", "cpu-3m", "parallel.data=2", "parallel.zero=3", "--zero", "1"], "parallel.zero is "
+        "both "),
+    (["predict", "cpu-3m", "memory.recompute=block", "--recompute", "none"], "memory.recompute is "
+        "both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "model.context=64",
+      "--context", "32"], "model.context is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "global_batch=4",
+      "--batch-tokens", "1M"], "global_batch is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "optimizer=lion",
+      "--optimizer", "adamw"], "optimizer is both "),
+    (["plan", "--model", "llama-8b", "--tokens", "1e9", "--devices", "8", "grad_accum_steps=2"],
+     "plan does not use grad_accum_steps"),
+])
+def test_of_two_values_for_one_thing_neither_is_taken(words, said, capsys):
+    """The last was, in silence. A number may be written as any count of tokens is."""
+    code = cli.main(words)
+    out, err = capsys.readouterr()
+    assert ((code == 0 and out and not err) if said is None else (code, out) == (2, "")
+            and err.startswith(f"lpkit: {said}")), (code, err)
+
+
+def test_a_wrong_choice_is_told_what_there_is(capsys):
+    for words, said in ((["notebook", "00", "--tier", "huge"],
+                         "there is no tier 'huge'; choose one of cpu, gpu, smoke"),
+                        (["notebook", "00", "--tier", "smok"],
+                         "there is no tier 'smok'; did you mean 'smoke'?"),
+                        (["data", "sho"], "there is no action 'sho'; did you mean 'show'?"),
+                        (["plan"], "the following arguments are required: --model, --tokens; see"),
+                        (["predict"], "the following arguments are required: "
+                                      "PRESET|config.yaml|RUN|config.json|FOLDER; see")):
+        with pytest.raises(SystemExit):
+            sys.exit(cli.main(words))
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, capsys):
+    """argparse asks for the usage just before it marks what it restores: interrupted there, it
+    would restore nothing it has."""
+    usage = argparse.ArgumentParser.format_usage
+
+    def interrupted(parser):
+        os.kill(os.getpid(), number)
+        return usage(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "format_usage", interrupted)
+    # a shell has what it starts in the background ignore SIGINT
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        assert cli.main(["predict", "cpu-3m", "--json"]) == 128 + number
+    finally:
+        signal.signal(number, before)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("lpkit: ")
+
+
+# ---- paths
+
+NO_PATHS = ["~nobody-here/x", "~nobody-here/x.yaml", "~nobody-here/x.ipynb", "\udcff", "d\udcff/x",
+            "d\udcff/x.yaml", "d\udcff.ipynb"]
+TAKES_A_PATH = [
+    "predict {}", "predict cpu-3m --machine {}", "predict cpu-3m run={}", "advise {}",
+    "advise cpu-3m --machine {}",
+    "plan --model {} --tokens 1e9 --devices 8", "measure {}", "measure cpu-3m --save {}",
+    "train {}", "train cpu-3m steps=1 --out {}", "train cpu-3m steps=1 data.source={}",
+    "train --resume --out {}", "sample {}", "export {} --out o", "export x --out {}",
+    "data prepare {}", "data prepare text.txt --out {}",
+    "data prepare text.txt --tokenizer {}", "data show {}", "notebook {}",
+    "notebook 00 --out {} nothing=1", "notebook 00 --on {}",
+    "notebook 00 --tier {}", "new experiment x --out {}", "new experiment {}",
+    "notebook 00 seed={}", "lab --course {} --reset 00", "lab --course work --reset {}", "bench {}",
+    "bench nothing --out {}", "claims {}", "doctor {}", "launch {}", "launch cpu-3m --out {}",
+    "pack {}", "{}"]
+
+
+@pytest.mark.parametrize("line", TAKES_A_PATH)
+def test_a_home_of_nobody_and_bytes_that_are_no_utf8_are_sentences(line, capsys, monkeypatch,
+        tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("text")
+    for path in NO_PATHS:
+        words = [word.replace("{}", path) for word in line.split()]
+        try:
+            code = cli.main(words)
+        except SystemExit as left:
+            code = left.code
+        err = capsys.readouterr().err
+        sentences = [said for said in err.splitlines() if said.startswith("lpkit: ")]
+        assert code == 2 and len(sentences) == 1 and err.replace("\n", "").isprintable(), (words,
+            err)
+    assert {path.name for path in tmp_path.iterdir()} <= {"text.txt", "cache",
+        "work"}, "nothing is left behind"
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "XDG_DATA_HOME", "HOME"])
+@pytest.mark.parametrize("value", ["~nobody-here/x", "\udcff", "/dev/null/x"])
+def test_so_they_are_in_the_environment(variable, value, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for other in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(variable, value)
+    (tmp_path / "text.txt").write_text("some text that is long enough\n" * 20_000)
+    for words in (["data", "prepare", "text.txt"], ["lab", "--reset", "00"]):
+        code = cli.main(words)
+        err = capsys.readouterr().err
+        assert code in (0, 2) and "Traceback" not in err
+    assert not (tmp_path / "~nobody-here").exists()
+
+
+@pytest.mark.parametrize("text", [b"data: {source: \xff}", b'data: {source: "\\udcff"}'],
+                         ids=["bytes", "an escape"])
+@pytest.mark.parametrize("words", [["train", "a.yaml"], ["predict", "a.yaml"],
+                                   ["predict", "cpu-3m", "--machine", "a.yaml"]])
+def test_so_they_are_in_yaml(text, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_bytes(text)
+    assert cli.main(words) == 2 and capsys.readouterr().err.count("lpkit: ") == 1
+
+
+NAMED = "a\x1b]0;owned\x07\nlpkit: forged \u202e"
+TINY = ("model.layers=1 model.width=32 model.heads=2 model.context=32 steps=2 global_batch=4 "
+        "eval_every=0 eval_batches=1 checkpoint_every=2 "
+       "precision.recipe=fp32 system.device=cpu system.threads=1").split()
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+def test_the_name_of_a_folder_moves_no_terminal(options, capfd, monkeypatch, tmp_path):
+    """Every command that names a folder, where it goes well and where it does not: what would obey
+    is escaped, and no line is forged."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "".join(f"{i} bottles of beer\n" for i in range(40_000))
+    (tmp_path / f"{NAMED}.txt").write_text(text)
+
+    def say(*words: str) -> int:
+        code = cli.main([*words, *options])
+        out, err = capfd.readouterr()
+        for line in f"{out}\n{err}".replace("\r", "\n").split("\n"):
+            assert line.isprintable() and not line.startswith("lpkit: forged"), (words, line)
+        return code
+
+    def damage(name: str) -> None:
+        with (tmp_path / NAMED / name).open("ab") as file:
+            file.write(b"torn\n")
+
+    train = ["train", "cpu-3m", f"data.source={NAMED}.txt", *TINY, "--out", NAMED]
+    assert [say(*train), say(*train), say("train", "--resume", "--out", NAMED, "seed=5")] == [0, 2,
+        2]
+    damage("metrics.jsonl")
+    assert [say("train", "--resume", "--out", NAMED, "steps=3"),
+            say("train", "--resume", "--out", f"{NAMED}x")] == [0, 2]
+    assert [say("sample", NAMED, "--tokens", "3"), say("sample", f"{NAMED}x"),
+            say("sample", NAMED, "--prompt", "\udcff")] == [0, 2, 2]
+    assert [say("export", NAMED, "--out", f"{NAMED}e"), say("export", NAMED, "--out", f"{NAMED}e"),
+            say("export", "x", "--out", NAMED)] == [0, 2, 2]
+    prepare = ["data", "prepare", f"{NAMED}.txt", "--out", f"{NAMED}d"]
+    assert [say(*prepare), say(*prepare), say("data", "show", f"{NAMED}d"),
+            say("data", "show", f"{NAMED}x")] == [0, 2, 0, 2]
+    assert [say("lab", "--course", f"{NAMED}l", "--update"),
+            say("lab", "--course", NAMED, "--update")] == [0, 2]
+    assert [say("notebook", f"{NAMED}.ipynb"), say("predict", f"{NAMED}.yaml"),
+            say("predict", "cpu-3m", "--machine", f"{NAMED}.yaml")] == [2] * 3
+    for path in (tmp_path / NAMED / "checkpoints").glob("step-*"):
+        damage(f"checkpoints/{path.name}/manifest.json")
+    assert [say("sample", NAMED), say("train", "--resume", "--out", NAMED, "steps=4")] == [2, 0]
+    damage("config.yaml")
+    assert [say("sample", NAMED), say("train", "--resume", "--out", NAMED)] == [2, 2]
+
+
+def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} bottles of beer\n" for i in range(20_000)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cli.main(["train", "cpu-3m", "data.source=text.txt", *TINY, "--out", "runs/six"]) == 0
+    for place in ("runs/six", Path("runs/six"), tmp_path / "runs" / "six"):
+        assert (lpkit.Run(place).summary["status"] == "complete"
+                and lpkit.Run(place).path == Path(place))
+    for wrong, said in (("runs/sixx", "holds no run .*; did you mean 'six'"),
+                        ("nowhere/x", "holds no run"), ("", "is empty"),
+                        (5, "path must be"), ("~nobody-here/x", "does not know")):
+        with pytest.raises(ConfigError, match=said):
+            lpkit.Run(wrong)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["advise", "cpu-3m", "--recipe", "bf16"], "there is no recipe that casts 'bf16'"),
+    (["advise", "cpu-3m", "--machine", "h201"], "did you mean 'h200'"),
+    (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "top_k must "
+        "be positive"),
+    (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"),
+    (["export", "nowhere", "--out", "x"], "holds no run"),
+    (["train", "cpu-3m", "steps=many"], "whole number"),
+    (["train", "--resume", "--out", "nowhere"], "holds no run"),
+    (["train", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"),
+    (["train", "cpu-3m", "parallel.data=2"], "takes 2 processes, and this is one"),
+    (["train", "cpu-3m", "data.source=nowhere"], "there is no file, folder or glob 'nowhere'"),
+    (["train", "cpu-3m", "--out", "six"], "already holds a run"),
+    (["train", "--resume", "--out", "six", "seed=5"], "with other settings: seed was 0 and is 5"),
+    (["train", "six"], "continue its run by --resume --out six, or start from its weights with a "
+                       "preset and start.run=six"),
+    (["train", "cpu-3m", "--processes", "1", "--out", "six"], "already holds a run"),
+    (["train", "cpu-3m", "--out", "papers"], "holds no run"),
+    (["warm", "cpu-3m", "parallel.tensor=2"], "takes 2 processes, and this is one"),
+    (["warm", "cpu-3m", "parallel.shard=2"], "takes 2 processes, and this is one"),
+    (["bench", "imports"], "did you mean 'import'"),
+    (["bench", "import", "--kernel", "x"], "--kernel is for kernels alone"),
+    (["lab", "--port", "70000", "--no-browser"], "between 0 and 65535"),
+    (["lab", "--reset", "42"], "choose one of 00, 01"),
+    (["notebook", "42"], "there is no notebook '42'; choose one of 00, 01, 02, 03, 04, 05, 06, 07, "
+                         "08, 09, 10, 11, 12, 13, 14, 15, 16, 17, 19, 20, 21, 22, 23, 24, 25, 26, "
+                         "27, 28, 99"),
+    (["notebook", "00", "sede=1"], "did you mean 'seed'"),
+    (["data", "prepare", "nowhere"], "nowhere"),
+])
+def test_what_is_wrong_is_said_before_torch_is_imported(words, said, tmp_path):
+    """torch takes seconds to import. tests/attack/command_line.py draws wrong words and counts the
+    same."""
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "thesis.txt").write_text("mine")
+    (tmp_path / "six").mkdir()
+    (tmp_path / "six" / runs.CONFIG).write_text(runs.sealed_yaml(resolve("cpu-3m"), ""))
+    code = (f"import sys\nfrom lpkit.cli import main\ncode = main({words!r})\nprint('torch' in "
+            f"sys.modules)\nsys.exit(code)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True,
+                          text=True,
+                          env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]),
+                                            "XDG_DATA_HOME": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "False\n") and said in done.stderr, done.stderr
+
+
+def test_the_summary_of_a_training_wraps_to_the_terminal(monkeypatch):
+    choice = {"asked": "auto", "used": "bf16",
+              "why": " ".join(["a reason that goes on and on"] * 9)}
+    summary = {"run_dir": "runs/x", "status": "complete", "steps": 3, "tokens": 9,
+               "chosen": {"precision": choice}}
+    for columns in ("60", "80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = train.text(summary).splitlines()
+        assert int(columns) - 12 < max(map(len, lines)) <= int(columns)
+        at = lines[0].index("runs/x")
+        assert all(line[at - 1] == " " and line[at] != " "
+                   for line in lines), "one column of names, one of values"
+        assert " ".join(line[at:] for line in lines).endswith(
+            f"bf16 (requested: auto; {choice['why']})")

@@ -1,0 +1,835 @@
+"""What every notebook must look like. (That they run is `make test`: nbval over copies at the smoke
+size.)"""
+
+import ast
+import html
+import itertools
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+import torch
+from papermill.inspection import inspect_notebook
+
+import lpkit
+from lessons import goals
+from lessons import l04_scaling_recipes as outliers
+from lessons import l14_data_parallel_and_zero as ranks
+from lessons import l17_pipelines as pipelines
+from lessons import l19_is_it_progress as chance
+from lessons import l20_optimizers as optimizers
+from lessons import l21_noise_scale_and_schedules as batches
+from lessons import l23_less_of_the_model as less
+from lessons import l24_start_from_a_run as begun_from
+from lessons import l26_muon as muons
+from lessons import l27_width_and_mup as widths
+from lessons import l28_search as search
+from lessons.figures import drawing
+from lessons.l03_number_formats import listed
+from lessons.rows.depth import Progressive, progressive
+from lpkit.config import Config
+from lpkit.course import notebooks
+from lpkit.optim import muon
+from lpkit.predict import CATALOGUE, memory, quantity
+from lpkit.predict.plan import plan
+from lpkit.predict.time import step_time
+from tests.lessons.judging.course import EXERCISES, PUZZLES
+
+BOOKS = sorted(Path(__file__).parents[2].glob("notebooks/*.ipynb"))
+HEADINGS = ["Predict", "Run", "Reconcile", "By hand", "Exercise", "Further reading"]
+MAX_CELL_LINES, MAX_LINES_BY_HAND = 15, 25
+# what a notebook's page on the web shows folded nowhere, and a cell's width
+MAX_IMPORT_LINES, MAX_COLUMNS = 8, 100
+MAX_BYTES = 100_000
+# docs/notation.md: letters and terms, and what they mean
+GLOSSARY = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|",
+                           (BOOKS[0].parents[1] / "docs" / "notation.md").read_text(),
+                           re.MULTILINE))
+
+
+@pytest.fixture(params=BOOKS, ids=lambda path: path.stem)
+def book(request):
+    return nbformat.read(request.param, as_version=4)
+
+
+def code_of(book):
+    return [cell for cell in book.cells if cell.cell_type == "code"]
+
+
+def text_of_code(book):
+    return "\n".join(cell.source for cell in code_of(book))
+
+
+def text_of(book):
+    return "\n".join(cell.source for cell in book.cells if cell.cell_type == "markdown")
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_small_and_named_in_order(path):
+    assert re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem)
+    assert path.stat().st_size < MAX_BYTES
+
+
+def test_numbers_are_used_once():
+    numbers = [path.stem[:2] for path in BOOKS]
+    assert len(set(numbers)) == len(numbers)
+
+
+def test_stripped(book):
+    nbformat.validate(book)
+    dirty = [cell.source for cell in code_of(book) if cell.execution_count is not None
+             or cell.outputs]
+    assert not dirty, "run: nbstripout notebooks/*.ipynb"
+    assert set(book.metadata) <= {"kernelspec",
+                                  "language_info"}, "widget state or a tool's own metadata"
+    assert book.metadata.kernelspec.name == "python3"
+
+
+def test_title_first(book):
+    assert book.cells[0].cell_type == "markdown" and book.cells[0].source.startswith("# ")
+
+
+def test_parameters_first_and_commented(book):
+    first = code_of(book)[0]
+    assert (first.metadata.get("tags") == ["parameters"]
+            and notebooks.tagged(book, "parameters") == [first])
+    found = notebooks.parameters(book)
+    assert (found["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']"
+            and found["tier"].default == "cpu")
+    assert all(parameter.comment for parameter in found.values()), "say after each parameter what it is, and its unit"
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_papermill_reads_the_parameters_as_the_kit_does(path):
+    """`papermill --help-notebook` splits lines by a pattern, the kit walks the syntax tree."""
+    theirs = {name: (ast.unparse(ast.parse(p["inferred_type_name"])),
+                     ast.literal_eval(p["default"]), p["help"])
+              for name, p in inspect_notebook(path).items()}
+    ours = {name: (p.annotation, p.default, p.comment)
+            for name, p in notebooks.parameters(notebooks.read(path)).items()}
+    assert theirs == ours and list(theirs) == list(ours)
+
+
+def test_imports_second(book):
+    """One cell of imports right after the parameters; later cells import nothing."""
+    second, *rest = code_of(book)[1:]
+    assert any(isinstance(node, (ast.Import, ast.ImportFrom))
+               for node in ast.parse(second.source).body)
+    late = [node for cell in rest for node in ast.walk(ast.parse(cell.source))
+            if isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert not late, f"move it to the cell of imports: {ast.unparse(late[0])}"
+    assert second.metadata.jupyter.source_hidden, "fold the imports"
+    others = [node for node in ast.parse(second.source).body
+              if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert ([ast.unparse(node) for node in others]
+            == ["begin()"]), "what is folded hides nothing that counts"
+
+
+def test_parameters_are_checked_before_they_are_used(book):
+    """papermill alone, and a person, set any name to anything."""
+    used = [node for node in ast.parse(code_of(book)[1].source).body
+            if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    assert ast.unparse(used[0]) == "begin()"
+
+
+@pytest.mark.parametrize("path", BOOKS, ids=lambda path: path.stem)
+def test_a_page_opens_with_few_imports_and_no_code_is_cut(path):
+    code = code_of(nbformat.read(path, as_version=4))
+    assert len(code[1].source.splitlines()) <= MAX_IMPORT_LINES, (
+        "let the lesson import it too, and write lesson.name")
+    wide = [(cell.id, line) for cell in code for line in cell.source.splitlines()
+            if len(line) > MAX_COLUMNS]
+    assert not wide, "break it at its arguments, or name a part of it"
+
+
+def test_headings_in_order(book):
+    """`## Predict` ... `## Further reading`, each once; an exercise heading may be plural or
+    numbered."""
+    found = re.findall(r"^## +(.+?)\s*$", text_of(book), flags=re.MULTILINE)
+    known = [next(heading for heading in HEADINGS if title.startswith(heading)) for title in found
+             if title.startswith(tuple(HEADINGS))]
+    assert list(dict.fromkeys(known)) == HEADINGS, found
+    assert known == sorted(known, key=HEADINGS.index), found
+
+
+def test_thin(book):
+    for cell in code_of(book):
+        lines = [line for line in cell.source.splitlines()
+                 if not line.startswith(("import ", "from "))]
+        by_hand = "by-hand" in cell.metadata.get("tags", [])
+        most = MAX_LINES_BY_HAND if by_hand else MAX_CELL_LINES
+        assert len(lines) <= most, f"{len(lines)} lines; move it to lpkit:\n{cell.source[:200]}"
+        defines = [node for node in ast.walk(ast.parse(cell.source))
+                   if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+        assert not defines or by_hand or "exercise" in cell.metadata.get("tags",
+            []), f"define it in lpkit: {defines[0].name}"
+
+
+def test_the_mechanism_is_built_by_hand_and_held_against_the_kit(book):
+    cells = [cell for cell in code_of(book) if "by-hand" in cell.metadata.get("tags", [])]
+    assert (any("assert " in cell.source for cell in cells)
+            and any("torch." in cell.source for cell in cells))
+    assert "source(" in text_of_code(book), "the kit's own code, beside it"
+
+
+def test_claims_are_said_and_asserted(book):
+    cells = notebooks.tagged(book, "claim")
+    assert cells, "tag the cell whose assert is what this notebook claims"
+    for cell in cells:
+        assert ("with claim(" not in cell.source
+                or "raises-exception" in cell.metadata.tags), "a claim that fails stops Run All"
+    assert notebooks.claim(book), "say what is claimed"
+    assert len(notebooks.claim(book)) <= 160, "a claim is one line of a table"
+
+
+def test_exercises_are_stubs_and_checked(book):
+    cells = notebooks.tagged(book, "exercise")
+    assert cells and any("check(" in cell.source for cell in code_of(book))
+    for cell in cells:
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.FunctionDef):
+                assert "raise NotImplementedError" in ast.unparse(node), (
+                    f"{node.name} gives the answer away")
+
+
+def test_nothing_of_a_machine_and_no_other_host(book):
+    for cell in book.cells:
+        assert not re.search(r"(?<![\w.:/])/(home|root|tmp|work|Users|mnt|content)/",
+                             cell.source), cell.source
+        assert "http://" not in cell.source and not re.search(r"^\s*(!(?!\[)|%)", cell.source,
+            re.MULTILINE), cell.source
+        if cell.cell_type == "markdown":
+            assert not re.search(
+                r"!\[(?![^]]*\]\(pictures/\d\d\.(svg|png)\))|<img|<script|<iframe",
+                                cell.source), ("one picture, of its own folder; others are drawn "
+                                                 "by cells")
+            prose = re.sub(r"^\$\$\n[^$]+\n\$\$$", "", cell.source, flags=re.MULTILINE)
+            assert not re.search(r"\$[^$\n]+\$|\$\$",
+                                prose), ("a formula stands between two lines of $$; inside a "
+                                           "sentence, write code")
+    assert "https://" in text_of(book).split("## Further reading")[-1]
+
+
+# prose
+
+def test_notebooks_are_mentioned_by_links(book):
+    """In every notebook of the course, whoever is meant is one click away. (The site's builder
+    fails for a link without a target.)"""
+    names = {path.name for path in BOOKS}
+    assert set(re.findall(r"\]\(([^)\s]+\.ipynb)", text_of(book))) <= names
+    bare = re.findall(r"Next: `(\d\d_\w+)", text_of(book))
+    assert not bare, f"write [{bare[0][:2]} Title]({bare[0]}.ipynb)"
+
+
+def marks(text):
+    return re.findall(r'<abbr title="([^"]*)">(.+?)</abbr>', text)
+
+
+def test_terms_are_explained_once_and_as_the_glossary_has_them(book):
+    seen = set()
+    for cell in book.cells:
+        if cell.cell_type != "markdown":
+            continue
+        for what, words in marks(cell.source):
+            term = next((term for term in GLOSSARY if words.lower() in (term.lower(),
+                f"{term.lower()}s")), None)
+            assert term, f"{words!r} is not in docs/notation.md"
+            assert html.unescape(what) == GLOSSARY[term], (
+                f"docs/notation.md explains {term} otherwise")
+            assert term not in seen, f"{term} is explained twice"
+            seen.add(term)
+            before = re.sub(r"`[^`]*`|<abbr.*?</abbr>", "",
+                            cell.source[:cell.source.index(f">{words}</abbr>")])
+            if len(term) > 1:
+                assert not re.search(rf"(?<!\w){re.escape(words)}(?!\w)",
+                                     before.rsplit("<abbr", 1)[0]), f"explain {term} where it is mentioned first"
+
+
+def test_every_term_of_the_glossary_is_explained_somewhere():
+    explained = {words.lower() for path in BOOKS
+                 for _, words in marks(text_of(nbformat.read(path, as_version=4)))}
+    terms = [term for term in GLOSSARY if len(term) > 2
+             and term not in ("letter", "term", "---", "M, N, K")]
+    missing = [term for term in terms if not {term.lower(), f"{term.lower()}s"} & explained]
+    assert len(terms) > 15 and not missing, missing
+
+
+def test_what_to_look_for_has_its_answers(book):
+    """As many as questions, folded, before the next heading."""
+    for i, cell in enumerate(book.cells):
+        if cell.cell_type != "markdown" or "Things to look for:" not in cell.source:
+            continue
+        asked = len(re.findall(r"^- ", cell.source.split("Things to look for:")[1], re.MULTILINE))
+        section = itertools.takewhile(lambda after: not re.match("## |.*Things to look for:",
+            after.source, re.DOTALL), book.cells[i + 1:])
+        found = [after.source for after in section if "<summary>Answers</summary>" in after.source]
+        assert len(found) == 1 and len(re.findall(r"^\d+\. ", found[0], re.MULTILINE)) == asked
+
+
+def answers_of(stem):
+    [path] = [path for path in BOOKS if path.stem == stem]
+    [cell] = [cell for cell in nbformat.read(path, as_version=4).cells
+              if "<summary>Answers</summary>" in cell.source]
+    return " ".join(cell.source.split())
+
+
+def test_answers_about_memory_are_those_of_the_explorer():
+    def held(model, **changes):
+        config = lpkit.preset(model).replace({"global_batch": 8 * changes.pop("sequences", 1),
+            "grad_accum_steps": 1})
+        return memory(config, CATALOGUE["h200"], 8,
+                      **{"precision": "bf16", "optimizer": "adamw", "zero": 0, "recompute": "none",
+                         **changes})
+
+    def row(found, name):
+        return quantity(found.at(found.peak_moment)[name], "bytes")
+
+    said, plain, fp8 = answers_of("01_memory_math"), held("llama-8b"), held("llama-8b",
+        precision="fp8-tensorwise")
+    for words in (row(plain, "optimizer state"), row(plain, "activations"),
+                  row(fp8, "activations").removesuffix(" GB"), row(fp8, "low-precision weights"),
+                  quantity(fp8.peak_bytes, "bytes"),
+                  quantity(held("llama-8b", precision="fp8-tensorwise", zero=3).peak_bytes,
+                           "bytes"),
+                  row(held("llama-1b", recompute="block"), "logits' gradients"),
+                  row(held("llama-1b", recompute="block"), "activations")):
+        assert words in said, words
+    for zero in (1, 2):
+        assert (f"{quantity(held('llama-8b', zero=zero).peak_bytes, 'bytes')} with stage {zero}"
+                in said)
+    for sequences in (2, 8):
+        found = held("llama-1b", recompute="block", sequences=sequences)
+        assert (max(found.at(found.peak_moment).items(), key=lambda item: item[1])[0]
+                == "logits' gradients")
+
+
+def test_answers_about_outliers_are_those_of_the_explorer():
+    def zeroed(recipe, size):
+        return sum(kind == 2 for line in outliers.look(recipe, float(size), 9, 40, 0)["kinds"]
+                   for kind in line)
+
+    def in_row(size):
+        return outliers.look("int8", float(size), 9, 40, 0)["kinds"][9].count(2)
+
+    said = answers_of("04_scaling_recipes")
+    assert ((in_row(300), in_row(708), in_row(709), in_row(1000)) == (87, 126, 127, 127)
+            and "87 of the 127" in said and "709" in said)
+    assert zeroed("fp8-tensorwise", 1000) == 11 and "11 become zero" in said
+    assert (zeroed("nvfp4", 1e6) == 3537 and "3,537" in said and zeroed("mxfp8", 1e6) == 31
+            and "31 others" in said)
+    assert zeroed("nvfp4-published", 1e6) == 2752 and "2,752" in said
+    for recipe, size, words in (("fp8-tensorwise", 1000, "32.0 dB"),
+                                ("fp8-tensorwise", 3, "31.2 with"), ("mxfp8", 300, "31.5"),
+                                ("nvfp4-published", 3e5, "16.6 dB where"), ("nvfp4", 3e5, "11.7"),
+                                ("nvfp4-published", 1e6, "2.9 dB"),
+                                ("nvfp4", 1e6, "2.1")):
+        assert (words in said and f"{outliers.look(recipe, float(size), 9, 40, 0)['sqnr_db']:.1f}"
+                in words)
+
+
+def test_answers_about_a_plan_are_the_plan():
+    said = answers_of("09_predict_before_you_rent")
+
+    def soonest(devices, machine="h200", **limits):
+        return plan(lpkit.preset("llama-70b"), 1e12, machine, devices=devices, **limits)
+
+    eight, some, many, old = soonest(8), soonest(64), soonest(4096), soonest(512, "a100-40")
+    assert "need 10.5 GB more each" in eight.refusals["memory"].nearest and "10.5 GB" in said
+    assert (some.refusals["memory"].layouts == 3 and some.counted == 22 and len(some.options) == 16
+            and "other 16" in said)
+    shares = {row.name: row.seconds / many.options[0].time.step_seconds
+              for row in many.options[0].time.rows}
+    for name in ("tensor: gathers and scatters", "pipeline: bubble"):
+        assert f"{shares[name]:.1%}" in said
+    assert (f"{many.options[0].time.mfu:.0%}" == "31%" and "47% to 31%" in said
+            and f"{many.options[0].bill.seconds / 86_400:.2f} days" in said)
+    assert ("$1,142,112" in soonest(512, budget=250_000.0).refusals["budget"].nearest
+            and "1,142,112 dollars" in said)
+    cheap, whole = old.options[:2]
+    again = next(row for row in whole.time.rows if row.name == "recomputation")
+    assert ((cheap.recompute, whole.recompute) == ("selective", "block")
+            and f"{cheap.bill.seconds / 86_400:.1f} days" in said)
+    assert (f"{again.seconds / whole.time.step_seconds:.1%}" in said
+            and f"takes {whole.bill.seconds / 86_400:.1f}." in said)
+
+
+def test_answers_about_formats_are_their_values():
+    said, found = answers_of("03_number_formats"), listed()
+    for name in ("e5m2", "e4m3fn"):
+        odd = [code for code, value in enumerate(found[name].values) if not math.isfinite(value)]
+        assert (f"{odd[0]}" in said and f"{odd[-1]}" in said
+                and len(odd) == {"e5m2": 8, "e4m3fn": 2}[name])
+    sizes = sorted({abs(value) for value in found["e2m1"].values})
+    assert "{}, {}, {}, {}, {}, {}, {} and {},".format(*(f"{size:g}" for size in sizes)) in said
+    e4m3 = sorted({abs(value) for value in found["e4m3fn"].values if math.isfinite(value)
+                   and value})
+    gaps = {value: above / value - 1 for value, above in itertools.pairwise(e4m3)}
+    low = [f"{gap:.0%}" for value, gap in gaps.items() if value < 2.0**-6]
+    assert (low[::-1][:3] == ["14%", "17%", "20%"] and low[0] == "100%"
+            and "14%, 17%, 20%, up to 100%" in said)
+
+
+def test_answers_about_chance_are_those_of_the_record():
+    said, (_, losses) = answers_of("19_is_it_progress"), chance.pool()
+    sigma = chance.sigma_of(losses)
+    for seeds, bar, share in ((20, 0.005, 0.07), (30, 0.005, 0.04), (3, 0.015, 0.05),
+                              (1, 0.0, 0.5)):
+        assert chance.share_kept(chance.gains_of_nothing(losses, seeds=seeds),
+                                 bar) == pytest.approx(share, abs=0.006)
+    assert (2 * (1.645 * sigma / 0.005) ** 2 == pytest.approx(25.6, abs=0.05)
+            and "25.6, so 26" in said and "At 20 it is 7%, at 30 it is 4%" in said)
+
+
+def test_answers_about_optimizers_are_those_of_the_explorer():
+    said = answers_of("20_optimizers")
+    show = optimizers.rules_view({name: lpkit.preset(name)
+                                  for name in ("cpu-3m", "gpt2-124m", "llama-8b")})
+
+    def drawn(model, tokens, rule, panel):
+        bars = show(model, tokens)["data"][panel]
+        return dict(zip(bars["y"], bars["x"]))[rule]
+
+    assert (f"{drawn('cpu-3m', 4096, 'muon', 0):.2f} and {drawn('cpu-3m', 4096, 'normuon', 0):.2f} "
+            f"in `cpu-3m`" in said)
+    assert (f"{drawn('gpt2-124m', 4096, 'soap', 0):.1f} and "
+            f"{drawn('llama-8b', 4096, 'soap', 0):.1f}." in said)
+    for tokens in (65_536, 131_072):
+        assert f"{tokens:,} it is {drawn('cpu-3m', tokens, 'muon', 1):.2f}%" in said
+    assert (drawn("cpu-3m", 90_000, "muon", 1) == pytest.approx(1, abs=0.01)
+            and "from 90,000 tokens on" in said)
+    config = lpkit.preset("cpu-3m").replace({"optimizer": "muon"})
+    assert muons.published(config) == 0.3125
+
+
+def test_what_is_said_of_a_step_of_lora_is_the_formula():
+    said = " ".join(
+        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("24")),
+                              4)).split())
+    config = lpkit.preset("cpu-3m").replace({"global_batch": 4, "grad_accum_steps": 1,
+        "model.context": 128, "precision.recipe": "fp32", "system.device": "cpu",
+                                             "system.compile": False})
+    three = begun_from.three(config, rank=2)
+    full, lora, qkv = (lpkit.predict_trace(one) for one in three.values())
+    assert (f"{begun_from.trained_share(three[begun_from.ALL]):.2%} of the model's" in said
+            and f"{lora.peak_bytes / full.peak_bytes:.0%} of it is left" in said)
+    few = [lpkit.predict_trace(one.replace({"global_batch": 2, "model.context": 64})).peak_bytes
+           for one in list(three.values())[:2]]
+    assert f"with 2 sequences of 64 instead of 4 of 128 it is {few[1] / few[0]:.0%}" in said
+    kept = [one.operations for one in (full, lora, qkv)]
+    below = kept[0]["head"] + kept[0]["norm1"] - kept[1]["norm1"]
+    between = sum(size for name, size in kept[1].items() if ".B" in name)
+    inputs = sum(kept[1][f"{name}.A"] for name in ("mlp.up", "mlp.down"))
+    assert (all(f"{size:,}" in said for size in (below, between, inputs))
+            and f"{below / sum(kept[0].values()):.0%} of what is kept" in said)
+    times = [full.peak_bytes / lora.peak_bytes for model in (begun_from.seven_billion(),
+        begun_from.gpt3())
+             for full, lora in begun_from.rented(model, 4, "h100").values()]
+    assert f"from {min(times):.1f} to {max(times):.1f} in this table" in said
+
+
+def test_what_is_said_of_schedules_is_their_picture():
+    said = " ".join(
+        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("23")),
+                              4)).split())
+    config = lpkit.preset("cpu-3m").replace(less.SMALL | {"steps": 8})
+    left_out = fmean(1 - p for t in (10**6,) for p in progressive(Progressive(gamma=1.0), less.BERT,
+        2, t))
+    assert (left_out == pytest.approx(1 - less.progressive(0.5, 1.0, less.BERT, 10**6))
+            and f"{left_out:.1%} for BERT's 12 layers" in said)
+    assert (sum(less.TOKENS) / less.BERT == 0.75
+            and "25% is the area of token dropping to the digit" in said)
+    updates = {steps: less.arms(steps)[less.STACKED].steps for steps in (100, 8)}
+    assert (f"{100 * fmean(itertools.chain(*less.picture(less.arms(8)[less.STACKED].replace({'steps': 8})))):.0f}%" == "69%" and "x 4) / 4`, 69%" in said)
+    dropping = less.scheduled(config, "progressive-layer-drop")
+    drawn = [1 - less.flops(dropping.replace({"seed": seed})) / less.flops(config)
+             for seed in range(300)]
+    assert fmean(drawn) == pytest.approx(less.expected(config),
+        abs=0.01), "the mean over draws, by Monte Carlo"
+    assert (f"{less.expected(config):.1%} is the mean, and 64 draws scatter by "
+            f"{100 * stdev(drawn):.0f} points" in said)
+    assert (f"{1 / 0.76:.2f} of it is" in said and updates == {100: 137, 8: 11}
+            and f"{100 * drawn[0]:.0f}" == f"{RIGHT['23.area']}")
+
+
+def test_flops_of_a_schedule_are_those_that_are_counted():
+    for name in ("progressive-layer-drop", "stack", "token-drop"):
+        config = less.scheduled(less.study_config(4, 4).replace({"global_batch": 2}), name)
+        assert (less.counted(config) == less.flops(config)
+                < less.flops(config.replace({"governors": []}))), name
+
+
+def test_a_model_alone_has_the_flops_of_the_whole():
+    found = less.arms(150)
+    budget = less.flops(found[less.WHOLE])
+    for name, config in found.items():
+        assert less.flops(config) == pytest.approx(budget, rel=0.005), name
+
+
+def test_what_is_said_of_pipelines_is_the_clock():
+    said = " ".join(
+        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("17")),
+                              4)).split())
+    answers = answers_of("17_pipelines")
+
+    def at(schedule, chunks=1, message=0.0, dw=1.0, m=8):
+        one = pipelines.path(schedule, 4, m, chunks)
+        found = pipelines.timed(one, 1.0, 1.0, dw, message)
+        return found.step_seconds, found.bubble_share, pipelines.held(one, found)
+
+    gpipe, plain = at("gpipe"), at("1f1b")
+    assert (gpipe[:2] == plain[:2] and f"The update, {plain[0]:g}, and its bubble, {plain[1]:.1%}"
+            in answers)
+    assert (gpipe[2][0], plain[2][0], gpipe[2][-1], plain[2][-1]) == (8, 4, 8, 1)
+    thin = [at("interleaved", 2), at("interleaved", 2, 0.25), at("interleaved", 4),
+            at("interleaved", 4, 0.25)]
+    assert (f"{thin[0][0]:g} and {plain[0]:g} become {thin[1][0]:g} and {at('1f1b', 1, 0.25)[0]:g}"
+            in answers and f"{thin[2][0]:g} becomes {thin[3][0]:g}" in answers)
+    assert thin[3][0] > thin[1][0] and f"rank 0 holds {thin[0][2][0]:g} micro-batches" in answers
+    short, *long = [at("zero-bubble", dw=dw) for dw in (0.25, 1.0, 1.5, 3.0)]
+    assert (f"{short[0] * short[1]:g} of {short[0]:g}." in answers
+            and [round(step * share, 6) for step, share, _ in long] == [3, 3, 3]
+            and "stays at 3" in answers)
+    v = at("zbv")
+    assert (v[0] * v[1] == pytest.approx(long[0][0] * long[0][1] / 2)
+            and v[2] == long[0][2] == [4] * 4)
+    assert f"with 32 of them its bubble is {at('1f1b', m=32)[1]:.0%}" in said
+    counts = {pipelines.WHOLE: (4, 8, 0), pipelines.LATER: (4, 4, 4), pipelines.TWICE: (4, 8, 8)}
+    found = {how: SimpleNamespace(products=dict(zip(pipelines.PARTS, parts)))
+             for how, parts in counts.items()}
+    one, later, twice = (clocked for _, clocked in pipelines.by_products(found, 4, 8).values())
+    assert f"{twice.bubble_share:.0%} for {one.bubble_share:.0%}" in said
+    assert (f"takes {1 - later.step_seconds / one.step_seconds:.0%} less than 1F1B or "
+            f"{twice.step_seconds / one.step_seconds - 1:.0%} more" in said)
+
+
+def test_exercises_on_pipelines_are_the_kits():
+    for p, m in ((1, 1), (2, 5), (4, 4), (4, 9), (6, 7)):
+        one = pipelines.path("1f1b", p, m)
+        orders = [pipelines.one_f_one_b(rank, p, m) for rank in range(p)]
+        assert orders == [[f"{kind}{micro}" for _, kind, micro in one.order[rank]]
+                          for rank in range(p)]
+        found = pipelines.timed(one, 1.0, 1.5, 0.5)
+        assert (pipelines.step_seconds(orders, 1.0, 2.0) == found.step_seconds
+                and pipelines.bubble(p, m, 1) == pytest.approx(found.bubble_share))
+        assert found.rank_peaks == {rank: min(p - rank, m) for rank in range(p)}
+
+
+def test_newton_schulz_of_singular_values_is_muons():
+    m, v = torch.randn(48, 20), torch.rand(48, 20)
+    steps = muon.orthogonalised(m.double().clone())
+    torch.testing.assert_close(muons.newton_schulz(muons.spectra(m, v)["momentum"],
+        muon.NEWTON_SCHULZ),
+                               muons.over_rms(torch.linalg.svdvals(steps)))
+
+
+def test_singular_values_end_near_1_from_the_least_on():
+    """By the polynomial, on a fine grid in float64."""
+    values = torch.cat([torch.logspace(-6, 0, 200_001, dtype=torch.float64),
+                        torch.linspace(0, 1, 200_001, dtype=torch.float64)]).unique()
+    after = values
+    for _ in range(5):
+        after = 3.4445 * after - 4.7750 * after**3 + 2.0315 * after**5
+    within = (after > 0.5) & (after < 1.5)
+    edge = (values / muons.LEAST - 1).abs() < 1e-3
+    assert (torch.equal(within[~edge], values[~edge] > muons.LEAST)
+            and after[values > 0.01].min() > 0.68)
+    m = torch.diag(torch.tensor([1.0, 0.5, 2 * muons.LEAST, 0.5 * muons.LEAST]))
+    assert muons.near(m) == muons.Near(0.75, 0.75)
+
+
+def test_what_is_said_of_batches_is_in_the_record():
+    record, said = batches.Record.read(), " ".join(
+        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("21")),
+                              4)).split())
+    steps = {(name, batch): record.best(name, batch, 2.4).steps for name in batches.RATES
+             for batch in (*batches.BATCHES, batches.ANCHOR)}
+    for name, saved in (("adamw", (45, 18)), ("sgd", (28, 6))):
+        for (small, large), percent in zip(((4, 8), (64, 128)), saved):
+            assert 100 * (1 - steps[name, large] / steps[name, small]) == pytest.approx(percent,
+                abs=0.6)
+    assert (steps["adamw", 4] == pytest.approx(468, abs=0.5)
+            and record.predicted("adamw", 4, 2.4).value == pytest.approx(683, abs=0.5))
+    assert (batches.law_error(record, "adamw", 2.4) == pytest.approx(0.07, abs=0.002)
+            and "within 7%" in said)
+    assert (record.law("adamw", 2.4)[1] == pytest.approx(22.3, abs=0.1)
+            and record.on_the_way("adamw", 2.4)[0] == pytest.approx(38.6, abs=0.1))
+    assert (batches.rate_exponent(record, "adamw") == pytest.approx(0.42, abs=0.005)
+            and "power of 0.42" in said)
+    assert [batches.held_cells(record, name) for name in batches.RATES] == [5, 5]
+
+
+def test_ticks_between_powers_of_ten_are_whole_numbers():
+    """plotly writes those of "D1" and "D2" as 2 and 5, unless they have a format."""
+    record = batches.Record.read()
+    moved = {how: {width: {"mlp": 1.0} for width in widths.WIDTHS}
+             for how in widths.PARAMETRISATIONS}
+    for spec in (batches.steps_figure(record, "adamw"), widths.check_figure(moved)):
+        assert (spec["layout"]["yaxis"]["dtick"], spec["layout"]["yaxis"]["tickformat"]) == ("D2",
+            ",~r")
+    assert drawing.axis("bytes", type="log", dtick="D1", exponentformat="SI")["tickformat"] == "~s"
+    assert drawing.axis("gap", type="log", dtick="D2", tickformat=".0%")["tickformat"] == ".0%"
+    assert ("tickformat" not in drawing.axis("x", type="log", dtick=1)
+            and "tickformat" not in drawing.axis("x"))
+
+
+def said_in(number):
+    return " ".join(
+        text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)),
+                              4)).split())
+
+
+def test_what_is_said_of_widths_is_in_the_record():
+    found, said = {how: widths.transfer(widths.width_runs(), how)
+                   for how in widths.PARAMETRISATIONS}, said_in("27")
+    standard, mup = found["standard"], found["muP"]
+    assert ((standard.best[32], standard.best[256]) == (0.032, 0.002)
+            and "falls from 0.032 to 0.002" in said)
+    assert (standard.best[32] / standard.best[256] == RIGHT["27.rate"]
+            and max(mup.best.values()) == 2 * min(mup.best.values()))
+    assert (f"{standard.cost:.0%}" == "14%" and f"{mup.cost:.0%}" == "3%"
+            and "costs the wide one 14% of its loss" in said and "costs 3%" in said)
+    assert (f"({mup.own:.2f} nats) is worse than the standard one at its own rate "
+            f"({standard.own:.2f})" in said)
+
+
+def test_what_is_said_of_searches_is_in_the_record():
+    found, said = search.searches(), said_in("28")
+    pairs = [(min(one), min(other)) for one, other in zip(found["tpe"], found["random"])]
+    ahead, behind = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
+    assert ((ahead, behind) == (RIGHT["28.ahead"], 5)
+            and f"ahead in {ahead} pairs, behind in {behind} and level in {20 - ahead - behind}"
+            in said)
+    assert f"with a probability of {search.coin(ahead, behind):.2f}" in said
+    gains = [math.log(b / a) for a, b in pairs]
+    drawn = torch.tensor(gains, dtype=torch.float64)[torch.randint(20, (100_000, 20),
+        generator=torch.Generator().manual_seed(0))].mean(1)
+    gain = search.gain(found, 20)
+    assert (gain.mean == pytest.approx(fmean(gains))
+            and f"by {gain.mean:.1%} ({gain.low * 100:.1f} to {gain.high:.1%})" in said
+            and f"p = {gain.p:.3f}" in said)
+    assert (drawn.quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+            == pytest.approx([gain.low, gain.high], abs=0.001)), "by the bootstrap"
+    signs = (torch.randint(0, 2, (100_000, 20), generator=torch.Generator().manual_seed(1)).double()
+             * 2 - 1)
+    flipped = (signs * torch.tensor(gains, dtype=torch.float64)).mean(1).abs()
+    assert gain.p == pytest.approx((flipped >= gain.mean).double().mean().item(),
+                                   abs=0.01), "by random signs"
+
+
+def test_a_goal_that_fails_has_a_card_that_says_so():
+    """The card of a claim is green where it holds: also the claim that the goal was missed."""
+    failed = {path.stem[:2] for path in BOOKS if re.search(r"\b[Tt]he goal fails (?!if)",
+        said_in(path.stem[:2]))}
+    cards = {path.stem[:2] for path in BOOKS if "goal(" in text_of_code(nbformat.read(path, 4))}
+    assert {"20", "21", "25", "26", "28"} <= failed <= cards, failed - cards
+
+
+@pytest.mark.parametrize("met, word, sign",
+                         [({"a": True, "b": True}, "The goal is reached", "✓ b"),
+                          ({"a": True, "b": False}, "The goal failed", "✗ b"),
+                                             ({"a": None, "b": True}, "This machine cannot tell "
+                                                 "whether the goal is reached", "? a"),
+                                             ({"a": None, "b": False}, "The goal failed", "? a")])
+def test_the_card_of_a_goal(monkeypatch, met, word, sign):
+    shown = []
+    monkeypatch.setattr(goals, "display", lambda data, raw, **more: shown.append((data, more)))
+    goals.goal("Lion is <faster>.", met)
+    [(data, more)] = shown
+    assert (data["text/plain"].splitlines()[0] == f"{word}: Lion is <faster>."
+            and sign in data["text/plain"].splitlines())
+    assert (f"<b>{word}</b>: Lion is &lt;faster&gt;." in data["text/html"]
+            and f">{sign}<" in data["text/html"])
+    assert more == {}, "no claim, so no failure of the notebook"
+
+
+def test_minutes_stand_below_the_title(book):
+    """Those of the exercises are the exercises' own, without what is for another day; the whole
+    leaves time to read."""
+    later = "\n".join(cell.source
+                      for cell in itertools.dropwhile(
+                          lambda cell: not cell.source.startswith("## More, for another day"),
+                          book.cells))
+    main = [one for name, one in EXERCISES.items()
+            if name.startswith(book.cells[0].source[2:4] + ".") and f'"{name}"' not in later]
+    assert sum(one.name in PUZZLES for one in main) <= 5, "more is for another day"
+    tasks = sum(one.minutes for one in main)
+    whole, *of = map(int, re.search(r"^\*About (\d+) minutes(?:, (\d+) of them for the "
+                                    r"exercises)?\.\*$",
+                                    book.cells[0].source, re.MULTILINE).groups(default=0))
+    words = sum(len(cell.source.split()) for cell in book.cells if cell.cell_type == "markdown")
+    assert of == [tasks] and whole >= tasks + words / 250
+
+
+# What is right, at tier cpu on one machine. A start within a factor of 3 of it would hold by itself
+# on some machine.
+RIGHT = {"00.loss": 2.6, "00.step": 0.18, "01.peak": 131, "02.mfu": 23, "03.zero": 96,
+         "04.int8": 21, "05.lost": 57, "05.zero": 4.2, "06.step": 1.0,
+         "09.days": 24, "09.dollars": 1.19e6, "10.bytes": 35, "11.off": 7.1, "11.won": 109,
+         "12.scores": 3.75, "12.tiles_hold": 1.86, "12.moved": 10.8,
+         "12.late": 0.98, "13.window": 1120, "13.kind": 564, "14.zero_one": 1.77,
+         "14.zero_two": 2.67, "14.sent_one": 1.0, "14.sent_three": 1.45,
+         "14.accumulated": 4.0, "15.sent": 0.78, "15.speed": 1.25, "16.sent": 10.67,
+         "16.order": 1.738, "17.bubble_share": 27, "17.products": 1.67, "19.coin": 37,
+         "19.fifty": 2.35, "20.soap": 38.0, "20.update": 101,
+         "21.updates": 183, "21.rate": 4.04, "22.depth": 4, "22.speed": 1.18, "23.area": 18,
+         "23.updates": 138, "24.peak": 67, "24.time": 75, "25.peak": 11.7,
+         "25.step": 0.036, "26.muon": 140, "26.near": 34, "27.rate": 16, "28.ahead": 11,
+         "28.saved": 49}
+
+
+def test_no_guess_is_right_where_it_starts():
+    ends = {}
+    for path in BOOKS:
+        for cell in code_of(nbformat.read(path, as_version=4)):
+            for node in ast.walk(ast.parse(cell.source)):
+                match node:
+                    case ast.Call(func=ast.Name(id="keep"),
+                                  args=[ast.Constant(value=key),
+                                        ast.Call(func=ast.Name(id="Guess"), keywords=given)]):
+                        ends[key] = {one.arg: ast.literal_eval(one.value) for one in given
+                                     if one.arg != "unit"}
+    assert ends.keys() == RIGHT.keys()
+    for key, scale in ends.items():
+        assert (scale.keys() == {"low", "high"} and 3 * scale["low"] < RIGHT[key]
+                < scale["high"]), key
+
+
+# what draws seconds of this machine
+TIMED = {"bought_figure", "cost_figure", "overlap_figure", "roofline_figure", "training_figure",
+         "LiveRun"}
+
+
+def test_seconds_know_what_others_took(book):
+    """So that they are drawn pale where other processes took the cores."""
+    for cell in code_of(book):
+        for node in ast.walk(ast.parse(cell.source)):
+            match node:
+                case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), keywords=given):
+                    said = {one.arg: one.value for one in given}
+                    seconds = name == "Row" and getattr(said.get("unit"), "value", "") in ("s",
+                        "seconds")
+                    assert "others" in said or not (seconds or name in TIMED), ast.unparse(node)
+
+
+def test_the_start_page_has_every_notebook_on_a_way_and_its_minutes():
+    [page] = [cell.source for cell in nbformat.read(BOOKS[0], as_version=4).cells
+              if cell.id == "start-ways"]
+    assert "Shift+Enter" in page
+    minutes = {path.name: int(re.search(r"About (\d+) minutes",
+        nbformat.read(path, as_version=4).cells[0].source)[1]) for path in BOOKS}
+    ways = [(re.findall(r"\]\((\S+?\.ipynb)\)", line), int(line.rsplit("|", 2)[1]))
+            for line in page.splitlines() if ".ipynb)" in line]
+    assert {name for names, _ in ways for name in names} == minutes.keys()
+    for names, said in ways:
+        assert said == sum(minutes[name] for name in names), names
+    assert f"about {sum(minutes.values()) / 60:.0f} hours" in page
+    record = json.loads(next((BOOKS[0].parents[1] / "data/measured").glob(
+        "course-*.json")).read_text())
+    quiet = [case["ours_median"] for case in record["cases"]
+             if case["case"] in [path.stem for path in BOOKS]]
+    assert "between ten seconds and two minutes" in page and 10 <= min(quiet) and max(quiet) <= 120
+
+
+def test_the_kernel_that_10_shows_is_one(tmp_path):
+    """The notebook runs it with a `tl` of its own; here Triton's interpreter does."""
+    pytest.importorskip("triton")
+    cells = {cell.id: cell.source for path in BOOKS
+             for cell in nbformat.read(path, as_version=4).cells}
+    kernel = cells["kernels-first-0"].partition("\n\n")[0]
+    assert kernel.startswith("def double")
+    code = (f"import torch, triton, triton.language as "
+            f"tl\n\n@triton.jit\n{kernel.replace('BLOCK):', 'BLOCK: tl.constexpr):')}\n\n" + (
+        "x, y = torch.randn(21), torch.full((40,), torch.nan)\ndouble[(3,)](x, y, 21, 8)\n"
+        "assert torch.equal(y[:21], 2 * x) and y[21:].isnan().all()"))
+    (tmp_path / "kernel.py").write_text(code)
+    done = subprocess.run([sys.executable, "kernel.py"], cwd=tmp_path,
+                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_recomputed_forward_casts_again():
+    """08 says so. If casts were made once, recomputation in 8 bits would save half of what the
+    first products of Linears take."""
+    text = text_of(nbformat.read(next(path for path in BOOKS if path.stem.startswith("08")),
+                                 as_version=4))
+    assert ("A block that runs again casts again" in text
+            and "in a narrow model it gains nothing there" in text)
+    saved = {}
+    for name in ("gpt2-350m", "llama-8b"):
+        config = lpkit.preset(name).replace({"global_batch": 4, "grad_accum_steps": 1,
+            "memory.recompute": "block"})
+        plain, fp8 = ({row.name: row.seconds for row in step_time(config, CATALOGUE["h100"],
+            precision=one).rows} for one in ("bf16", "fp8-tensorwise"))
+        products = sum(seconds for row, seconds in plain.items()
+                       if row.startswith(("attention.", "mlp."))) / 3
+        saved[name] = (plain["recomputation"] - fp8["recomputation"]) / products
+    assert saved["gpt2-350m"] < 0.02 and 0.02 < saved["llama-8b"] < 0.5, saved
+
+
+def begun(number, *words, **parameters):
+    """(what a notebook's first cells leave, those cells): its parameters and imports, and the cells
+    with these words, in order."""
+    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith(number)), as_version=4)
+    first, imports, *others = code_of(book)
+    cells = [first, imports, *(cell for cell in others
+                               if any(word in cell.source for word in words))]
+    there: dict = {}
+    for cell in cells:
+        exec(cell.source.replace("\nbegin()", ""), there)
+        there |= parameters
+    return there, cells
+
+
+def test_00_begins_without_a_red_line(capsys, monkeypatch, tmp_path):
+    """What a kernel hears on standard error is red: also where the corpus is not prepared yet,
+    which shows how far it is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, cells = begun("00", "taste =", "alone = ", "keep(", "prepared(config)", tier="smoke")
+    out, err = capsys.readouterr()
+    assert err == "" and "tokens of python-stdlib" in out and len(cells) == 7
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_01_says_to_the_byte_above_rows_that_are_equal(recipe):
+    there, cells = begun("01", "size =", "lpkit.reconcile(", "here = hardware.machine()",
+                         "by_operation = kept(", tier="smoke", recipe=recipe)
+    measured = {"batch": there["measured"].most["batch"], **there["measured"].operations}
+    off = {name: measured.get(name, 0) - size for name, size in there["formulas"].items()
+           if measured.get(name, 0) != size}
+    assert (off == {"loss": 8} and measured.keys() <= there["formulas"].keys()
+            and len(cells) == 6), "two single numbers"
+    book = nbformat.read(next(path for path in BOOKS if path.stem.startswith("01")), as_version=4)
+    above = book.cells[[cell.source for cell in book.cells].index(cells[-1].source) - 1]
+    assert ("On a CPU, in 32 or 16 bits, they agree to the byte, but for two single numbers that "
+            "the loss\nkeeps" in above.source)
+
+
+def test_14_names_what_trains_in_place_of_the_papers_zero_2():
+    """In every figure and table of real ranks, here of stand-ins for them."""
+    names, shown = [f"ZeRO {stage}" for stage in range(4)], []
+    states = dict.fromkeys(ranks.STATES, 1.0)
+    rank = SimpleNamespace(most=states, losses=[1.0] * 4, sent_bytes={"all-gather": 1.0},
+                           messages={})
+    stand_ins = dict(vars(ranks), spread=lambda *_, **told: dict.fromkeys(names, Config()),
+                     states=lambda _: states, losses=lambda *_: [1.0] * 4,
+                     steps=lambda configs, **_: dict.fromkeys(configs, rank), sent=lambda _: {},
+                     counted=lambda _: {"all-gather": 1.0})
+    begun("14", "called", tier="smoke", tiny=Config(), device="cpu", sequences=2,
+          lesson=SimpleNamespace(**stand_ins), Figure=shown.append,
+          HTML=shown.append, lpkit=SimpleNamespace(predict_trace=lambda *_, **__: rank),
+          large={1: dict.fromkeys(names, Config())},
+          least=dict.fromkeys(names, 1.0), Comparison=shown.append,
+          **{f"guess_{name}": SimpleNamespace(scored=lambda row: row)
+             for name in ("one", "two", "sent", "three", "more")})
+    assert len(shown) >= 3
+    for one in shown:
+        assert "FSDP2, gathered once" in repr(one) and "ZeRO 2" not in repr(one), one

@@ -1,0 +1,319 @@
+"""The kit's own GPU branches, executed where there is none (tests/gpu/fake_gpus.py): the CPU's numbers,
+in float32 to the bit, and nothing that a stream did not wait for. A wait that is taken away must be
+missed."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lpkit import hardware, measure
+from lpkit.config import Config
+from lpkit.kernels import choose
+from lpkit.measure import doctor
+from lpkit.measure.probes import UnavailableError
+from lpkit.memory.state import Host
+from lpkit.parallel.meeting import joined
+from lpkit.training import ahead, checkpoint
+from lpkit.training.build import choose_device, environment
+from lpkit.training.loop import fit
+from lpkit.training.runs import RunFailedError
+from lpkit.training.training import Training
+from tests.gpu.fake_gpus import Autocast, RaceError, gpus, nccl
+
+CUDA = torch.device("cuda")
+HOST = {"memory.optimizer_state": "cpu"}
+
+
+@pytest.fixture
+def tiny(corpus, monkeypatch) -> Config:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
+    return Config().replace({
+        "model.layers": 2, "model.width": 32, "model.heads": 2, "model.context": 16,
+        "data.source": str(corpus / "*.py"), "steps": 4,
+        "global_batch": 4, "eval_every": 2, "eval_batches": 1, "checkpoint_every": 2,
+        "schedule.warmup_steps": 2, "precision.recipe": "fp32",
+        "system.compile": False, "system.attention": "plain", "system.kernels": "reference",
+        "system.threads": 1})
+
+
+# ---- the GPU itself
+
+def test_it_says_where_a_tensor_is_and_takes_what_is_together():
+    with gpus(2):
+        x = torch.arange(6.0, device="cuda").requires_grad_()
+        assert (x.device, x.is_cuda, (2 * x).device, x.cpu().device) == (torch.device("cuda:0"),
+            True, x.device, torch.device("cpu"))
+        x.square().sum().backward()
+        assert x.grad.is_cuda and x.grad.tolist() == [0, 2, 4, 6, 8, 10]
+        there = torch.nn.Linear(6, 2).to("cuda:1")
+        assert there(torch.ones(6, device="cuda:1")).get_device() == 1
+        for wrong in (torch.ones(6), x.detach()):
+            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+                there(wrong)
+        assert copy.deepcopy(x.detach()).is_cuda and copy.deepcopy(there).weight.get_device() == 1
+        with pytest.raises(TypeError, match="can't convert cuda"):
+            x.detach().numpy()
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(1, device="cuda:2")
+    assert not torch.cuda.is_available() or torch.cuda.device_count()
+
+
+def test_what_is_not_waited_for_is_found():
+    with gpus() as fake:
+        x, side = torch.ones(4, device="cuda"), torch.cuda.Stream()
+        with torch.cuda.stream(side), pytest.raises(RaceError,
+                match="stream 1 of cuda:0 uses what stream 0 of cuda:0 wrote"):
+            x + 1
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = x + 1
+        with pytest.raises(RaceError, match="writes what stream 1 of cuda:0 still reads"):
+            x.zero_()
+        torch.cuda.current_stream().wait_event(side.record_event())
+        assert x.zero_().sum().item() + y.sum().item() == 8
+        sent = y.to("cpu", non_blocking=True)
+        with pytest.raises(RaceError, match="the host uses what stream 0"):
+            sent.tolist()
+        torch.cuda.synchronize()
+        assert sent.tolist() == [2] * 4
+        fake.races.clear()
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_that_a_stream_may_still_use_is_not_used_again(recorded):
+    with gpus() as fake:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x = torch.ones(4, device="cuda")
+        torch.cuda.current_stream().wait_stream(side)
+        y = x + 1
+        if recorded:
+            x.record_stream(torch.cuda.current_stream())
+        del x
+        assert [*fake.races] == ([] if recorded else ["memory of stream 1 of cuda:0 is given back "
+                                                      "while stream 0 of cuda:0 may still use it"])
+        fake.races.clear()
+    assert y.tolist() == [2] * 4
+
+
+# ---- moments, numbers on their way, batches
+
+def test_a_moment_is_reached_once_it_was_waited_for():
+    with gpus():
+        first = ahead.moment(CUDA)
+        torch.ones(3, device="cuda").mul_(2).add_(1)
+        then = ahead.moment(CUDA)
+        assert not isinstance(then, ahead.HostMoment) and not then.query()
+        with pytest.raises(RuntimeError, match="completed before"):
+            first.elapsed_time(then)
+        then.synchronize()
+        # an operation is a millisecond here
+        assert then.query() and first.query() and first.elapsed_time(then) == 3
+
+
+def test_numbers_arrive_when_they_are_waited_for():
+    with gpus() as fake:
+        sent = ahead.Arriving({"loss": torch.full((), 1.5, device="cuda"), "lr": 0.25}, CUDA)
+        assert sent.sent[1].is_pinned()
+        with pytest.raises(RaceError):
+            float(sent.sent[1][0])
+        fake.races.clear()
+        assert sent.values() == {"loss": 1.5, "lr": 0.25}
+
+
+def test_batches_come_by_a_stream_of_their_own_to_the_gpu_of_their_run(tiny):
+    """The thread that makes them has said which GPU: a thread begins with the first."""
+    with gpus(2) as fake:
+        training = Training.build(tiny.replace({"system.device": "cuda:1"}))
+        batch = training.batch(0)
+        assert batch.tokens.device == torch.device("cuda:1") and batch.tokens.is_contiguous()
+        assert ("MainThread", 1) in fake.told and ("lpkit-batches_0", 1) in fake.told
+        assert (fake.of(batch.tokens).born.index == 1
+                and fake.of(batch.tokens).born is not fake.default[1])
+        assert {p.device for p in training.model.parameters()} == {torch.device("cuda:1")}
+        there = batch.tokens.tolist()
+    assert there == Training.build(tiny.replace({"system.device": "cpu"})).batch(0).tokens.tolist()
+
+
+# ---- whole runs
+
+WAYS = {
+    "plain": {}, "in two pieces": {"grad_accum_steps": 2}, "bf16": {"precision.recipe": "bf16"},
+    "fp16": {"precision.recipe": "fp16"},
+    "fp8, emulated": {"precision.recipe": "fp8-delayed", "precision.backend": "emulated"},
+    "state on the host": HOST, "state on the host, 8 bits": HOST | {"memory.moment_format": "int8"},
+    "state on the host, bf16 weights": HOST | {"memory.param_dtype": "bf16",
+        "precision.recipe": "bf16"},
+    "state on disk": {"memory.optimizer_state": "disk"},
+    "in backward": HOST | {"memory.optimizer_step": "in-backward", "optimizer.clip": 0},
+    "saved on the host": {"memory.activation_offload": "cpu"},
+    "saved on disk": {"memory.activation_offload": "disk"},
+    "saved in 8 bits": {"memory.activation_offload": "int8"},
+    "recomputed": {"memory.recompute": "block", "memory.activation_offload": "cpu"},
+    "all": HOST | {"memory.recompute": "block", "memory.activation_offload": "cpu",
+                   "memory.cross_entropy": "chunked", "grad_accum_steps": 2}}
+
+
+def told(run) -> list[dict]:
+    return [{key: value for key, value in line.items()
+             if key not in ("step_seconds", "peak_bytes", "sha256")} for line in run.metrics]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_on_a_gpu_is_the_cpus_and_waits_for_what_it_uses(tiny, tmp_path, way):
+    """Stopped and taken up, too."""
+    config, runs = tiny.replace(WAYS[way]), {}
+    for device in ("cpu", "cuda"):
+        with gpus() if device == "cuda" else pytest.MonkeyPatch.context():
+            there = config.replace({"system.device": device})
+            fit(Training.build(there), tmp_path / device)
+            runs[device] = fit(Training.build(there.replace({"steps": 6})), tmp_path / device,
+                               resume=True)
+    assert (len(runs["cuda"].metrics) == 6
+            and all(line["step_seconds"] > 0 and line["peak_bytes"] > 0
+                    for line in runs["cuda"].metrics))
+    # a GPU's products of 16 bits are rounded once, in float32
+    if config.precision.recipe.name != "fp32":
+        assert ([line["loss"] for line in runs["cuda"].metrics]
+                == pytest.approx([line["loss"] for line in runs["cpu"].metrics], rel=1e-3))
+        return
+    assert told(runs["cpu"]) == told(runs["cuda"])
+    ours, theirs = (checkpoint.load_latest(runs[device].checkpoints)[0].tensors
+                    for device in ("cuda", "cpu"))
+    assert ("rng/cuda" in ours and {name for name in ours if name.startswith("model/")}
+            == {name for name in theirs if name.startswith("model/")})
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs.keys() & ours.keys())
+
+
+TAKEN_AWAY = {
+    "what is fetched is used before it has arrived": ("stream.wait_event", {}),
+    "state is written back while it is updated": ("stream.wait_stream", HOST),
+    "activations leave while they are made": ("stream.wait_stream",
+        {"memory.activation_offload": "cpu"}),
+    "memory is used again while a copy reads it": ("record_stream",
+        {"memory.activation_offload": "cpu"}),
+    "numbers are read on their way": ("event.synchronize", {}),
+    "a checkpoint is written while state travels": ("cuda.synchronize", HOST)}
+
+
+@pytest.mark.parametrize("what", TAKEN_AWAY)
+def test_a_wait_that_is_taken_away_is_missed(tiny, tmp_path, monkeypatch, what):
+    name, changes = TAKEN_AWAY[what]
+    with pytest.raises((RaceError, RunFailedError),
+                       match=r"has not waited for it|still reads|may still use it"), gpus() as fake:
+        owner, method = {"stream.wait_event": (fake.Stream, "wait_event"),
+                         "stream.wait_stream": (fake.Stream, "wait_stream"),
+                         "record_stream": (torch.Tensor, "record_stream"),
+                         "event.synchronize": (fake.Event, "synchronize"),
+                         "cuda.synchronize": (torch.cuda, "synchronize")}[name]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, method, lambda *_: None)
+            fit(Training.build(tiny.replace({"system.device": "cuda", **changes})),
+                tmp_path / "run")
+
+
+def test_state_goes_in_order_and_comes_back_as_it_was():
+    """No fetch overtakes a write-back: they are of one stream."""
+    with gpus() as fake:
+        host = Host(CUDA)
+        stored = host.store(torch.arange(4.0, device="cuda"))
+        assert stored.is_pinned() and stored.device.type == "cpu"
+        [used] = host.prefetch([stored], CUDA)()
+        host.write_back([stored], [used.add_(1)])
+        with pytest.raises(RaceError, match="the host uses what stream 1"):
+            stored.tolist()
+        [again] = host.prefetch([stored], CUDA)()
+        assert again.tolist() == [1, 2, 3, 4] and again.is_cuda
+        fake.races.clear()
+        torch.cuda.synchronize()
+        assert stored.tolist() == [1, 2, 3, 4]
+
+
+# ---- what a GPU says of itself
+
+def test_a_gpus_facts_are_its_own(tiny):
+    with gpus(2, name="NVIDIA A100-SXM4-40GB", major=8, total_memory=40 * 2**30):
+        x = torch.ones(2**20, device="cuda:1")
+        assert (hardware.memory_bytes("cuda") == 40 * 2**30
+                and hardware.available_bytes("cuda:1") == 40 * 2**30 - x.nbytes)
+        assert (hardware.peak_bytes("cuda:1") == hardware.held_bytes("cuda:1") == x.nbytes
+                and hardware.held_bytes("cuda:0") == 0)
+        assert hardware.reset_peak("cuda") and hardware.room("cuda:1").kind == "gpu"
+        assert hardware.low_formats(CUDA) == () if torch.version.hip else ("int8",)
+        assert (choose_device("auto").why == "PyTorch sees NVIDIA A100-SXM4-40GB"
+                and choose_device("cuda", 1, 2).used == "cuda:1")
+        made = Training.build(tiny.replace({"system.device": "cuda", "precision.recipe": "auto"}))
+        assert (made.decisions.choices["precision"].why
+                == "compute capability 8.0 has bf16 tensor cores")
+        assert environment(made.decisions)["device"] == "NVIDIA A100-SXM4-40GB"
+        assert (isinstance(made.decisions.autocast, Autocast)
+                and {p.device for p in made.model.parameters()} == {torch.device("cuda:0")})
+
+
+def test_energy_is_the_counter_of_this_gpu(monkeypatch):
+    asked = []
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=asked.append,
+                           nvmlDeviceGetTotalEnergyConsumption=lambda handle: 5000)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    with gpus():
+        assert (hardware.energy_joules("cuda") == (5.0, "NVML's counter, this GPU alone")
+                and asked == ["GPU-fake"])
+
+
+def test_the_doctor_lists_what_is_there():
+    with gpus(2):
+        assert [gpu["capability"] for gpu in doctor.machine()["gpus"]] == ["9.0", "9.0"]
+        there = choose._machine()
+        assert doctor._tf32(CUDA) and torch.get_float32_matmul_precision() == "highest"
+    with gpus(major=7, minor=5), pytest.raises(UnavailableError,
+            match=r"came with compute capability 8.0"):
+        doctor._tf32(CUDA)
+    assert there != choose._machine(), "what was raced on one machine is not taken on another"
+
+
+# ---- ranks, each with a GPU
+
+@pytest.mark.dist
+@pytest.mark.parametrize("layout", [{"parallel.data": 2},
+                                    {"parallel.shard": 2, "parallel.zero": 1}],
+    ids=["ZeRO 0", "ZeRO 1"])
+def test_each_rank_trains_on_the_gpu_of_its_number_as_on_a_cpu(on_ranks, tiny, layout):
+    found = on_ranks("on_gpus",
+                     tiny.replace({**layout, "system.device": "cuda", "grad_accum_steps": 2}),
+                     gpus=2)
+    alone = Training.build(tiny.replace({"system.device": "cpu", "grad_accum_steps": 2}))
+    losses = [alone.update(step).loss.item() for step in range(3)]
+    for rank, one in enumerate(found):
+        assert (one["backends"] == ["cpu:gloo,cuda:nccl"] and one["mesh"] == "cuda"
+                and one["races"] == [])
+        assert (one["first"] == rank and set(one["set"]) == {rank}
+                and one["devices"] == [f"cuda:{rank}"])
+        assert one["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_the_doctor_tries_nccl_on_a_gpu_for_each_rank(on_ranks, tiny):
+    assert on_ranks("doctors", tiny, program="all-reduce") == [[0, "cpu:gloo,cuda:nccl"],
+        [1, "cpu:gloo,cuda:nccl"]]
+
+
+def test_a_rank_takes_its_gpu_before_it_meets_the_others(tiny, tmp_path):
+    with gpus(2) as fake, nccl() as asked, joined(tiny.replace({"system.device": "cuda"}), rank=0,
+            world=1, local_rank=1, local_world=1,
+                                                  init_method=f"file://{tmp_path}/store") as ranks:
+        assert (fake.told[0] == ("MainThread", 1) and asked == ["cpu:gloo,cuda:nccl"]
+                and ranks.device == "cuda")
+        assert ranks.mean(torch.ones(2, device="cuda")).device == torch.device("cuda:1")
+
+
+def test_a_step_is_measured_when_the_gpu_is_done(tiny):
+    with gpus():
+        bench = measure.Bench(tiny.replace({"system.device": "cuda"}))
+        assert bench.seconds() > 0 and bench.where.startswith("NVIDIA H100")
+        found = bench.footprint()
+        assert (found.counted_bytes > 0 and found.most["weights"]
+                == sum(p.nbytes for p in bench.model.parameters()))
+        assert found.most["allocator"] > 0, "CUDA's rounds each tensor up"

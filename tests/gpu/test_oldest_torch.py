@@ -1,0 +1,103 @@
+"""The kit's calls of PyTorch bind to the oldest PyTorch that it supports, of which
+`torch_2_11.json` holds the parameters.
+
+`python -m tests.gpu.test_oldest_torch` prints them where that PyTorch is installed: of every function
+and class with a signature that lpkit names.
+"""
+
+import ast
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from pkgutil import resolve_name
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+OLDEST = json.loads((ROOT / "tests" / "torch_2_11.json").read_text())
+HERE = torch.__version__.startswith("2.11.")
+
+
+def names_of(tree: ast.AST) -> dict[str, str]:
+    """What a module calls each part of PyTorch that it imports."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {one.asname or "torch": one.name if one.asname else "torch"
+                      for one in node.names if one.name.split(".")[0] == "torch"}
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+    return names
+
+
+def calls(source: str) -> Iterator[tuple[str, ast.Call]]:
+    tree = ast.parse(source)
+    names = names_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            head, *rest = ast.unparse(node.func).split(".")
+            if head in names and all(map(str.isidentifier, rest)):
+                yield ".".join([names[head], *rest]), node
+
+
+def parameters(name: str) -> str | None:
+    """As they stand in a def, every default 0; None: it has no signature."""
+    try:
+        signature = inspect.signature(resolve_name(name))
+    except (ValueError, TypeError, ImportError, AttributeError):
+        return None
+    empty = inspect.Parameter.empty
+    bare = [one.replace(annotation=empty, default=empty if one.default is empty else 0)
+            for one in signature.parameters.values()]
+    return str(inspect.Signature(bare))[1:-1]
+
+
+def why_not(name: str, call: ast.Call) -> str:
+    """What PyTorch 2.11 does not take of this call; what is starred is told at run time."""
+    signature = inspect.signature(eval(f"lambda {OLDEST[name]}: 0"))
+    places = [one for one in call.args if not isinstance(one, ast.Starred)]
+    named = {one.arg: 0 for one in call.keywords if one.arg}
+    try:
+        signature.bind_partial(*places, **named)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def sources() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): path.read_text()
+            for path in sorted((ROOT / "lpkit").rglob("*.py"))}
+
+
+def test_every_call_binds_to_the_oldest_signature():
+    bound = [(f"{path}:{call.lineno}", name, why_not(name, call))
+             for path, source in sources().items() for name, call in calls(source)
+             if name in OLDEST]
+    assert len(bound) > 200
+    assert [one for one in bound if one[2]] == []
+
+
+@pytest.mark.parametrize("call, said", [
+    ("import torch\ntorch.compile(f, name='f')", "unexpected keyword argument 'name'"),
+    ("from torch import distributed as dist\ndist.barrier(timeout=3)", "unexpected keyword "
+        "argument 'timeout'"),
+    ("import torch.nn.functional as F\nF.rms_norm(x, (4,), w, eps=1e-5)", "")])
+def test_what_came_later_is_found(call, said):
+    [(name, node)] = calls(call)
+    assert said in why_not(name, node) and bool(said) == bool(why_not(name, node))
+
+
+def test_the_table_is_of_the_oldest_that_can_be_installed():
+    """Where it is installed, word for word."""
+    assert '"torch>=2.11"' in (ROOT / "pyproject.toml").read_text()
+    for name, held in OLDEST.items():
+        here = parameters(name)
+        assert here == held if HERE else here is not None, name
+
+
+if __name__ == "__main__":
+    called = sorted({name for source in sources().values() for name, _ in calls(source)})
+    print(json.dumps({name: held for name in called if (held := parameters(name)) is not None},
+                     indent=1))

@@ -1,0 +1,331 @@
+"""Attempts that mean harm, or loop, crash and exit: each is a sentence and never "right", this
+process lives, and the next right answer is judged right. What goes with a function from a notebook,
+and what does not."""
+
+import contextlib
+import functools
+import json
+import math
+import os
+import textwrap
+import time
+
+import psutil
+import pytest
+import torch
+
+from lessons.judging import attempts, judge, puzzles
+from lessons.judging.attempts import Answer, Attempt, Parcel, Unknown, asked, pack, unpack
+from lessons.judging.judge import Verdict
+from lessons.judging.learner import check
+from lpkit.machine_facts import cores
+from tests.attack import patience
+from tests.lessons.judging.course import EXERCISES, PUZZLES
+
+SECONDS = 3.0
+RIGHT = b'{"status": "right", "detail": ""}'
+HOSTILE = {
+    "right verdicts into every file": f"for fd in range(256):\n    try: os.write(fd, "
+                                      f"{RIGHT + chr(10).encode()!r})\n    except OSError: pass",
+    "garbage into every file": "for fd in range(256):\n    try: os.write(fd, os.urandom(99))\n    "
+                               "except OSError: pass",
+    "answers of nothing into every file": """
+        from lessons.judging.attempts import pack
+        for fd in range(3, 256):
+            try: os.write(fd, 300 * pack([None, "", "", False]))
+            except OSError: pass""",
+    "answers without an end": "from lessons.judging.attempts import pack\nwhile True: os.write(3, "
+                              "pack(['x' * 10**6, '', '', False]))",
+    "half an answer": "os.write(3, b'\\xff' * 7)\nos._exit(0)",
+    "os._exit": "os._exit(0)",
+    "sys.exit": "sys.exit(0)",
+    "KeyboardInterrupt": "raise KeyboardInterrupt",
+    "GeneratorExit": "raise GeneratorExit",
+    "StopIteration": "raise StopIteration",
+    "a loop": "while True: pass",
+    "a loop that hears no signal": "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\nwhile "
+                                   "True: pass",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "memory": "kept = []\nwhile True: kept.append(bytearray(1 << 26))",
+    "tensors": "kept = []\nwhile True: kept.append(torch.zeros(1 << 24))",
+    "a fork bomb": "while True: os.fork()",
+    "a fork that leaves": "if os.fork() == 0:\n    os.setsid()\n    while True: time.sleep(0.1)",
+    "a program that stays": "subprocess.Popen(['sleep', '1000'], start_new_session=True)",
+    "no files": "os.closerange(0, 1 << 16)",
+    "its pipe closed": "os.close(3)",
+    "another program": "os.execv('/bin/true', ['true'])",
+    "json replaced": f"json.dumps = lambda *_, **__: {RIGHT.decode()!r}\njson.loads = lambda *_, "
+                     f"**__: {{'status': 'right', 'detail': ''}}",
+    "the comparison replaced": """
+        from lessons.judging import puzzles
+        from lessons.judging import judge
+        judge.difference = judge.verdict = puzzles.difference = lambda *_, **__: ""
+        torch.equal = torch.allclose = torch.testing.assert_close = torch.Tensor.isclose = lambda *_, **__: True""",
+    "its own frames": """
+        frame = sys._getframe()
+        while frame:
+            if "want" in frame.f_locals: return frame.f_locals["want"]
+            frame = frame.f_back""",
+    "its own objects": """
+        import gc
+        for one in gc.get_objects():
+            if type(one) is dict and "want" in one: return one["want"]""",
+    "the judge killed": "os.kill(os.getppid(), 9)\ntime.sleep(9)",
+    "the judge stopped and killed": "os.kill(os.getppid(), signal.SIGSTOP)\nos.kill(os.getppid(), "
+                                    "9)\ntime.sleep(9)",
+    "all above killed": "import psutil\nfor one in psutil.Process().parents()[1::-1]: "
+                        "one.kill()\ntime.sleep(9)",
+    "the judge's files": f"""
+        for fd in range(256):
+            try:
+                with open(f"/proc/{{os.getppid()}}/fd/{{fd}}", "wb", buffering=0) as file: file.write({RIGHT!r})
+            except OSError: pass""",
+    "the judge's memory": "open(f'/proc/{os.getppid()}/mem', 'r+b')",
+    "its own memory": "with open('/proc/self/mem', 'r+b', buffering=0) as file:\n    "
+                      "file.seek(id(None))\n    file.write(bytes(4096))",
+    "what is called at its end": f"atexit.register(lambda: os.write(3, {RIGHT!r}))\nos._exit = "
+                                 f"lambda code: None",
+    "megabytes printed": "while True: print('x' * 1_000_000)",
+    "a thread that writes": f"threading.Thread(target=lambda: [os.write(3, {RIGHT!r}) for _ in "
+                            f"range(9999)], daemon=True).start()\ntime.sleep(0.2)",
+    "a thread that stays": "threading.Thread(target=time.sleep, args=(1000,)).start()",
+    "an alarm": "signal.alarm(1)\ntime.sleep(9)",
+    "a handler": "signal.signal(signal.SIGALRM, lambda *_: "
+                 "os._exit(0))\nsignal.setitimer(signal.ITIMER_REAL, 0.2)\nwhile True: pass",
+    "a crash": "ctypes.string_at(8)",
+    "no end of calls": "def call(): call()\ncall()",
+}
+MODULES = "import atexit, ctypes, json, os, signal, subprocess, sys, threading, time, torch\n"
+
+
+def hostile(head, body, last):
+    return (f"{head}\n{textwrap.indent(MODULES + textwrap.dedent(body).strip() + chr(10) + last, '    ')}\n")
+
+
+def unharmed():
+    """The next right answer is right, and nothing of an attempt is left."""
+    assert check(EXERCISES["00.uniform_loss"], math.log) == Verdict("right")
+    deadline = time.monotonic() + 10 * patience()
+    while (left := judges()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def judges():
+    """What the warm processes of this one have forked."""
+    found = []
+    for one in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            found += (one.children() if "lessons.judging.judge_process" in " ".join(one.cmdline())
+                      else [])
+    return found
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_an_answer_does_is_a_sentence_and_the_next_is_judged(kind):
+    source = hostile("def uniform_loss(vocab):", HOSTILE[kind], "return 0.0")
+    found = asked("00.uniform_loss", SECONDS,
+                  parcel=vars(Parcel(entry="uniform_loss", texts={"uniform_loss": source})))
+    assert (found["status"] == "wrong" and len(found["detail"]) > 10
+            and "Traceback" not in found["detail"]), found
+    unharmed()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_whatever_a_kernel_does_is_a_sentence_and_the_next_is_judged(kind):
+    found, = puzzles.run([("10.copy", hostile("def copy(x, y, n, BLOCK):", HOSTILE[kind],
+        "return"))], seconds=SECONDS)
+    assert (found["status"] == "wrong" and len(found["detail"]) > 10
+            and "Traceback" not in found["detail"]), found
+    unharmed()
+
+
+def test_a_kernel_after_all_that_is_judged():
+    assert puzzles.run([("10.copy", PUZZLES["10.copy"].solution)])[0]["status"] == "right"
+
+
+RANKS = ("right verdicts into every file", "garbage into every file", "os._exit", "memory",
+         "the judge killed", "json replaced",
+         "the comparison replaced", "its own frames")
+
+
+@pytest.mark.parametrize("kind", RANKS)
+def test_whatever_an_answer_does_on_ranks_is_a_sentence(kind, monkeypatch):
+    from lessons.ranks import on_ranks, rank_exercises
+
+    monkeypatch.setattr(rank_exercises, "PROGRESS_SECONDS", 5.0)
+    source = hostile("def eight_bit_gather(rows, rank, ranks, all_reduce_max, all_gather_bytes):",
+                     HOSTILE[kind], "return rows")
+    monkeypatch.setattr(on_ranks, "as_text", lambda *_: source)
+    verdict = EXERCISES["15.eight_bits"].judged(None)
+    assert verdict.status == "wrong" and len(verdict.detail) > 10, verdict
+
+
+# sentences
+
+def from_a_notebook(text, name, **names):
+    """A function as a cell defines it: its source is known by lines, and its module is nobody's to
+    import."""
+    import linecache
+
+    linecache.cache["cell"] = len(text), None, text.splitlines(True), "cell"
+    names |= {"__name__": "__main__", "torch": torch, "math": math}
+    exec(compile(text, "cell", "exec"), names)
+    return names[name]
+
+
+def said(text, name="answer", exercise="00.uniform_loss", **names):
+    return EXERCISES[exercise].judged(from_a_notebook(textwrap.dedent(text), name, **names))
+
+
+def test_the_line_of_an_exception_is_that_of_the_cell():
+    verdict = said("""
+        unused = 3
+
+        def helper(x):
+            return x / 0
+
+        def answer(vocab):
+            return helper(vocab)
+        """)
+    assert (verdict.detail == "for vocab=2 it raised ZeroDivisionError: division by zero, in line "
+                              "5: `return x / 0`")
+
+
+def test_what_it_prints_goes_with_a_wrong_verdict():
+    assert said("def answer(vocab):\n    print('half way')\n    return 1").detail.startswith(
+        "for vocab=2 expected 0.693147, got 1. It printed: half way\nhalf way")
+
+
+def test_one_that_does_not_end_names_its_case(monkeypatch):
+    monkeypatch.setattr(judge, "SECONDS", 1.0)
+    began = time.monotonic()
+    assert (said("def answer(vocab):\n    while vocab > 2: pass\n    return math.log(vocab)").detail
+            == \
+        "for vocab=256 it did not end within 1 s")
+    assert time.monotonic() - began < 10 * patience()
+
+
+def test_beside_other_work_it_has_more_time(monkeypatch):
+    """A right answer that had to wait for a core is no wrong answer."""
+    def slow():
+        time.sleep(1)
+        yield Answer(3)
+        time.sleep(60)
+
+    for load, said in ((0.0, [""]), (20.0, [3, ""])):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load * cores(), 0, 0))
+        with Attempt(slow, 0.2) as attempt:
+            answers = list(attempt)
+        assert ([one.value or "" for one in answers] == said
+                and answers[-1].why == "it did not end within 0 s")
+
+
+def test_helpers_imports_numbers_closures_defaults_and_decorators_travel():
+    assert said("""
+        import functools
+        from math import log as ln
+
+        ONE, TABLE, FP8 = 1.0, {"base": [torch.ones(1)]}, torch.float8_e4m3fn
+        half = lambda x: x / 2
+
+        def even(n):
+            return True if n == 0 else odd(n - 1)
+
+        def odd(n):
+            return False if n == 0 else even(n - 1)
+
+        def maker(k):
+            @functools.cache
+            def answer(vocab: model, more=ONE) -> model:
+                vocab.numerator         # an attribute that is called like what cannot travel
+                model = TABLE["base"][0].to(FP8).float().item()
+                return 2 * half(ln(vocab)) * more * model * k if even(4) else 0
+            return answer
+
+        class model: pass
+        numerator = model()
+        answer = maker(1)
+        """) == Verdict("right")
+
+
+def test_a_lambda_in_the_call_travels():
+    assert check(EXERCISES["00.uniform_loss"], lambda vocab: math.log(vocab)) == Verdict("right")
+
+
+@pytest.mark.parametrize("value, words", [
+    (torch.nn.Linear(1, 1), "`thing` is a Linear of the notebook, which cannot travel"),
+    (functools.partial(math.log), "`thing` is a partial of the notebook, which cannot travel"),
+    (object(), "`thing` is a object of the notebook, which cannot travel"),
+    (torch.zeros(1 << 25), "takes 128 MB, and 64 MB can travel"),
+])
+def test_what_cannot_travel_is_a_sentence_and_no_wrong_answer(value, words):
+    verdict = said("def answer(vocab):\n    return math.log(vocab) if thing is not None else 0",
+                   thing=value)
+    assert verdict.status == "to do" and words in verdict.detail
+
+
+def test_a_name_that_is_nowhere_is_the_learner_s_error():
+    assert "NameError: name 'nowhere' is not defined, in line 2" in said("def answer(vocab):\n    "
+        "return nowhere(vocab)").detail
+
+
+def test_a_stub_starts_nothing(monkeypatch):
+    monkeypatch.setattr(judge, "asked", None)
+    assert (said('def answer(vocab):\n    """What?"""\n    raise NotImplementedError').status
+            == "to do")
+
+
+def test_every_solution_is_right_where_attempts_run():
+    """The definitions travel as text does: by what they use."""
+    seconds = []
+    for name, exercise in EXERCISES.items():
+        if type(exercise) is judge.Exercise:
+            began = time.monotonic()
+            assert exercise.judged(exercise.answer) == Verdict("right"), name
+            seconds.append(time.monotonic() - began)
+    # with the machine to itself about 0.1
+    assert sorted(seconds)[len(seconds) // 2] < 5 * patience()
+
+
+# what travels
+
+@pytest.mark.parametrize("value", [None, True, 3, 10**30, -0.0, math.inf, "text", [1, (2, "a")],
+                                   {1: [2], "b": None}, []])
+def test_plain_values_travel(value):
+    assert repr(unpack(pack(value))) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64,
+                                   torch.bool])
+def test_tensors_travel_bit_by_bit(dtype):
+    x = torch.tensor([[0.0, -1.5], [2.0, 1.0]]).to(dtype).T
+    got, nan = unpack(pack([x, torch.tensor(0x7FC0BEEF, dtype=torch.int32).view(torch.float32)]))
+    assert (got.dtype == dtype and torch.equal(got.float(), x.float())
+            and nan.view(torch.int32).item() == 0x7FC0BEEF)
+
+
+def test_of_something_else_its_words_travel():
+    assert isinstance(unpack(pack({1, 2})), Unknown) and repr(unpack(pack({1, 2}))) == "{1, 2}"
+    with pytest.raises(TypeError):
+        pack({1, 2}, strict=True)
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 20, pack([1])[:-1], pack(torch.ones(2))[:-1],
+                                    attempts.SIZES.pack(2, 0) + b"{}",
+                                    attempts.SIZES.pack(14, 0) + b'{"tensor":"0"}'])
+def test_damaged_frames_are_refused(damage):
+    with pytest.raises(Exception):     # noqa: B017  of any kind: the judge takes all of them for one
+        unpack(damage)
+
+
+def test_a_verdict_without_the_nonce_is_none(monkeypatch):
+    """Whatever a process writes that is not the judge."""
+    class Fake:
+        def start(self, name, fds):
+            os.write(fds[0], b"?" + json.dumps({"status": "right", "detail": ""}).encode())
+
+        def __exit__(self, *_): pass
+
+    monkeypatch.setattr(attempts, "_warm", lambda: {"None": Fake()})
+    assert asked("00.uniform_loss", 1.0)["status"] == "wrong"

@@ -1,0 +1,951 @@
+"""Every exercise: the definition passes, the known mistake is caught, an empty attempt is only "to
+do"."""
+
+import functools
+import itertools
+import math
+import struct
+from collections import deque
+from fractions import Fraction
+from pathlib import Path
+from statistics import linear_regression
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lessons.judging import judge
+from lessons.judging.judge import Disturbed, Exercise, Verdict
+from lessons.rows.adapters import StableLoraSettings
+from lessons.rows.depth import Drop, Progressive, falling, progressive
+from lessons.rows.depth_torch import Partly
+from lessons.rows.growth_torch import shares
+from lessons.rows.optimizers import adafactor
+from lpkit.contracts import Parameter
+from lpkit.errors import ConfigError
+from lpkit.exchange import families
+from lpkit.kernels.tiled_attention import tiles
+from lpkit.nn.adapters import Lora
+from lpkit.optim import muon
+from lpkit.precision.scaled import quantise
+from lpkit.techniques.adapters import LoraSettings
+from lpkit.techniques.attention import Rule
+from lpkit.techniques.optimizers import OPTIMIZERS
+from lpkit.techniques.recipes import Cast
+from tests.lessons.judging.course import EXERCISES, ON_RANKS, PUZZLES
+
+BOOKS = {path.stem[:2]: path for path in Path(__file__).parents[3].glob("notebooks/*.ipynb")}
+
+
+def check(exercise, attempt):
+    """In this process: where an attempt runs is tests/lessons/judging/test_attempts.py's, and ranks are processes
+    anyway."""
+    return exercise.judged(attempt) if exercise.name in ON_RANKS else judge.check(exercise, attempt)
+
+
+def stub(*args):
+    raise NotImplementedError
+
+
+@pytest.mark.usefixtures("judged_on_ranks")
+# those: test_kernel_exercises.py
+@pytest.mark.parametrize("name", [name for name in EXERCISES if name not in PUZZLES])
+def test_exercise(name):
+    exercise = EXERCISES[name]
+    assert check(exercise, exercise.spec) == Verdict("right")
+    for hint, mistake in exercise.mistakes.items():
+        verdict = check(exercise, mistake)
+        assert verdict.status == "wrong" and verdict.detail.endswith(hint), (hint, verdict)
+    assert check(exercise, stub).status == "to do"
+    assert exercise.draw is not None and exercise.mistakes
+
+
+@pytest.mark.parametrize("name, attempt", {
+    "05.is_lost": lambda w, update: update < 2.0 ** (math.floor(math.log2(w)) - 9),
+    "04.delayed_scale": lambda history, margin, largest: max(history[:2]) * 2**margin / largest,
+    "08.segment": lambda layers, block, kept: max(1, round(math.sqrt(layers * kept / block))),
+    "09.tensor_ranks": lambda states, device, heads:
+    min((n for n in (1, 2, 4, 8) if n <= heads and states <= n * device), default=0),
+}.items())
+def test_wrong_answers_that_a_few_cases_do_not_find(name, attempt):
+    assert check(EXERCISES[name], attempt).status == "wrong"
+
+
+def by_numpy(losses, seconds, base, base_seconds):
+    steps = np.interp(-base[-1], [-loss for loss in losses], range(1, len(losses) + 1))
+    return 0 if losses[-1] > base[-1] else len(base) * base_seconds / (steps * seconds)
+
+
+def by_ml_dtypes(x, exponent_bits, mantissa_bits, largest):
+    dtype = {(4, 3): ml_dtypes.float8_e4m3fn, (5, 2): ml_dtypes.float8_e5m2,
+             (2, 1): ml_dtypes.float4_e2m1fn,
+             (3, 2): ml_dtypes.float6_e3m2fn}[exponent_bits, mantissa_bits]
+    return torch.from_numpy(x.clamp(-largest, largest).numpy().astype(dtype).astype(np.float32))
+
+
+def by_counter(a, b):
+    with FlopCounterMode(display=False) as counter:
+        torch.matmul(a, b)
+    return counter.get_total_flops()
+
+
+def by_grad_scaler(finite, scale, interval):
+    scaler, found = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval), []
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight])
+    for ok in finite:
+        found.append(scaler.get_scale())
+        scaler.scale(weight.sum() * (1.0 if ok else math.inf)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return found
+
+
+def by_autograd(h, w, targets, chunk):
+    h, loss = h.requires_grad_(), 0
+    for rows, wanted in zip(h.split(chunk), targets.split(chunk)):
+        one = torch.nn.functional.cross_entropy(rows @ w.T, wanted, reduction="sum") / len(h)
+        one.backward()
+        loss += one.detach()
+    return loss, h.grad
+
+
+def by_checkpoint(block, x, dy):
+    x = x.requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+    y.backward(dy)      # a reentrant checkpoint's only way
+    return y.detach(), x.grad
+
+
+def by_numbers(x, w, dy, sx, sw, sdy):
+    def cast(t, scale, dtype):
+        largest = float(ml_dtypes.finfo(dtype).max)
+        return scale * torch.from_numpy((t / scale).clamp(-largest,
+            largest).numpy().astype(dtype).astype(np.float64))
+    x, w, dy = (cast(t, scale, dtype) for t, scale, dtype in (
+        (x, sx, ml_dtypes.float8_e4m3fn), (w, sw, ml_dtypes.float8_e4m3fn),
+        (dy, sdy, ml_dtypes.float8_e5m2)))
+    return dy @ w, torch.einsum("to,ti->oi", dy, x)
+
+
+def by_neighbours(x, dice):
+    """Down to bf16's neighbour nearer to zero, or up when the dice carry the rest over."""
+    down = torch.from_numpy(np.trunc(np.ldexp(np.frexp(x.double().numpy())[0], 8)))
+    exponents = torch.frexp(x.double())[1] - 8
+    rest = (x.double() / 2.0**exponents - down).abs()       # of a gap
+    up = rest + dice / 2**16 >= 1
+    return ((down + up * x.sign()) * 2.0**exponents).float().copysign(x)
+
+
+def by_python(v, g, beta, block):
+    new, found = [beta * a + (1 - beta) * b * b for a, b in zip(v.tolist(), g.tolist())], []
+    for i in range(0, len(new), block):
+        scale = next(2.0**e for e in range(-200, 50) if max(new[i:i + block]) <= 255 * 2.0**e)
+        found += [round(one / scale) * scale for one in new[i:i + block]]
+    return found
+
+
+def by_softmax(m, l, acc, scores, v):
+    """In float64: what was there counts as one key of score m + log(l), whose value is acc / l."""
+    m, l, acc, scores, v = (t.double() for t in (m, l, acc, scores, v))
+    largest = torch.cat((m[:, None], scores), 1).max(1).values
+    sums = torch.cat(((l.log() + m)[:, None], scores), 1)
+    total = torch.logsumexp(sums, 1) - largest
+    values = torch.cat((torch.nan_to_num(acc / l[:, None])[:, None], v.expand(len(m), -1, -1)), 1)
+    return largest, total.exp(), torch.einsum("nk,nke->ne", (sums - largest[:, None]).exp(), values)
+
+
+def by_whole_sums(a, lse_a, b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)     # in float32, where the last place of 900 is 6e-5
+    return a * (lse_a - lse).exp()[:, None] + b * (lse_b - lse).exp()[:, None], lse
+
+
+def by_autograd_of_attention(q, k, v, out, lse, d_out):
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    return torch.autograd.grad(torch.nn.functional.scaled_dot_product_attention(*leaves), leaves,
+                               d_out)
+
+
+def by_storages(B, H, T, E, itemsize, flash):
+    heads = torch.empty(B, H, T, E, dtype={2: torch.bfloat16, 4: torch.float32}[itemsize],
+                        device="meta")
+    scores = torch.empty(B, H, T, T, dtype=heads.dtype, device="meta")
+    kept = [heads] * 4 + [heads[..., 0].float()] if flash else [heads] * 3 + [scores]
+    return sum(t.numel() * t.element_size() for t in kept)
+
+
+# independent of the definitions, or right in another way
+def by_the_kits_int8(x):
+    rounded = quantise(x, Cast(format="int8", block=(1, x.shape[1]))).dequantise()
+    return 20 * (x.double().norm() / (x - rounded).double().norm()).log10().item()
+
+
+RIGHT = {
+    "00.cross_entropy": torch.nn.functional.cross_entropy,
+    "02.flops": by_counter,
+    "02.smallest_square": lambda peak, speed, itemsize: math.ceil(1.5 * itemsize * peak / speed),
+    "03.cast": by_ml_dtypes,
+    "03.mx_cast": lambda x: quantise(x[None],
+                                     Cast(format="e4m3fn", block=(1, 32),
+                                          scale="power-of-two-floor")).dequantise()[0],
+    "03.stochastic_bf16": by_neighbours,
+    "04.int8_db": lambda crest: 10.7918125 + 42.0760744 - 20 * math.log10(crest),
+    "05.is_lost": lambda w, update: bool(torch.tensor(w).bfloat16()
+        + torch.tensor(update).bfloat16() == torch.tensor(w).bfloat16()),
+    "05.loss_scaler": by_grad_scaler,
+    "06.fp8_backward": by_numbers,
+    "06.speedup": by_numpy,
+    "07.margin": lambda growth: next(m for m in range(-9, 99) if 2.0**m >= growth),
+    "08.chunked_loss": by_autograd,
+    "08.moment": by_python,
+    "08.recomputed": by_checkpoint,
+    "13.window_pairs": lambda T, window: sum(min(i + 1, window) for i in range(T)),
+    "13.document_mask": lambda lengths: torch.block_diag(
+        *(torch.ones(n, n).tril() for n in lengths.tolist())).bool(),
+    "09.reduce_scatter": lambda values, turns: [
+        [sum(values[rank - k][chunk] for k in range(1 + gone * (gone <= turns)))
+         for chunk in range(len(values))
+         for gone in [(rank - chunk) % len(values)]] for rank in range(len(values))],
+    "15.interval": lambda save, apart, devices: (2 * save / (devices / apart)) ** 0.5,
+    "15.pieces": lambda rows, wrote, reads, rank: [
+        (writer, mine[0], mine[-1] + 1) for writer in range(wrote)
+        if (mine := [row for row in range(rows) if row // -(-rows // reads) == rank
+                     and row // -(-rows // wrote) == writer])],
+    "12.backward": by_autograd_of_attention,
+    "12.kept_bytes": by_storages,
+    "12.merge": by_whole_sums,
+    "12.step": by_softmax,
+    "12.tiles": lambda T, tile, window: sum(len(keys)
+        for _, keys in tiles(Rule(window=window), T, tile)),
+}
+
+
+F = torch.nn.functional
+
+
+def in_place_softmax(m, l, acc, scores, v):
+    scores, acc = scores.clone(), acc.clone()
+    m_new = torch.cat((m[:, None], scores), 1).max(1)[0]
+    scores.sub_(m_new.unsqueeze(1)).exp_()
+    old = torch.exp(m - m_new)
+    return m_new, torch.addcmul(scores.sum(-1), l, old), torch.addmm(acc.mul_(old.view(-1, 1)),
+        scores, v)
+
+
+def by_stack(a, lse_a, b, lse_b):
+    lse = torch.stack((lse_a, lse_b))
+    return torch.einsum("hq,hqe->qe", lse.softmax(0), torch.stack((a, b))), lse.logsumexp(0)
+
+
+def by_sigmoid(a, lse_a, b, lse_b):
+    share = torch.sigmoid(lse_a - lse_b)[:, None]
+    return b + share * (a - b), torch.logaddexp(lse_b, lse_a)
+
+
+def by_the_softmax_s_gradient(q, k, v, out, lse, d_out):
+    """With a p of its own, in float64, and the row's sum taken from p dp, as the paper's first form
+    has it."""
+    q, k, v, d_out = (t.double() for t in (q, k, v, d_out))
+    p = F.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)
+    dp = torch.einsum("qe,ke->qk", d_out, v)
+    ds = (p * dp - p * (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return torch.einsum("qk,ke->qe", ds, k), torch.einsum("qk,qe->ke", ds,
+        q), torch.einsum("qk,qe->ke", p, d_out)
+
+
+def row_by_row(q, k, v, out, lse, d_out):
+    dq, dk, dv, scale = (*map(torch.zeros_like, (q, k, v)), 1 / math.sqrt(q.size(1)))
+    for i in range(len(q)):
+        p = torch.exp((k * q[i]).sum(1) * scale - lse[i])
+        ds = p * (v @ d_out[i] - d_out[i] @ out[i])
+        dq[i] = (ds[:, None] * k).sum(0) * scale
+        dk += torch.outer(ds, q[i]) * scale
+        dv += p[:, None] * d_out[i]
+    return dq, dk, dv
+
+
+def by_convolution(gains):
+    """How many ways there are to each sum."""
+    ways = {0: 1}
+    for gain in gains:
+        ways = {total: ways.get(total - gain, 0) + ways.get(total + gain, 0) for last in ways
+                for total in (last - gain, last + gain)}
+    return (sum(count for total, count in ways.items() if abs(total) >= abs(sum(gains)))
+            / sum(ways.values()))
+
+
+def by_the_kit(name, w, g, slots, lr, decay, update=1):
+    """The kit's own rule, in float64."""
+    row = OPTIMIZERS[name]
+    settings = SimpleNamespace(**vars(row.settings) | {"lr": lr, "weight_decay": decay})
+    w, *slots = (t.double().clone() for t in (w, *slots))
+    row.load()(w, g.double(), slots, settings, update)
+    return w, *slots
+
+
+def by_the_kits_adafactor(rows, columns, g, share):
+    """From its step: g over the root of the second moments, before its length is cut."""
+    rows, columns, g = rows.double().clone(), columns.double().clone(), g.double()
+    update, w = 2, torch.zeros_like(g)
+    settings = SimpleNamespace(lr=1.0, weight_decay=0.0, least=1.0, decay=-math.log2(share))
+    adafactor(w, g, [rows, columns, torch.empty(0)], settings, update,
+              Parameter("", tuple(g.shape)))
+    v = rows[:, None] * columns / rows.mean()
+    step = g / v.sqrt()
+    length = step.square().mean().sqrt().clamp(min=1)
+    torch.testing.assert_close(w, -step / length * 2**-0.5)
+    return rows, columns, v
+
+
+def by_the_kits_muon(w, g, m, lr, decay):
+    settings = SimpleNamespace(lr=lr, weight_decay=decay, momentum=0.95, name="muon")
+    w, g, m = w.double().clone(), g.double().clone(), m.double().clone()
+    muon.muon(w, g, [m], settings, 1, Parameter("w", tuple(w.shape)))
+    return w, m
+
+
+def by_singular_values(w, g, m, lr, decay):
+    w, g, m = w.double(), g.double(), m.double()
+    m = m.lerp(g, 0.05)
+    u, s, v = torch.linalg.svd(g.lerp(m, 0.95), full_matrices=False)
+    s = s / s.norm()
+    for _ in range(5):
+        s = s * (3.4445 + s**2 * (-4.7750 + 2.0315 * s**2))
+    return (1 - lr * decay) * w - lr * math.sqrt(max(w.shape[0] / w.shape[1], 1)) * (u * s) @ v, m
+
+
+def by_polyfit(widths, changes):
+    return float(np.polyfit(np.log2(widths), np.log2(changes), 1)[0])
+
+
+def by_walking(ahead, behind):
+    """One pair after another: a coin moves the lead up or down."""
+    leads = {0: Fraction(1)}
+    for _ in range(ahead + behind):
+        leads = {lead: (leads.get(lead - 1, 0) + leads.get(lead + 1, 0)) / 2
+                 for lead in {one + step for one in leads for step in (-1, 1)}}
+    return float(sum(share for lead, share in leads.items() if abs(lead) >= abs(ahead - behind)))
+
+
+def by_the_kits_lora(w, A, B, alpha):
+    layer = Lora(torch.nn.Linear(*w.mT.shape, bias=False), len(A),
+                 LoraSettings(name="lora", rank=len(A), alpha=alpha).scale)
+    for own, t in ((layer.base, w), (layer.A, A), (layer.B[0], B)):
+        own.weight.data = t
+    return layer(torch.eye(w.shape[1], dtype=w.dtype)).mT
+
+
+def by_the_kits_stochastic_depth(layers, rate):
+    return falling(Drop(rate=rate), layers, 1, 0)
+
+
+def by_the_kits_progressive(layers, steps, theta, gamma):
+    asked = Progressive(theta=theta, gamma=gamma)
+    return (sum(sum(progressive(asked, layers, steps, step)) for step in range(steps)) / steps
+            / layers)
+
+
+def by_geometric_sum(layers, steps, theta, gamma):
+    return (1 - (1 - theta) * (layers + 1) / (2 * layers)
+            * (1 - math.expm1(-gamma * steps) / math.expm1(-gamma) / steps))
+
+
+def by_the_kits_partly(x, w, kept):
+    """With these tokens instead of the kit's own draw."""
+    partly = Partly(torch.nn.Identity(), 0.5, 1.0, 0)
+    partly.block.forward = lambda some, *_: some + (some.cumsum(1) / torch.arange(1,
+        some.shape[1] + 1)[:, None]) @ w
+    partly.kept = lambda tokens: kept
+    return partly(x[None])[0]
+
+
+def by_mean_of_each(x, w, kept):
+    y = x.clone()
+    for i, token in enumerate(kept):
+        y[token] += x[kept[:i + 1]].mean(0) @ w
+    return y
+
+
+def by_index(up, bias, down, i):
+    pick = [*range(len(bias)), i]
+    shared = torch.tensor([0.5 if j == i else 1.0 for j in pick])
+    return up[pick], bias[pick], down[:, pick] * shared
+
+
+def by_the_kits_wider(up, bias, down, i):
+    """Its copies' even shares of a number."""
+    pick = torch.tensor([*range(len(bias)), i])
+    return up[pick], bias[pick], down[:, pick] * shares(down, pick, 0.0, torch.Generator())
+
+
+def by_eigenvectors(w, rank):
+    """What the largest eigenvectors of W W^T leave of W."""
+    vectors = torch.linalg.eigh(w.double() @ w.double().mT)[1][:, -rank:]
+    product = vectors @ vectors.mT @ w.double()
+    return w - product, product
+
+
+def by_gpt2s_names(qkv, heads):
+    sizes = SimpleNamespace(H=heads, G=heads, E=len(qkv) // heads // 3)
+    [t] = families.of_type("gpt2").parts("blocks.0.attention.qkv.weight", qkv, sizes).values()
+    return t
+
+
+def by_counted_products(weights, tokens):
+    """PyTorch counts those of the kit's own rule, and of a Linear forward and backward."""
+    with FlopCounterMode(display=False) as added:
+        for w in weights:
+            muon.orthogonalised(w.clone())
+    with FlopCounterMode(display=False) as whole:
+        for w in weights:
+            x = torch.zeros(tokens, w.shape[1], requires_grad=True)
+            F.linear(x, w.clone().requires_grad_()).sum().backward()
+    return added.get_total_flops() / whole.get_total_flops()
+
+
+def by_cumsum(q, k, v):
+    states = (k[:, :, None] * v[:, None]).cumsum(0)
+    return torch.einsum("tf,tfe->te", q, states) / (q * k.cumsum(0)).sum(1, keepdim=True)
+
+
+def in_chunks(q, k, v):
+    """A (16, 16) matrix at a time, and the state of all before: as GPUs have it."""
+    v1, found = torch.cat((v, torch.ones(len(v), 1)), 1), []
+    state = torch.zeros(k.shape[1], v1.shape[1])
+    for a, b, c in zip(q.split(16), k.split(16), v1.split(16)):
+        found.append(a @ state + (a @ b.T).tril() @ c)
+        state += b.T @ c
+    whole = torch.cat(found)
+    return whole[:, :-1] / whole[:, -1:]
+
+
+def by_softmax_of_chunks(h, w, targets, chunk):
+    total, grads = 0.0, []
+    for rows, wanted in zip(torch.split(h, chunk), torch.split(targets, chunk)):
+        logits = torch.einsum("td,vd->tv", rows.double(), w.double())
+        total += (logits.logsumexp(1) - logits[torch.arange(len(rows)), wanted]).sum()
+        grads.append((logits.softmax(1) - F.one_hot(wanted, len(w))) @ w.double())
+    return total / h.size(0), torch.cat(grads) / h.size(0)
+
+
+def by_vjp(block, x, dy):
+    with torch.no_grad():
+        y = block(x)
+    leaf = x.clone().requires_grad_(True)
+    again = block(leaf)
+    (again * dy).sum().backward()
+    return y, leaf.grad
+
+
+def one_number_at_a_time(q, k, v):
+    state, total, out = torch.zeros(k.shape[1],
+                                    v.shape[1]), (q * k.cumsum(0)).sum(-1), torch.empty(len(q),
+                                        v.shape[1])
+    for i, (key, value) in enumerate(zip(k, v)):
+        state.addr_(key, value)
+        out[i] = state.T.mv(q[i]) / total[i]
+    return out
+
+
+def logits_in_place(h, w, targets, chunk):
+    total, grads = 0.0, []
+    for rows, wanted in zip(h.split(chunk), targets.split(chunk)):
+        logits = rows @ w.T
+        lse = logits.logsumexp(1)
+        total += (lse - logits.gather(1, wanted[:, None])[:, 0]).sum().item()
+        logits.sub_(lse[:, None]).exp_().scatter_add_(1, wanted[:, None], -torch.ones(len(rows), 1))
+        grads.append(logits @ w / len(h))
+    return total / len(h), torch.cat(grads)
+
+
+def one_after_another(values, turns):
+    """In a turn nobody sends what arrives in it."""
+    values = [row[:] for row in values]
+    for turn in range(turns):
+        for rank, row in enumerate(values):
+            values[(rank + 1) % len(values)][(rank - turn) % len(values)] += row[(rank - turn)
+                % len(values)]
+    return values
+
+
+def by_compare(x, exponent_bits, mantissa_bits, largest):
+    """All values of the format, and the nearest: of two that are as near the one with an even
+    code."""
+    codes = torch.arange(2 ** (exponent_bits + mantissa_bits))
+    values = torch.tensor([EXERCISES["03.value_of"].spec(c, exponent_bits, mantissa_bits)
+                           for c in codes.tolist()], dtype=torch.float64)
+    codes, values = codes[values <= largest], values[values <= largest]
+    distance = (x.double().abs().clamp(max=largest)[:, None] - values).abs()
+    near = distance == distance.amin(1, keepdim=True)
+    return values[torch.where(near, codes % 2, 9).argmin(1)].float().copysign(x)
+
+
+def by_bits(x, dice):
+    return torch.tensor([struct.unpack("f",
+        struct.pack("I", (struct.unpack("I", struct.pack("f", one))[0] + d) & 0xFFFF0000))[0]
+                         for one, d in zip(x.tolist(), dice.tolist())])
+
+
+def by_deque(amaxes, length):
+    history, found = deque(maxlen=length), []
+    for amax in amaxes:
+        found.append(max(history) / 448.0 if history else 1)
+        history.append(amax)
+    return found
+
+
+def by_events(lives):
+    moments = sorted({begin for begin, _, _ in lives})
+    return max(sum(size for begin, end, size in lives if begin <= now < end) for now in moments)
+
+
+def by_sorted_noise(samples, budget):
+    found = [(-np.mean([10 ** (db / -10) for layer, db in samples if layer == name]), name)
+             for name in dict.fromkeys(name for name, _ in samples)]
+    return [name for _, name in sorted(found)[:budget]]
+
+
+def by_segments(losses, seconds, base, base_seconds):
+    if min(losses) > base[-1]:
+        return 0
+    at = next(i for i, loss in enumerate(losses) if loss <= base[-1])
+    steps = at + 1 if not at else at + (losses[at - 1] - base[-1]) / (losses[at - 1] - losses[at])
+    return (len(base) * base_seconds) / (steps * seconds)
+
+
+def right_half_first(layers, fails):
+    low, high = 0, len(layers)
+    while high - low > 1:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fails(layers[middle:high]) else (low, middle)
+    return layers[low]
+
+
+def from_the_last(sizes, most):
+    found, room = [], 0
+    for size in reversed(sizes):
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(size)
+        room -= size
+    return found
+
+
+def by_counting(rows, ranks, rank):
+    own = [row for row in range(rows) if row // -(-rows // ranks) == rank]
+    return [own[0], own[-1] + 1] if own else [rows, rows]
+
+
+def fp8(x, scale, dtype=torch.float8_e4m3fn):
+    largest = torch.finfo(dtype).max
+    return torch.clamp(x.double() * (1 / scale), min=-largest, max=largest).to(dtype).double()
+
+
+def sums_of_ring(values, turns):
+    values = torch.tensor(values)
+    for turn in range(turns):
+        ranks = torch.arange(len(values))
+        sent = values[ranks, (ranks - turn) % len(values)]
+        values[(ranks + 1) % len(values), (ranks - turn) % len(values)] += sent
+    return values.tolist()
+
+
+def by_passes(orders, forward, backward):
+    """Rank after rank, as far as each gets, until all are done."""
+    ends = {}
+    while len(ends) < sum(map(len, orders)):
+        for rank, actions in enumerate(orders):
+            at = 0.0
+            for action in actions:
+                other = rank + (1 if action[0] == "B" else -1)
+                needed = (other, action) if 0 <= other < len(orders) else None
+                if needed and needed not in ends:
+                    break
+                at = max(at, ends.get(needed, 0.0)) + (backward if action[0] == "B" else forward)
+                ends[rank, action] = at
+    return max(ends.values())
+
+
+# one more form of each: other sums, other orders, float64 inside, in place, views, loops, libraries
+OTHERS = {
+    "00.uniform_loss": [lambda vocab: -math.log(1 / vocab),
+                        lambda vocab: F.cross_entropy(torch.zeros(1, vocab, dtype=torch.float64),
+                            torch.tensor([0])).item()],
+    "00.bits_per_byte": [lambda loss, size: math.log2(math.exp(loss)) / size],
+    "00.step_seconds": [lambda N, tokens, peak, mfu: (2 + 4) * N * tokens / peak / mfu],
+    "00.cross_entropy": [lambda logits, targets: (logits.logsumexp(1) - logits[range(len(targets)),
+        targets]).mean(),
+                         lambda logits, targets: -logits.double().log_softmax(-1)[
+                             torch.arange(len(targets)), targets].mean(),
+                         lambda logits, targets: -(logits.log_softmax(1) * F.one_hot(targets,
+                             logits.shape[1])).sum() / len(targets)],
+    "00.clip": [lambda grads, most: [g * min(1,
+        most / (math.sqrt(sum(float((g * g).sum()) for g in grads)) + 1e-6)) for g in grads],
+                lambda grads, most: torch._foreach_mul(grads,
+                    (most / (torch.cat(grads).norm() + 1e-12)).clamp(max=1))],
+    "01.state_bytes": [lambda N, devices, stage: {0: 16 * N, 1: 4 * N + 12 * N / devices,
+        2: 2 * N + 14 * N / devices, 3: 16 * N / devices}[stage]],
+    "01.loss_bytes": [lambda B, T, V: 12.0 * B * T * V],
+    "01.score_bytes": [lambda B, H, T, size: B * H * T * T * size - 4 * B * H * T],
+    "01.saved_bytes": [lambda tensors: sum({t.untyped_storage()._cdata: t.untyped_storage().size()
+        for t in tensors}.values())],
+    "01.peak_bytes": [by_events],
+    "02.intensity": [lambda M, N, K, size: 2 / size / (1 / N + 1 / M + 1 / K)],
+    "02.smallest_square": [lambda peak, speed, size: round(peak / speed * size * 3 / 2)],
+    "02.attention_share": [lambda D, T: 4 * T * D / (24 * D * D + 4 * T * D),
+                           lambda D, T: 1 / (1 + 6 * D / T)],
+    "02.flops": [lambda a, b: 2
+                 * (a.expand(torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+                             + a.shape[-2:])).numel() * b.shape[-1]],
+    "02.roofline_seconds": [lambda ops, peak, speed: math.fsum(f / peak if f / b > peak / speed
+        else b / speed for f, b in ops if b) + sum(
+        f / peak for f, b in ops if not b)],
+    "03.value_of": [lambda code, e, m: math.ldexp(code % 2**m + 2**m * (code >= 2**m),
+        max(code >> m, 1) - 2 ** (e - 1) + 1 - m)],
+    "03.stochastic": [lambda x, step, u: (math.floor(x / step) + (1 if u < x / step % 1 else 0))
+                      * step,
+                      lambda x, step, u: math.ceil(x / step - u) * step if u
+                      else math.ceil(x / step) * step],
+    "03.mx_exponent": [lambda amax, largest: math.floor(math.log2(amax)) - largest],
+    "03.cast": [by_compare],
+    "03.mx_cast": [lambda x: (x.double()
+                              * 2.0 ** -(e := torch.floor(
+                                  torch.log2(x.abs().max().double().clamp(min=1e-300))) - 8)).clamp(
+                                      -448, 448).to(
+        torch.float8_e4m3fn).double().mul(2.0**e).float() if x.any() else x],
+    "03.stochastic_bf16": [by_bits,
+                           lambda x, dice: (x.clone().view(torch.int32).add_(
+                               dice) >> 16 << 16).view(torch.float32)],
+    "04.shared_by": [lambda R, C, high, wide: (high if high else R) * (wide if wide > 0 else C)],
+    "04.int8_db": [lambda crest: 52.9 - 20 * math.log10(crest),
+                   lambda crest: 10 * math.log10(12) + 20 * math.log10(127 / crest)],
+    "04.delayed_scale": [lambda history, margin, largest: sorted(history)[-1]
+                         / (largest / 2**margin)],
+    "04.block_scales": [lambda x, block: torch.tensor(
+        [[max(map(abs, row[i:i + block])) / 448 or 1.0 for i in range(0, len(row), block)]
+         for row in x.tolist()]),
+                        lambda x, block: x.reshape(len(x), -1,
+                            block).abs().max(2).values.div(448).masked_fill_(
+                            ~x.reshape(len(x), -1, block).any(2), 1)],
+    "04.delayed": [by_deque],
+    "05.is_lost": [lambda w, update: 2 * update < 2.0 ** (math.frexp(w)[1] - 8)],
+    "05.scale_for": [lambda g: next(2.0**e for e in range(99) if g * 2.0**e >= 2**-14)],
+    "05.state_bytes": [lambda N, low: 14 * N if low else 12 * N],
+    "05.with_masters": [lambda weight, updates: functools.reduce(torch.sub, updates,
+        weight.float()).bfloat16()],
+    "19.false_share": [lambda bar, sigma, n: math.erfc(bar * math.sqrt(n) / (2 * sigma)) / 2],
+    "19.seeds": [lambda effect, sigma: math.ceil(15.6977586 * (sigma / effect) ** 2)],
+    "19.sign_flip": [by_convolution],
+    "20.adamw": [lambda w, g, m, v, update, lr, decay: by_the_kit("adamw", w, g, (m, v), lr, decay,
+        update)],
+    "20.lion": [lambda w, g, m, lr, decay: by_the_kit("lion", w, g, (m,), lr, decay)],
+    "20.factored": [by_the_kits_adafactor],
+    "21.noise_scale": [lambda small, large, b, B: b * B * (small - large)
+                       / (B * large - b * small)],
+    "21.price": [lambda batch, scale: ((batch + scale) / batch, (batch + scale) / scale)],
+    "21.adam_at": [lambda lr, beta1, beta2, k: (lr * k**0.5,
+        *(beta * k + 1 - k for beta in (beta1, beta2)))],
+    "22.mean": [lambda v: torch.stack([v[..., :i + 1, :].mean(-2) for i in range(v.shape[-2])],
+                                      dim=-2)],
+    "22.scale": [lambda layers, branches, variance: (layers * branches * variance) ** -0.5],
+    "22.identity": [lambda w, heads: w.reshape(heads, 2, -1).index_fill(1, torch.tensor([0]),
+        0.0).view_as(w)],
+    "22.gram": [lambda G, a: G + a * (P := torch.ones_like(G).tril()
+                                      / torch.ones_like(G).tril().sum(1, keepdim=True))
+                @ (G / torch.outer(G.diag().sqrt(), G.diag().sqrt())) @ P.mT],
+    "23.probabilities": [lambda layers, rate: torch.linspace(1, 1 - rate, layers + 1,
+        dtype=torch.float64)[1:], by_the_kits_stochastic_depth],
+    "23.area": [by_geometric_sum, by_the_kits_progressive],
+    "23.some_tokens": [by_the_kits_partly, by_mean_of_each],
+    "23.split": [by_index, by_the_kits_wider],
+    "24.merged": [lambda w, A, B, alpha: torch.baddbmm(w[None], B[None], A[None],
+        alpha=alpha / B.shape[1])[0], by_the_kits_lora],
+    "24.trained": [lambda weights, rank: sum(t.numel() for w in weights
+        for t in (torch.zeros(rank, w.shape[1]), torch.zeros(w.shape[0], rank)))],
+    "24.rslora": [lambda alpha, rank: (StableLoraSettings(name="rslora", rank=rank,
+        alpha=alpha).scale, alpha * math.sqrt(rank))],
+    "24.pissa": [by_eigenvectors],
+    "24.c_attn": [by_gpt2s_names],
+    "25.distinct": [lambda weights: sum(w.numel() for i, w in enumerate(weights)
+        if not any(w is one for one in weights[:i])),
+                    lambda weights: sum(p.numel()
+                                        for p in torch.nn.ParameterList(map(torch.nn.Parameter,
+                                            set(weights))).parameters())],
+    "25.untiled": [lambda M, N, K, block: [name for name, side in {"y": K, "dx": N, "dw": M}.items()
+        if side // block * block < side]],
+    "25.input_db": [by_the_kits_int8],
+    "25.speedup": [lambda products, rest, casts, times: 1
+                   / (products / (products + rest) / times + (rest + casts) / (products + rest))],
+    "26.step": [by_the_kits_muon, by_singular_values],
+    "26.overhead": [by_counted_products],
+    "27.mup_rate": [lambda kind, width, base, lr: lr / (width / base if kind[0] == "h" else 1)],
+    "27.power": [by_polyfit, lambda widths, changes: linear_regression(list(map(math.log, widths)),
+        list(map(math.log, changes))).slope],
+    "28.trials": [lambda q, p: next(n for n in itertools.count(1) if 1 - (1 - q) ** n >= p),
+                  lambda q, p: math.ceil(math.log1p(-p) / math.log1p(-q))],
+    "28.coin": [by_walking, lambda ahead, behind: sum(
+        math.comb(ahead + behind, k) for k in range(ahead + behind + 1)
+        if abs(2 * k - ahead - behind) >= abs(ahead - behind)) / 2 ** (ahead + behind)],
+    "06.product_db": [lambda x, w: -10 * math.log10(10 ** (x / -10) + 0.1 ** (w / 10)),
+                      lambda x, w: x - 10 * math.log10(1 + 10 ** ((x - w) / 10))],
+    "06.keep": [by_sorted_noise],
+    "06.speedup": [by_segments],
+    "06.fp8_forward": [lambda x, w, sx, sw: torch.einsum("ti,oi->to", fp8(x, sx), fp8(w, sw)) * sx
+                       * sw,
+                       lambda x, w, sx, sw: F.linear(fp8(x, sx).float() * sx,
+                           fp8(w, sw).float() * sw),
+                       lambda x, w, sx, sw: torch.stack([(fp8(row, sx) * fp8(w, sw)).sum(-1)
+                           for row in x]) * (sx * sw)],
+    "06.fp8_backward": [lambda x, w, dy, sx, sw, sdy: ((fp8(dy, sdy, torch.float8_e5m2) * sdy)
+        @ (fp8(w, sw) * sw),
+                                                       ((sx * fp8(x, sx)).T
+                                                        @ (sdy * fp8(dy, sdy,
+                                                            torch.float8_e5m2))).T)],
+    "07.sqnr_db": [lambda x, y: 20 * math.log10(math.hypot(*x) / math.dist(x, y)),
+                   lambda x, y: 10 * np.log10(np.square(x).sum()
+                       / np.square(np.subtract(x, y)).sum()).item()],
+    "07.saturated": [lambda x, amax: np.mean([abs(a) * 448 / amax > 448 + 16 for a in x
+        if a != 0]).item()],
+    "07.margin": [lambda growth: max(0, math.ceil(math.log(growth, 2)))],
+    "07.worst_row": [lambda x, y: max(range(len(x)),
+                                      key=lambda i: ((x[i] - y[i]).norm() / x[i].norm()).nan_to_num(
+                                          0).item()),
+                     lambda x, y: torch.nan_to_num((x - y).pow(2).mean(1)
+                         / x.pow(2).mean(1)).argmax()],
+    "07.bisect": [right_half_first],
+    "08.every": [lambda layers, block, kept, budget: next(
+        (n for n in range(layers, 0, -1) if kept * len(range(0, layers - 1, n)) + block * (
+        layers - len(range(0, layers - 1, n))) <= budget), 0)],
+    "08.moment_bytes": [lambda N, block: 2 * N + 8 * -(-N // block)],
+    "08.segment": [lambda layers, block, kept: min((-(-layers // n) * kept + n * block, n)
+        for n in range(1, layers + 1))[1]],
+    "08.recomputed": [by_vjp],
+    "08.chunked_loss": [by_softmax_of_chunks, logits_in_place],
+    "09.micro_batches": [lambda stages, most: next(m for m in itertools.count(1)
+        if (stages - 1) / (m + stages - 1) <= most)],
+    "09.tokens": [lambda dollars, price, peak, mfu, N: 600 * dollars * peak * mfu / (price * N)],
+    "09.tensor_ranks": [lambda states, device, heads: next(
+        (n for n in range(1, heads + 1) if not heads % n and states / n <= device), 0)],
+    "09.reduce_scatter": [sums_of_ring, one_after_another],
+    "09.micro_batch": [lambda states, each, device, batch: next(
+        (n for n in range(batch, 0, -1) if not batch % n and n * each <= device - states), 0)],
+    "12.kept_bytes": [lambda B, H, T, E, size, flash: B * H * T
+                      * ((3 * E + (E if flash else T)) * size + 4 * flash)],
+    "12.tiles": [lambda T, tile, window: sum(
+        -(-(min(first + tile, T) - max(0, first + 1 - window)) // tile)
+        for first in range(0, T, tile))],
+    "12.step": [in_place_softmax],
+    "12.merge": [by_stack, by_sigmoid],
+    "12.backward": [by_the_softmax_s_gradient, row_by_row],
+    "13.window_pairs": [lambda T, window: T * min(T, window) - min(T, window) * (min(T, window) - 1)
+                        / 2],
+    "13.document_mask": [lambda lengths: torch.tensor(
+        [[j <= i and ids[i] == ids[j] for j in range(len(ids))] for i in range(len(ids))]
+                                                      if (ids := [d for d, n
+                                                          in enumerate(lengths.tolist())
+                                                          for _ in range(n)]) else [])],
+    "13.linear_attention": [by_cumsum, in_chunks, one_number_at_a_time],
+    "14.sent_bytes": [lambda nbytes, ranks, stage, m: nbytes * (1 - 1 / ranks) * {0: 2, 1: 2,
+        2: 2 * m, 3: 3 * m}[stage]],
+    "14.rows": [by_counting],
+    "14.buckets": [from_the_last],
+    "14.clip": [lambda parts, most: [min(1.0,
+        most / (torch.cat([g for one in parts for g in one]).norm().item() + 1e-6))
+        for _ in parts]],
+    "16.pairs": [lambda rank, ranks, step: [(a, b) for a in range(2 * ranks)
+        for b in range(2 * ranks) if min(a, 2 * ranks - 1 - a) == rank
+                                            and (rank - min(b, 2 * ranks - 1 - b)) % ranks == step
+        and b <= a]],
+    "17.bubble": [lambda ranks, m, chunks: 1 - m * chunks / (m * chunks + ranks - 1)],
+    "17.order": [lambda rank, ranks, m: [one for k in range(-(ranks - rank), m) for one in (
+        f"B{k}" if k >= 0 else "", f"F{k + ranks - rank}" if k + ranks - rank < m else "") if one]],
+    "17.step": [by_passes],
+    "16.gate_up": [lambda w, rank, ranks: w.unflatten(0, (2, ranks, -1))[:, rank].flatten(0, 1)],
+    "15.gathered_bytes": [lambda shapes, cast, ranks: sum((ranks - 1) * -(-R // ranks) * C
+        * (4 - 3 * one) for (R, C), one in zip(shapes, cast))],
+    "15.interval": [lambda save, apart, devices: math.sqrt(save) * math.sqrt(2 * apart / devices)],
+    "15.pieces": [lambda rows, wrote, reads, rank: [(file, low, high) for file in range(wrote)
+        if (low := max(
+        by_counting(rows, reads, rank)[0], file * -(-rows // wrote)))
+        < (high := min(by_counting(rows, reads, rank)[1], (file + 1) * -(-rows // wrote)))]],
+}
+
+
+@pytest.mark.parametrize("name, attempt",
+                         [pytest.param(name, one, id=f"{name}-{i}") for name in {**RIGHT, **OTHERS}
+                          for i, one in enumerate(
+    [RIGHT[name] for _ in range(name in RIGHT)] + OTHERS.get(name, []))])
+def test_right_answers_of_another_kind(name, attempt):
+    assert check(EXERCISES[name], attempt) == Verdict("right")
+
+
+def test_each_exercise_has_another_right_form():
+    assert {*RIGHT, *OTHERS, *ON_RANKS, *PUZZLES} == set(EXERCISES)
+    assert sum(map(len, OTHERS.values())) + len(RIGHT) >= 105
+
+
+@pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if one.tolerance
+                                  and name not in PUZZLES and name not in ON_RANKS])
+def test_a_processor_that_rounds_otherwise_does_not_decide(name):
+    """The definition in float32, each operation off by a last place: where terms cancel, something
+    near 0 is left of 0."""
+    exercise, seeds = EXERCISES[name], itertools.count(100)
+
+    def elsewhere(*case):
+        with Disturbed(next(seeds), 2.0**-23):      # each case otherwise
+            return exercise.spec(*case)
+    for _ in range(2):
+        assert check(exercise, elsewhere) == Verdict("right")
+
+
+def test_an_answer_may_be_off_by_a_share_of_its_terms():
+    """12.backward with one key: the gradient is 0, and a difference of equal terms."""
+    exercise = Exercise(spec=lambda x, y: x @ y - (x * y).sum(),
+                        cases=((torch.ones(3), torch.full((3,), 2.0)),))
+    for right in (0.0, -2.7e-8, 5e-7):
+        assert check(exercise, lambda x, y, right=right: torch.tensor(right)) == Verdict("right")
+    for wrong in (1e-4, -1e-4, 6.0, math.nan):
+        assert check(exercise, lambda x, y, wrong=wrong: torch.tensor(wrong)).status == "wrong"
+    assert check(EXERCISES["12.backward"],
+                 lambda q, k, v, out, lse, d_out: [x * (len(q) > 1) if i < 2 else x
+                     for i, x in enumerate(
+        EXERCISES["12.backward"].spec(q, k, v, out, lse, d_out))]) == Verdict("right")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_exercise_is_asked_in_its_notebook(name):
+    book = BOOKS.get(name.split(".")[0])
+    assert book is None or name in book.read_text(), f"{book.name} does not use EXERCISES[{name!r}]"
+
+
+squares = Exercise(spec=lambda x: x * x, cases=((2.0,), (3.0,)),
+                   mistakes={"that is twice x": lambda x: 2 * x})
+
+
+def test_the_first_case_that_fails_is_named():
+    assert check(squares, lambda x: 2 * x) == Verdict("wrong",
+        "for x=3 expected 9, got 6; that is twice x")
+
+
+@pytest.mark.parametrize("attempt, said", [
+    (lambda x: 1 / 0, "ZeroDivisionError: division by zero"),
+    (lambda x, y: x, "TypeError"),
+    (lambda x: None, "is there a `return`?"),
+    (lambda x: "4", "got '4'"),
+    (lambda x: x > 1, "got True"),
+    (lambda x: math.nan, "got nan"),
+    (lambda x: [4.0], "got [4]"),
+    (lambda x: torch.zeros(2, device="meta"), "it raised NotImplementedError: Cannot copy out of "
+                                              "meta tensor"),
+    (lambda x: torch.zeros(2, dtype=torch.float8_e4m3fn) + torch.zeros(2,
+        dtype=torch.float8_e4m3fn), "not implemented for 'Float8_e4m3fn'"),
+])
+def test_whatever_an_attempt_does_is_a_verdict(attempt, said):
+    verdict = check(squares, attempt)
+    assert verdict.status == "wrong" and said in verdict.detail
+
+
+@pytest.mark.parametrize("want, right, wrong", [
+    (1.0, 1.0 + 1e-9, 1.001),
+    (0, 0.0, 1e-9),
+    ([1, 2.0], (1.0, 2), [1, 2, 3]),
+    ((1, (2, 3)), [1, [2, 3]], [1, [2, 4]]),
+    ({"a": 1, "b": [2]}, {"b": (2,), "a": 1.0}, {"a": 1}),
+    ({"a": 1}, {"a": 1}, {"a": 2}),
+    ("ring", "ring", "tree"),
+    (True, True, 1),
+    (None, None, 0),
+    (math.nan, math.nan, 0.0),
+    (math.inf, math.inf, -math.inf),
+])
+def test_what_counts_as_the_same(want, right, wrong):
+    exercise = Exercise(spec=lambda: want, cases=((),))
+    assert check(exercise, lambda: right) == Verdict("right")
+    assert check(exercise, lambda: wrong).status == "wrong"
+
+
+def test_a_tensor_counts_as_its_numbers():
+    exercise = Exercise(spec=lambda n: torch.arange(n), cases=((3,),))
+    assert check(exercise, lambda n: list(range(n))) == Verdict("right")
+    assert check(exercise, lambda n: torch.zeros(n)).detail == "for n=3 expected 1 at [1], got 0"
+
+
+def test_a_tensor_s_numbers_may_be_off_by_a_share_of_its_largest():
+    exercise = Exercise(spec=lambda: torch.tensor([1e-6, 1.0]), cases=((),), tolerance=1e-5)
+    assert check(exercise, lambda: torch.tensor([0.0, 1.0])) == Verdict("right")
+    assert check(exercise, lambda: torch.tensor([0.0, 1.001])).status == "wrong"
+
+
+def test_a_tolerance_of_zero_asks_for_the_sign_of_zero():
+    exercise = Exercise(spec=lambda: torch.tensor([-0.0]), cases=((),), tolerance=0)
+    assert check(exercise, lambda: torch.tensor([-0.0])) == Verdict("right")
+    assert check(exercise, lambda: torch.tensor([0.0])).status == "wrong"
+
+
+@pytest.mark.parametrize("given, change", [
+    ([1, 2], lambda x: x.append(0)), ([2, 1], lambda x: x.sort()),
+    ([[1], [2]], lambda x: x[1].pop()), ({"a": 1.0}, lambda x: x.update(a=2.0)),
+    ([1, 2], lambda x: x.__setitem__(0, 1.0)), (torch.zeros(2), lambda x: x.neg_()),
+    (torch.ones(2, 3), lambda x: x.t_()),
+    (torch.tensor(1.0), lambda x: x.mul_(2)),
+    (torch.ones(2, dtype=torch.bfloat16), lambda x: x[1:].zero_()),
+    ([torch.ones(3)[::2]], lambda x: x[0].add_(1)),
+    (torch.ones(2), lambda x: setattr(x, "data", x.data.double())),
+])
+def test_an_attempt_that_changes_its_argument_is_told_so(given, change):
+    exercise = Exercise(spec=lambda x: 3, cases=((given,),))
+    verdict = check(exercise, lambda x: (change(x), 3)[1])
+    assert (verdict.status == "wrong" and "it changes its argument `x`: change a copy (`"
+            in verdict.detail)
+    assert check(exercise, lambda x: 3) == Verdict("right")
+
+
+@pytest.mark.parametrize("given, change", [
+    (torch.ones(2), lambda x: x.requires_grad_().square().sum().backward()), ([math.nan], len),
+    (torch.tensor([math.nan]), torch.relu),
+    (deque([1]), lambda x: x.append(2)), (torch.zeros(0, 2), lambda x: x.add_(1)),
+])
+def test_what_is_no_change(given, change):
+    """Gradients and NaN; and an object that is no number, tensor, list or dict, such as a function
+    that counts its calls."""
+    assert (check(Exercise(spec=lambda x: 3, cases=((given,),)), lambda x: (change(x), 3)[1])
+            == Verdict("right"))
+
+
+def test_an_exercise_may_ask_for_the_change():
+    exercise = Exercise(spec=lambda x, y: x.add_(y), cases=((torch.zeros(2), torch.ones(2)),),
+                        in_place=("x",),
+                        mistakes={"the other one": lambda x, y: x.sub_(y)})
+    assert check(exercise, lambda x, y: x.copy_(x + y)) == check(exercise,
+        lambda x, y: (x.add_(y), None)[1]) == Verdict("right")
+    # a new tensor
+    assert "expected 1 at [0, 0], got 0" in check(exercise, lambda x, y: x + y).detail
+    assert check(exercise, lambda x, y: x.sub_(y)).detail.endswith("the other one")
+    assert "its argument `y`" in check(exercise, lambda x, y: x.add_(y.neg_().neg())).detail
+
+
+def test_an_index_is_written_as_one_types_it():
+    exercise = Exercise(spec=lambda: {"a": torch.tensor([[1, 2], [3, 4]])}, cases=((),))
+    assert (check(exercise, lambda: {"a": [[1, 2], [5, 4]]}).detail
+            == "for  expected 3 at ['a', 1, 0], got 5")
+
+
+def test_the_solution_is_the_definition_s_source():
+    assert EXERCISES["05.with_masters"].solution.startswith("def with_masters(weight: Tensor")
+    shown = check(EXERCISES["05.with_masters"], stub)
+    assert "★, about 5 minutes" in str(shown) and "<details>" in shown._repr_html_()
+
+
+def test_html_is_one_escaped_line():
+    shown = check(squares, lambda x: "<script>")._repr_html_()
+    assert "<script>" not in shown and "\n" not in shown and "#b91c1c" in shown
+
+
+def test_an_exercise_without_cases_is_refused():
+    with pytest.raises(ConfigError, match="at least one case"):
+        Exercise(spec=abs, cases=())

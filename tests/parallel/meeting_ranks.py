@@ -1,0 +1,148 @@
+"""What ranks of tests/parallel/test_meeting.py do; each is `f(place, told)`."""
+
+import hmac
+import os
+import pickle
+import socket
+import time
+from datetime import timedelta
+from unittest.mock import patch
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from lpkit.errors import ConfigError
+from lpkit.parallel import meeting, ranks
+from lpkit.parallel.processes import MEETING
+from lpkit.training import loop
+from lpkit.training.rank import train
+
+
+def _refuse(*args, **more):
+    raise AssertionError("a pickle was read")
+
+
+class Unpickler(pickle.Unpickler):
+    """Others may derive from it, as torch 2.11 does; nobody makes one."""
+
+    def __init__(self, *args, **more):
+        _refuse()
+
+
+OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list",
+           "send_object_list", "recv_object_list")
+
+
+def chain(place, told):
+    """A run, with nothing that reads a pickle; and nothing that makes one for the others."""
+    torch.set_num_threads(1)
+    c10d = dist.distributed_c10d
+    for module in (dist, c10d):
+        for name in OBJECTS:
+            setattr(module, name, _refuse)
+    c10d._object_to_tensor = c10d._tensor_to_object = c10d._unpickler = _refuse
+    with patch.object(pickle, "loads", _refuse), patch.object(pickle, "load",
+            _refuse), patch.object(pickle, "Unpickler", Unpickler):
+        train(place, told)
+
+
+def reads_a_pickle(place, told):
+    """That the test above can fail."""
+    with patch.object(dist.distributed_c10d, "_unpickler", _refuse):
+        meeting.meet("gloo", **place.among)
+        dist.all_gather_object([None] * place.world, {"a": 1})
+
+
+def wait(place, told):
+    """Meet, where the environment names an interface that others reach; say so; wait until told to
+    stop."""
+    if told["interface"]:
+        os.environ[meeting.INTERFACE] = told["interface"]
+    with meeting.meeting("gloo", **place.among) as prove:
+        prove("pair", dist.new_group([0, 1]))
+    assert os.environ.get(meeting.INTERFACE, "") == told["interface"]
+    place.tell({"pid": os.getpid(),
+                "at": sorted({(one.laddr.ip, one.laddr.port)
+                              for one in psutil.Process().net_connections("tcp")
+                                                  if one.status == psutil.CONN_LISTEN}),
+                "all": sorted({one.laddr.ip for one in psutil.Process().net_connections("tcp")})})
+    while place.asked() != "stop":
+        time.sleep(0.01)
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def lie(place, told):
+    """Rank 1 is not who it says it is."""
+    real = hmac.digest
+
+    def digest(secret, text, kind):
+        if told["lie"] == "secret":
+            return real(b"another" + secret, text, kind)
+        if told["lie"] == "reflected":      # the proof that it has just got
+            return real(secret, text.replace(b"(1, 0)", b"(0, 1)"), kind)
+        if told["lie"] == "group":          # that of another
+            return real(secret, text.replace(b"pair", b"world"), kind)
+        return real(secret, text, kind)[:8].ljust(32, b"\0")
+
+    place.at(0, MEETING)
+    with patch.object(hmac, "digest", digest if place.rank else real), meeting.meeting("gloo",
+            **place.among) as prove:
+        prove("pair", dist.new_group([0, 1]))
+
+
+def silent(place, told):
+    """Rank 1 never proves anything."""
+    if place.rank:
+        meeting._prove = lambda *_: time.sleep(60)
+    meeting.PROOF_TIMEOUT = timedelta(seconds=1)
+    begun = time.monotonic()
+    try:
+        meeting.meet("gloo", **place.among)
+    finally:
+        place.tell({"seconds": time.monotonic() - begun})
+
+
+def too_much(place, told):
+    """Rank 0 says more than is heard: nobody makes room for it. Then what is said arrives, of every
+    rank and whole."""
+    meeting.meet("gloo", **place.among)
+    assert (ranks.everybodys({"rank": place.rank, "text": "ä" * 1000})
+            == [{"rank": i, "text": "ä" * 1000} for i in range(2)])
+    for error in (FileNotFoundError(2, "No such file or directory", "a", None, "b"),
+                  ConfigError("a setting"), KeyError("other")):
+        try:
+            ranks.by_first(_raise, error)
+        except Exception as raised:
+            place.tell({"error": [type(raised).__name__, str(raised)]})
+    ranks.MOST_BYTES = 100
+    ranks.everybodys("x" * (200 if place.rank == 0 else 1))
+
+
+def _raise(error):
+    raise error
+
+
+def full_disk(place, told):
+    with patch.object(loop, "write_atomically", no_space):
+        train(place, told)
+
+
+def no_space(path, text):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def abort(place, told):
+    """As gloo does when it hears nonsense."""
+    place.at(0, MEETING)
+    if place.rank:
+        os.abort()
+    meeting.meet("gloo", **place.among)
+
+
+def reached(address, port):
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as one:
+        one.settimeout(0.5)
+        return one.connect_ex((address, port)) == 0

@@ -1,0 +1,438 @@
+"""Ranks that fail in every way: the right one is named, in time, and nothing is left."""
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+
+import lessons.rows.linear_attention  # noqa: F401  adds rows
+import lpkit
+from lessons.figures.live import LiveRun
+from lpkit import cli, preset
+from lpkit.errors import ConfigError, GoneError
+from lpkit.parallel.processes import Processes
+from lpkit.training.runs import METRICS, RunFailedError
+from tests.attack import patience, until
+from tests.attack import processes as attack
+from tests.bench.launch import STEP
+
+pytestmark = pytest.mark.dist
+RANK, HERE = "tests.bench.launch:rank", "tests.parallel.rank_functions"
+AT = rf"at step {STEP} in forward"
+
+
+def ranks(parent, function, told=None, *, world=2, said=None, **limits):
+    """What they returned, or the error."""
+    said = [] if said is None else said
+    with Processes(function, told, world=world, parent=parent, heard=lambda *one: said.append(one),
+                   **limits) as running:
+        try:
+            return running.wait()
+        except (ConfigError, RunFailedError) as error:
+            return error
+
+
+def failed(parent, told, **limits):
+    """The error, and how many seconds after its cause it was there."""
+    said = []
+    found = ranks(parent, RANK, told, said=said, **limits)
+    return found, time.monotonic() - next(one["fault_at"] for _, one in said if "fault_at" in one)
+
+
+def test_each_rank_knows_its_place_and_is_heard(parent):
+    said = []
+    found = ranks(parent, f"{HERE}:here", {"a": [1]}, world=3, said=said)
+    assert found == [[0, 3, 0, 3], [1, 3, 1, 3], [2, 3, 2, 3]]
+    assert (sorted(rank for rank, _ in said) == [0, 1, 2]
+            and all(one["told"] == {"a": [1]} for _, one in said))
+    assert (len({one["pid"] for _, one in said}) == 3
+            and not any(psutil.pid_exists(one["pid"]) for _, one in said))
+
+
+def test_they_compute_together(parent):
+    said = []
+    found = ranks(parent, RANK, {"steps": 3}, said=said)
+    assert found == [0, 1] and sorted((rank, one["step"], one["sum"]) for rank, one in said) == [
+        (rank, step, 2.0) for rank in (0, 1) for step in (1, 2, 3)]
+
+
+def test_nothing_that_is_said_is_lost(parent):
+    said = []
+    ranks(parent, f"{HERE}:talk", {"lines": 3000}, said=said)
+    for number in (0, 1):
+        assert [one["number"] for rank, one in said if rank == number] == list(range(3000))
+
+
+@pytest.mark.parametrize("fault, kind, sentence", [
+    ("raises", RunFailedError, rf"rank 1 of 2 failed {AT}: ValueError: a fault that was "
+                               rf"planted\n\nTraceback (.|\n)*"
+                               r"in _raise\n(.|\n)*ValueError: a fault that was planted$"),
+    ("refuses", ConfigError, "rank 1 of 2: a setting that cannot be; choose another$"),
+    ("meets the end of memory", RunFailedError, rf"rank 1 of 2 ran out of memory {AT}: "
+                                                rf"MemoryError\n"),
+    ("exits", GoneError, rf"rank 1 of 2 exited {AT} with code 9 and without an error$"),
+    ("is killed", GoneError, rf"rank 1 of 2 died {AT} of SIGKILL, from outside: where memory runs "
+                             rf"out"),
+    ("crashes", GoneError, rf'rank 1 of 2 died {AT} of SIGSEGV\n\n  File ".*", line \d+ in '
+                           rf'string_at\n'),
+])
+def test_who_fails_is_named_and_all_end(parent, fault, kind, sentence):
+    """Rank 0 fails too, because the other is gone: "Connection closed by peer"."""
+    found, seconds = failed(parent, {"fault": fault})
+    assert type(found) is kind and re.match(sentence, str(found)), str(found)
+    assert seconds < 5 * patience()
+
+
+@pytest.mark.parametrize("rank, room_bytes", [(0, 0), (1, 0), (1, 32 << 20)])
+@pytest.mark.parametrize("layout", [{"data": 2}, {"shard": 2, "zero": 3}], ids=str)
+def test_a_rank_out_of_memory_is_named_with_the_rows_of_its_ledger(parent, tmp_path, layout, rank,
+        room_bytes):
+    """Planted, or with no more address space: a micro-batch of 64 times the tokens does not fit."""
+    config = preset("cpu-3m").replace({
+        "model.layers": 2, "global_batch": 4, "steps": 5, "system.device": "cpu",
+        "system.threads": 1, "precision.recipe": "fp32",
+        "eval_every": 0, "checkpoint_every": 2,
+        **{f"parallel.{axis}": n for axis, n in layout.items()}})
+    told = {"config": config.to_dict(), "out": str(tmp_path / "run"), "resume": False, "rank": rank,
+            "room_bytes": room_bytes}
+    found = ranks(parent, "tests.parallel.training_ranks:out_of_memory", told)
+    error = "RuntimeError: .*can't allocate memory.*" if room_bytes else "MemoryError"
+    # ZeRO cuts no moments in int8
+    size, way = r"[\d.]+ [kMG]?B", "moment_format=int8" if "data" in layout else "recompute=block"
+    assert isinstance(found, RunFailedError) and re.match(
+        rf"rank {rank} of 2: out of memory after step 2 \({error}\); held were {size} "
+        rf"\(.*(weights|optimizer state) {size}.*\), "
+        rf"and predicted {size} at the peak \(.*{size}.*; it would fit with --set memory.{way} .*; "
+        rf"kept: step-00000002", str(found)), (str(found))
+
+
+@pytest.mark.parametrize("fault, limit, sentence, stack", [
+    ("is stopped", "timeout_seconds", rf"rank 1 of 2 gave no sign of life for 2 s {AT}, and rank 0 "
+                                      rf"is at step 5 in reduce\n"
+                                      rf"\nrank 1 is {AT}, stopped by a signal\n", "in <lambda>"),
+    ("holds the lock", "timeout_seconds", rf"rank 1 of 2 gave no sign of life for 2 s {AT}, and "
+                                          rf"rank 0 is", "in <lambda>"),
+    ("never calls", "progress_seconds", rf"rank 1 of 2 got no further for 2 s {AT}, and rank 0 is "
+                                        rf"at step 5 in reduce", "in _wait"),
+])
+def test_who_hangs_is_named_with_its_stack(parent, fault, limit, sentence, stack):
+    found, seconds = failed(parent, {"fault": fault}, **{limit: 2})
+    assert re.match(sentence, str(found)) and stack in str(found), str(found)
+    assert "run_rank" not in str(found) and seconds < (2 + 2 + 3) * patience()
+
+
+def test_who_waits_for_no_message_is_to_blame(parent):
+    found = str(ranks(parent, f"{HERE}:wait_for_one", progress_seconds=1))
+    assert found.startswith("rank 1 of 2 got no further for 1 s at step 3 in reduce, and rank 0 is "
+                            "at step 3 in reduce, waiting\n"), found
+
+
+def test_all_that_wait_for_one_another_are_named(parent):
+    found = str(ranks(parent, f"{HERE}:stand_still", progress_seconds=1))
+    assert found.startswith("ranks 0 and 1 of 2 got no further for 1 s: they wait for one another")
+    assert found.count("in stand_still") == 2 and "rank 0 is at step 3 in reduce" in found
+
+
+def test_an_abort_after_the_work_is_done_is_a_success(parent):
+    assert ranks(parent, f"{HERE}:abort_at_exit") == [0, 1]
+
+
+def test_who_leaves_by_exit_has_not_finished(parent):
+    assert re.match("rank [01] of 2 failed at step 0 in start: SystemExit: no more",
+                    str(ranks(parent, f"{HERE}:exit_early")))
+
+
+@pytest.mark.parametrize("function", ["tests.no_such:module", f"{HERE}:no_such_function"])
+def test_what_cannot_be_imported_is_said(parent, function):
+    found = ranks(parent, function)
+    assert (isinstance(found, RunFailedError)
+            and str(found).startswith(f"cannot import {function}: "))
+
+
+def test_they_are_asked_to_pause_go_on_and_stop(parent):
+    """Nobody stands still who was asked to; and a stop stays one when the pause is over."""
+    seen = []
+
+    def heard(rank, said):
+        seen.append(said.get("seen"))
+        if seen.count("") == 2 and not seen.count("pause"):
+            running.pause()
+        if seen.count("pause") == 2:
+            time.sleep(2)
+            running.stop("SIGINT")
+            running.resume()
+
+    with Processes(f"{HERE}:obey", world=2, parent=parent, heard=heard,
+                   progress_seconds=1) as running:
+        found = running.wait()
+    assert found == [["", "pause", "SIGINT"]] * 2
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_killed_they_are_gone_at_once(parent, own):
+    pids = []
+
+    def heard(rank, said):
+        pids.append(said.get("pid"))
+        if len(list(filter(None, pids))) == 2:
+            running.kill()
+
+    with Processes(f"{HERE}:obey", world=2, parent=None if own else parent,
+                   heard=heard) as running, \
+            pytest.raises(RunFailedError, match=r"ended by kill\(\)"):
+        running.wait()
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
+
+
+def test_a_supervisor_that_is_killed_is_no_wrong_input(parent):
+    """The ranks end with it. The command line then exits with 1 (test_strangers)."""
+    pids = []
+
+    def heard(rank, said):
+        if "pid" in said:
+            pids.append(said["pid"])
+            if len(pids) == 2:
+                psutil.Process(pids[0]).parent().kill()
+
+    with Processes(f"{HERE}:obey", world=2, parent=parent, heard=heard) as running, \
+            pytest.raises(GoneError, match=r"^the process that watched the ranks was killed, .*; "
+                                           r"go on with --resume$"):
+        running.wait()
+    deadline = time.monotonic() + 5 * patience()
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_rank_leaves_is_ended(parent):
+    said = []
+    assert ranks(parent, f"{HERE}:leave_a_child", said=said) == [None, None]
+    assert not any(psutil.pid_exists(one["pid"]) for _, one in said)
+
+
+CALLER = """
+from lpkit.parallel.processes import Processes
+with Processes("tests.parallel.rank_functions:tick", {told}, world=2, heard=lambda rank, said: print(rank, flush=True)) as ranks:
+    ranks.wait()
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("told", [{"stopped": None}, {"stopped": 1}], ids=["working", "stopped"])
+def test_nothing_outlives_its_caller(tmp_path, sent, told):
+    for name in ("tmp", "runtime"):
+        (tmp_path / name).mkdir()
+    with subprocess.Popen([sys.executable, "-c", CALLER.format(told=told)], stdout=subprocess.PIPE,
+                          text=True,
+                          env=os.environ | {"TMPDIR": str(tmp_path / "tmp"),
+                                            attack.MARK: str(tmp_path)}) as caller:
+        for _ in range(20):
+            assert caller.stdout.readline()
+        # caller, keeper, warm parent, supervisor, two ranks
+        until(lambda: len(family := attack.processes(tmp_path)) == 6
+                 and sum(one.status() == psutil.STATUS_STOPPED for one in family)
+                 == (told["stopped"] is not None))
+        caller.send_signal(sent)
+        begun = time.monotonic()
+        assert attack.until_nothing(tmp_path, begun + 4 * patience()) == []
+
+
+# a run
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN", f"{HERE}:train")
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "cores", lambda: 4)
+
+
+def config(**changes):
+    return preset("cpu-3m").replace({"system.device": "cpu",
+                                     **{key.replace("__", "."): one
+                                        for key, one in changes.items()}})
+
+
+def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
+    handle = lpkit.launch(config(steps=5), processes=2, out=tmp_path / "run")
+    live = LiveRun(handle)
+    shown = []
+    handle.subscribe(shown.append)
+    run = handle.result()
+    assert run.path == tmp_path / "run" and handle.done and handle.error is None
+    assert ([record.step for record in handle.records] == [1, 2, 3, 4, 5]
+            and handle.planned_steps == 5)
+    assert handle.config.parallel.data == 2
+    assert handle.ranks == {rank: {"step": 5, "step_seconds": 0.1, "loss": 1.0,
+                                   "peak_bytes": 1 << 30,
+                                  "communication_share": 0.25} for rank in (0, 1)}
+    live._done()
+    assert "done" in live.status.value
+    cells = re.findall("<t[hd][^>]*>(.*?)</t[hd]>", live.ranks.value)
+    assert cells == ["rank", "step", "loss", "seconds a step", "peak memory", "communication",
+                    *(cell for rank in "01" for cell in (rank, "5", "1.000", "0.100", "1.07 GB",
+                        "25%"))]
+
+
+def test_launches_share_a_parent_and_a_rank_can_be_found(parent, monkeypatch, tmp_path):
+    """And killed, as the system does it."""
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "cores", lambda: 2)
+    small = config(model__layers=1, model__width=32, model__context=32, global_batch=2,
+                   steps=10_000, system__threads=1, precision__recipe="fp32")
+    for killed in (1, 0):
+        handle = lpkit.launch(small, processes=2, out=tmp_path / f"run-{killed}", parent=parent)
+        while killed not in handle.ranks:
+            time.sleep(0.01)
+        os.kill(handle.ranks[killed]["pid"], signal.SIGKILL)
+        with pytest.raises(RunFailedError,
+                           match=rf"rank {killed} of 2 died at step \d+ in .* of SIGKILL"):
+            handle.result()
+
+
+def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
+    handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
+    live = LiveRun(handle)
+    until(lambda: handle.records)
+    live.pause_button.click()
+    assert handle.paused
+    live.stop_button.click()
+    assert handle.result().summary["stopped_by"] == "stop"
+
+
+@pytest.mark.parametrize("function, when, kept", [
+    ("untold", lambda out: (out / METRICS).exists(), True),
+    ("hang", lambda out: True, False),      # as ranks that are importing
+])
+def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp_path, function,
+        when, kept):
+    """A launch of a tiny model had 23 of them when its first signal came, and was killed."""
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN",
+                        f"{HERE}:{function}")
+    handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
+    # a shell's & makes its children deaf
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def press():
+        until(lambda: when(tmp_path / "run"))
+        time.sleep(0.3)     # the main thread waits for the result
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    try:
+        stopped_by = handle.result().summary["stopped_by"]
+    except KeyboardInterrupt:
+        stopped_by = None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped_by == ("SIGINT" if kept else None) and handle.done
+
+
+def test_an_error_of_a_rank_is_the_handles(stand_in, tmp_path):
+    handle = lpkit.launch(config(seed=13), processes=2, out=tmp_path / "run")
+    with pytest.raises(ConfigError,
+                       match=r"rank [01] of 2: seed=13 brings bad luck; choose another"):
+        handle.result()
+    assert isinstance(handle.error, ConfigError)
+
+
+@pytest.mark.parametrize("changes, processes, sentence", [
+    ({"parallel.data": 2, "parallel.shard": 2}, 2, "is 4 devices, not 2; set "),
+    ({"parallel.shard": 3}, 4, "is 3 devices, not 4; "),
+    ({"global_batch": 9}, 2, "global_batch=9 sequences does not split over data=2"),
+    ({}, 5, "processes=5 need as many cores, and there are 4; use processes=4"),
+    ({}, 0, "processes must be positive"),
+])
+def test_what_cannot_be_spread_is_refused(stand_in, changes, processes, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        lpkit.launch(config(grad_accum_steps=1, global_batch=12).replace(changes),
+                     processes=processes)
+
+
+def test_the_command_does_the_same(stand_in, tmp_path, capsys):
+    words = ["train", "cpu-3m", "system.device=cpu", "steps=5", "--processes", "2", "--json",
+             "--out", str(tmp_path / "a")]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["steps"] == 5 and "5/5" in said.err and "tokens/s" in said.err
+    assert cli.main([*words[:-1], str(tmp_path / "b"), "seed=13"]) == 2
+    assert capsys.readouterr().err.strip().endswith("of 2: seed=13 brings bad luck; choose another")
+
+
+@pytest.mark.parametrize("words, sentence", [
+    (["--processes", "0"], "processes must be positive, got 0"),
+    (["--processes", "two"], "--processes must be a whole number, got 'two'"),
+    (["--processes", "5"], "processes=5 need as many cores, and there are 4; use processes=4"),
+    # "set data=3" was said, and 16 sequences do not split over 3
+    (["--processes", "3", "parallel.data=2"], "is 2 devices, not 3; use 2 devices"),
+    (["--processes", "4", "parallel.data=2"], "is 2 devices, not 4; set parallel.data=4"),
+    (["--processes", "3"], "global_batch=16 sequences does not split over data=3"),
+    (["--processes", "2", "parallel.tensor=2", "model.changes=lora"], "model.changes=lora changes "
+        "whole matrices, and a rank has parts; set"),
+    (["--processes", "2", "parallel.context=2", "model.attention=delta"], "model.attention=delta "
+        "takes whole sequences, and parallel.context=2 cuts"),
+    (["--processes", "2", "parallel.pipeline=2"], "parallel.schedule=1f1b has no order of 1 "
+                                                  "micro-batches over 2 ranks, but of one a "
+                                                  "rank or more; set grad_accum_steps=2"),
+])
+def test_what_the_command_refuses_starts_nothing(stand_in, tmp_path, monkeypatch, capsys, words,
+        sentence):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    try:
+        code = cli.main(["train", "cpu-3m", *words, "--out", str(tmp_path / "a")])
+    except SystemExit as left:      # argparse's
+        code = left.code
+    assert code == 2 and not any(tmp_path.iterdir())
+    assert (sentence in (said := capsys.readouterr().err.splitlines()[-1])
+            and said.startswith("lpkit: ")), said
+
+
+COMMAND = """
+import fcntl, importlib, sys, termios
+from lpkit import cli
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)        # its terminal: what is typed there becomes a signal
+launch = importlib.import_module("lpkit.training.launch")
+launch.TRAIN, launch.cores = f"tests.parallel.rank_functions:{sys.argv[1]}", lambda: 2
+sys.exit(cli.main(["train", "cpu-3m", "system.device=cpu", "steps=100000", "--processes", "2", "--json", "--out", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("function, keys, code, stopped_by", [
+    ("train", 1, 130, "SIGINT"), ("deaf", 2, 130, None), ("train", 0, 129, "SIGHUP")],
+    ids=["Ctrl-C", "twice", "closed"])
+def test_the_terminal_of_the_command(tmp_path, function, keys, code, stopped_by):
+    """Ctrl-C stops after the step at hand, as a terminal does that closes; a second one does at
+    once."""
+    for name in ("tmp", "runtime"):
+        (tmp_path / name).mkdir()
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (24, 200))
+    with open(ours, "r+b", buffering=0) as terminal, subprocess.Popen(
+            [sys.executable, "-c", COMMAND, function, str(tmp_path / "run")], stdin=theirs,
+            stdout=subprocess.PIPE, stderr=theirs, text=True,
+            start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path / "tmp"),
+                attack.MARK: str(tmp_path)}) as command:
+        os.close(theirs)
+        shown = b""
+        # a step; one after it was asked to stop
+        for seen in [rb"loss", rb" ([2-9]|\d\d+)/100000"][:max(keys, 1)]:
+            while not re.search(seen, shown):
+                shown += terminal.read(4096)
+            terminal.write(b"\3" * bool(keys))
+        begun = time.monotonic()
+        if not keys:
+            terminal.close()
+        with suppress(OSError, ValueError):     # until nobody has it any more
+            while terminal.read(4096):
+                pass
+        assert command.wait(60) == code
+        said = command.stdout.read()
+    assert attack.until_nothing(tmp_path, begun + 5 * patience()) == []
+    assert (json.loads(said)["stopped_by"] if said else None) == stopped_by

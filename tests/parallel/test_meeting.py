@@ -1,0 +1,253 @@
+"""Ranks meet where nobody else is, prove who they are, and unpickle nothing."""
+
+import ast
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+import lpkit
+from lpkit import cli, train
+from lpkit.errors import ConfigError, RunFailedError, packed, unpacked
+from lpkit.parallel import meeting
+from lpkit.parallel.processes import Processes
+from lpkit.training import loop
+from lpkit.training.runs import Run
+from tests.attack import NOT_TRIED, _strangers
+from tests.attack import ranks as attack
+from tests.parallel.meeting_ranks import OBJECTS, no_space, reached
+from tests.parallel.test_parallel import SMALL
+
+pytestmark = pytest.mark.dist
+PACKAGE = Path(lpkit.__file__).parent
+
+
+def ranks(parent, function, told=None, world=2, said=None, **limits):
+    heard = ((lambda rank, words: said.append((rank, words))) if said is not None
+             else (lambda rank, words: None))
+    with Processes(f"tests.parallel.meeting_ranks:{function}", told, world=world, parent=parent, heard=heard,
+                   **limits) as running:
+        return running.wait()
+
+
+def names(tree):
+    """All that a module imports or looks up."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (getattr(node, "module", None) or "").split(".")
+            for one in node.names:
+                yield from one.name.split(".")
+
+
+FORBIDDEN = {*OBJECTS, "pickle", "cPickle", "dill", "cloudpickle", "_tensor_to_object",
+             "FileSystemReader", "FileSystemWriter"}
+
+
+def test_no_module_reads_a_pickle_or_lets_ranks_send_objects():
+    """DCP plans by object collectives, and keeps its plans in a pickle."""
+    for path in PACKAGE.rglob("*.py"):
+        found = FORBIDDEN & set(names(ast.parse(path.read_text())))
+        assert not found, f"{path}: {found}"
+    assert "torch.distributed.checkpoint" not in "".join(
+        line for path in PACKAGE.rglob("*.py") for line in path.read_text().splitlines()
+        if "import" in line)
+    assert FORBIDDEN & set(names(ast.parse("import torch.distributed as "
+                                           "dist\ndist.gather_object(1)")))
+
+
+def test_a_run_that_trains_saves_and_goes_on_reads_no_pickle(parent, tmp_path):
+    told = {"out": str(tmp_path / "run"), "resume": False}
+    for steps, layout in ((2, {"parallel.shard": 2}), (3, {"parallel.data": 2}),
+                          (4, {"parallel.shard": 2, "parallel.zero": 1})):
+        config = SMALL.replace(layout | {"steps": steps, "checkpoint_every": 1})
+        ranks(parent, "chain", told | {"config": config.to_dict(), "resume": steps > 2})
+    run = Run(tmp_path / "run")
+    assert run.summary["status"] == "complete" and [line["step"] for line in run.metrics] == [1, 2,
+        3, 4]
+    with pytest.raises(RunFailedError, match="a pickle was read"):
+        ranks(parent, "reads_a_pickle")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc, SO_ATTACH_FILTER")
+def test_ranks_of_one_machine_listen_on_loopback_and_nobody_connects_to_a_run(parent):
+    """Also where the environment names an interface that others reach, as the host's name may."""
+    others = [name for name, found in psutil.net_if_addrs().items()
+              if name not in meeting.LOOPBACKS and any(one.family.name == "AF_INET"
+                  for one in found)]
+    said = []
+    for interface in ("", *others[:1]):
+        said.clear()
+        with Processes("tests.parallel.meeting_ranks:wait", {"interface": interface}, world=2, parent=parent,
+                       heard=lambda rank, words: (said.append(words),
+                           len(said) < 2 or asked(running, said))) as running:
+            assert running.wait() == [[2.0] * 3] * 2
+        assert all(set(one["all"]) <= {"127.0.0.1", "::1"} and one["at"] for one in said)
+
+
+def asked(running, said):
+    """Both ranks wait: look at them, and let them go on. What raises here is raised by `wait`."""
+    for one in said:
+        seen = {(found.laddr.ip, found.laddr.port)
+                for found in psutil.Process(one["pid"]).net_connections("tcp")
+                if found.status == psutil.CONN_LISTEN}
+        assert seen == {tuple(at) for at in one["at"]} and not any(reached(*at) for at in seen)
+    running.stop()
+
+
+@pytest.mark.parametrize("family, at", [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1")])
+@pytest.mark.parametrize("filters", [True, False], ids=["a filter", "filters are root's alone"])
+def test_what_listens_can_be_reached_before_it_is_shut(monkeypatch, filters, family, at):
+    import socket
+
+    own = socket.socket.setsockopt
+
+    def hardened(one, level, option, value):
+        if not filters and (level, option) == (socket.SOL_SOCKET, meeting.SO_ATTACH_FILTER):
+            raise PermissionError(1, "Operation not permitted")
+        own(one, level, option, value)
+
+    monkeypatch.setattr(socket.socket, "setsockopt", hardened)
+    try:
+        server = socket.create_server((at, 0), family=getattr(socket, family))
+    except OSError:
+        pytest.skip(f"no {family} here")
+    with server:
+        before = meeting._listening()
+        assert server.fileno() in before.values() and reached(*server.getsockname()[:2])
+        meeting._shut(server.fileno())
+        assert not reached(*server.getsockname()[:2])
+
+
+@pytest.mark.parametrize("lie", ["secret", "reflected", "group", "short"])
+def test_who_does_not_know_the_secret_is_refused_in_one_sentence(parent, lie):
+    with pytest.raises(ConfigError,
+                       match=r"^rank [01] of 2: who answers rank [01] as rank [01] does not know "
+                             r"the secret of this launch: "
+                                          "another program .*; start again") as found:
+        ranks(parent, "lie", {"lie": lie})
+    assert "\n" not in str(found.value)
+
+
+def test_who_proves_nothing_is_not_waited_for(parent):
+    said = []
+    with pytest.raises(ConfigError,
+                       match=r"^rank 0 of 2: rank 0 cannot make sure of the others: another program") as found:
+        ranks(parent, "silent", said=said)
+    assert "\n" not in str(found.value) and 0.9 < said[0][1]["seconds"] < 20
+
+
+def test_a_rank_that_aborts_while_it_meets_is_one_sentence(parent):
+    with pytest.raises(ConfigError,
+                       match=r"^rank 1 of 2 died at step 0 in meeting the others of SIGABRT: "
+                             r"another program") as found:
+        ranks(parent, "abort")
+    assert "\n" not in str(found.value)
+
+
+def test_what_ranks_say_arrives_whole_and_has_a_bound(parent):
+    said = []
+    with pytest.raises(RunFailedError,
+                       match=r"RuntimeError: rank 0 says 202 bytes, and 100 are the most"):
+        ranks(parent, "too_much", said=said)
+    for rank in range(2):
+        assert [one["error"] for each, one in said if each == rank][:2] == [
+            ["FileNotFoundError", "[Errno 2] No such file or directory: 'a' -> 'b'"],
+            ["ConfigError", "a setting"]]
+    assert [one["error"] for _, one in said if "other" in one["error"][1]] in (
+        [["KeyError", "'other'"], ["RuntimeError", "KeyError: 'other'"]],
+        [["RuntimeError", "KeyError: 'other'"], ["KeyError", "'other'"]])
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device", "a"),
+                                   OSError("no number"), PermissionError(13, "Permission denied",
+                                       b"a"),
+                                   MemoryError(), ValueError("v"), RunFailedError("r"),
+                                   OSError(9, "Bad file descriptor", 3)])
+def test_an_error_is_the_same_on_the_other_side(error):
+    other = unpacked(*packed(error))
+    assert (type(other) is type(error) and cli._of_system(other) == cli._of_system(error)
+            if isinstance(error, OSError) else str(other) == str(error))
+
+
+def test_a_ranks_system_error_is_the_sentence_of_one_process(parent, tmp_path, monkeypatch):
+    """Also its exit code: the command line asks the type of the error alone."""
+    with pytest.raises(OSError) as of_ranks:
+        ranks(parent, "full_disk", {"config": SMALL.replace({"parallel.data": 2}).to_dict(),
+                                    "out": str(tmp_path / "run"), "resume": False})
+    monkeypatch.setattr(loop, "write_atomically", no_space)
+    with pytest.raises(OSError) as of_one:
+        train(SMALL, out=tmp_path / "run")
+    assert type(of_ranks.value) is type(of_one.value) and of_ranks.value.args == of_one.value.args
+    assert (cli._of_system(of_ranks.value) == f"{tmp_path / 'run' / 'config.yaml'}: No space left "
+                                              f"on device; free some space, or choose another "
+                                              f"folder")
+
+
+class Store(dict):
+    """As torchrun's, where anybody may write."""
+
+    def set(self, key, value):
+        self[key] = value.encode()
+
+    get = dict.__getitem__
+
+
+def test_ranks_of_torchrun_on_one_machine_meet_in_a_private_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting.tempfile, "tempdir", str(tmp_path))
+    store = Store()
+    assert isinstance(meeting._private(store, 0, 2), dist.FileStore)
+    folder = Path(os.fsdecode(store["folder"]))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.geteuid()
+    meeting._private(store, 1, 2)
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "open").mkdir(mode=0o755)
+    for other in ("link", "open", "absent"):
+        with pytest.raises(ConfigError,
+                           match=r"rank 1 was told to meet the others in '.*', which is no private "
+                                 r"folder of this user"):
+            meeting._private(Store(folder=os.fsencode(tmp_path / other)), 1, 2)
+
+
+@pytest.mark.slow
+def test_several_machines_still_meet(tmp_path):
+    """Two agents of torchrun, each with a rank: to the ranks, they are two machines."""
+    config = [f"model.{key}={n}" for key, n in {"layers": 1, "width": 32, "heads": 2,
+        "context": 32}.items()]
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    agents = [subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
+         "--nproc-per-node", "1", "--master-addr",
+         "127.0.0.1", "--master-port", str(port), "-m", "lpkit", "train", "cpu-3m", *config,
+         "steps=3", "system.device=cpu",
+         "precision.recipe=fp32", "parallel.shard=2", "--out", "run"], cwd=tmp_path,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for node in range(2)]
+    said = [agent.communicate(timeout=240)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert Run(tmp_path / "run").summary["status"] == "complete"
+
+
+def test_an_attack_that_cannot_be_tried_says_so(tmp_path, monkeypatch):
+    """Nothing then looks like a trial that went well."""
+    strangers = tmp_path / "python"
+    strangers.write_text("#!/bin/sh\necho '{\"cannot\": \"only root may become another "
+                         "user\"}'\ncat\n")
+    strangers.chmod(0o755)
+    monkeypatch.setattr(attack.sys, "executable", str(strangers))
+    outcome = attack.attack(5, 0, tmp_path)
+    assert (outcome.facts == {NOT_TRIED: "only root may become another user"} and not outcome.tried
+            and not outcome.failures)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert _strangers.own_network() == "only root may become another user"
