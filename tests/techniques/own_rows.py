@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import experiments.prune  # noqa: F401  a row of governors
 from lpkit.nn.transformer import Attention
 from lpkit.techniques import blocks, changes
 from lpkit.techniques.operation import Kind
@@ -38,36 +39,6 @@ def bare(s):
                     saved_itemsize=s.compute_bytes,
                     moved_bytes=stream + narrow,
                     backward=(blocks.Hold(nbytes=2 * stream, frees=1.0),))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share(Settings):
-    share: float = 0.5
-
-
-class Prune:
-    """From the second update on, the smallest half of each block's matrices is zero: also after an
-    update of it."""
-
-    def __init__(self, settings: Share):
-        self.share, self.masks = settings.share, {}
-
-    def end(self, training, step: int) -> None:
-        matrices = {name: p for name, p in training.model.named_parameters() if p.ndim == 2
-                    and "blocks." in name}
-        with torch.no_grad():
-            if step == 1:
-                self.masks = {name: p.abs() > p.abs().flatten().kthvalue(
-                    int(self.share * p.numel()))[0]
-                              for name, p in matrices.items()}
-            for name, mask in self.masks.items():
-                matrices[name].mul_(mask)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.masks
-
-    def load_state_dict(self, state) -> None:
-        self.masks = dict(state)
 
 
 class LayerDrop:
@@ -174,5 +145,4 @@ blocks.MODEL_CHANGES["drop-tokens"] = Kind(operations=dropped_operations,
 blocks.MODEL_CHANGES["sparse"] = Kind(operations=sparse_operations,
     implementation=f"{__name__}:mask_weights", settings=Sparse())
 blocks.BLOCKS["bare"] = Kind(operations=bare, implementation=f"{__name__}:Bare")
-changes.GOVERNORS["prune-half"] = Row(implementation=f"{__name__}:Prune", settings=Share())
 changes.GOVERNORS["drop-a-layer"] = Row(implementation=f"{__name__}:LayerDrop")

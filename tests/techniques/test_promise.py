@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import lessons.tasks  # noqa: F401  the policy that reads no corpus
 import lpkit
+from experiments.weighted import scores_of_rare_tokens
 from lessons.decoding import decoding
 from lpkit import cli, measure
 from lpkit.config import Config
@@ -273,7 +274,7 @@ def _cpu():
 # ---- what a module of one's own adds: docs/own_technique.md and tests/techniques/own_rows.py
 
 OWN = {"lora": {"model.changes": [{"name": "my-lora", "rank": 2}]},
-       "prune": {"governors": "prune-half"},
+       "prune": {"governors": "prune"},
        "layer drop": {"governors": "drop-a-layer"}, "bare": {"model.block": "bare"},
        "block": {"model.block": "deepnorm"},
        "drop tokens": {"model.changes": "drop-tokens", "model.layers": 4},
@@ -305,7 +306,8 @@ def own(beside, corpus, monkeypatch):
     before = {field: dict(table) for field, table in outside.TABLES.items()}
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus / "cache"))
     yield Config().replace({
-        "imports": "my_rows,my_block,tests.techniques.own_rows", "model.layers": 2, "model.width": 32,
+        "imports": "my_rows,my_block,tests.techniques.own_rows",
+        "model.layers": 2, "model.width": 32,
         "model.heads": 2, "model.context": 32,
         "data.source": str(corpus / "*.py"), "steps": 6, "global_batch": 4, "eval_every": 3,
         "eval_batches": 1,
@@ -314,7 +316,8 @@ def own(beside, corpus, monkeypatch):
     for field, rows in before.items():
         outside.TABLES[field].clear()
         outside.TABLES[field].update(rows)
-    for name in ("my_rows", "my_modules", "my_block", "tests.techniques.own_rows"):
+    for name in ("my_rows", "my_modules", "my_block", "tests.techniques.own_rows",
+                 "experiments.prune"):
         sys.modules.pop(name, None)
 
 
@@ -444,7 +447,7 @@ def test_weights_do_not_travel_as_casts_where_some_are_frozen(own):
 
 
 def test_a_pruned_run_evaluates_saves_and_samples_pruned_weights(own, tmp_path):
-    training = trained(lpkit.train(own.replace({"governors": "prune-half"}), out=tmp_path / "run"))
+    training = trained(lpkit.train(own.replace({"governors": "prune"}), out=tmp_path / "run"))
     matrices = [p for name, p in training.model.named_parameters() if p.ndim == 2
                 and "blocks." in name]
     assert all((p == 0).float().mean() == pytest.approx(0.5, abs=0.01) for p in matrices)
@@ -630,7 +633,7 @@ def test_ranks_have_the_numbers_of_one_process(name, with_toys, on_ranks, tmp_pa
             "teacher": str(tmp_path / "teacher")}})
     config = with_toys.replace(toys.SAYS[name])
     if name == "weighted":
-        config = toys.prepared_scores(config, tmp_path)
+        config = scores_of_rare_tokens(config, tmp_path / "scores.npy")
     losses, evaluated, weights = toys.trained(config.replace({"grad_accum_steps": 2}
         if name == "soap" else {}))
     for found in on_ranks("toys_train", config, layouts=LAYOUTS):
@@ -754,8 +757,9 @@ def test_tokens_stand_where_their_places_say(position, with_toys):
 def test_scores_come_with_the_tokens_that_they_are_of(with_toys, tmp_path):
     """They are part of what a run is, wherever their file lies; what is no array of them is refused
     in one sentence."""
-    config = toys.prepared_scores(with_toys.replace(toys.SAYS["weighted"] | {"grad_accum_steps": 2,
-        "checkpoint_every": 2}), tmp_path)
+    config = with_toys.replace(toys.SAYS["weighted"] | {"grad_accum_steps": 2,
+                                                        "checkpoint_every": 2})
+    config = scores_of_rare_tokens(config, tmp_path / "scores.npy")
     assert Config.from_yaml(config.to_yaml()) == config and predict(config, "h200").memory.doubt
     run = lpkit.train(config, out=tmp_path / "run")
     goes_on_to_the_bit(config, run, tmp_path / "parts")
@@ -832,7 +836,7 @@ def test_toys_train_in_fp8(name, with_toys, tmp_path):
     config = with_toys.replace(toys.SAYS[name] | {"model.width": 64, "model.context": 32,
         "optimizer.lr": 3e-3, "steps": 8})
     if name == "weighted":
-        config = toys.prepared_scores(config, tmp_path)
+        config = scores_of_rare_tokens(config, tmp_path / "scores.npy")
     found = []
     for recipe in ("fp32", "fp8-tensorwise"):
         training = Training.build(config.replace({"precision.recipe": recipe}))

@@ -2,28 +2,26 @@
 ranks."""
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import experiments.distil
+import experiments.length_ramp
+import experiments.weighted  # noqa: F401
 import lessons.rows.masked
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.config import Config
 from lpkit.contracts import Batch, Loss, ObjectiveContext, Parameter
-from lpkit.datasets import prepare
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques import data, objectives, optimizers
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.data import Sizes
 from lpkit.techniques.objectives import Objective
 from lpkit.techniques.operation import MicroBatch, Op
 from lpkit.techniques.optimizers import Optimizer, OptimizerSettings, Slot
 from lpkit.techniques.row import Settings
-from lpkit.training.runs import Run
 from lpkit.training.training import Training
 
 HERE = f"{__name__}:"
@@ -96,67 +94,10 @@ def of_z_loss(s: MicroBatch, settings: ZLoss) -> tuple[Op, ...]:
     return (replace(operations(s).loss, name="z", saved_bytes=2 * operations(s).loss.saved_bytes),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distil(Settings):
-    teacher: str = ""       # the folder of a run
-    share: float = 0.5      # of the teacher's words in the loss
-    temperature: float = 2.0
-
-
-def distil(settings: Distil, context: ObjectiveContext) -> Loss:
-    """The teacher's probabilities beside the next token (Hinton et al. 2015, arXiv:1503.02531)."""
-    from lpkit.training.sampling import trained as model_of
-
-    teacher, T = model_of(Run(Path(settings.teacher)),
-                          str(context.device)).model, settings.temperature
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with context.autocast:
-            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
-            with torch.no_grad():
-                theirs = teacher(batch.tokens, **batch.beside).float().flatten(0, 1)
-        far = F.kl_div((logits / T).log_softmax(-1), (theirs / T).log_softmax(-1), log_target=True,
-                       reduction="batchmean")
-        return ((1 - settings.share) * F.cross_entropy(logits, batch.targets.flatten())
-                + settings.share * T * T * far)
-    return loss
-
-
-def of_teacher(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
-    """The teacher's forward: nothing of it is kept."""
-    model = Run(Path(settings.teacher)).config.model
-    ops = operations(replace(s, model=model))
-    blocks = (ops.embed, ops.positions, *ops.block * model.L, ops.norm, replace(ops.head, params=0))
-    saved = replace(ops.loss, moved_bytes=3 * ops.loss.moved_bytes,
-                    saved_bytes=3 * ops.loss.saved_bytes)
-    return (*(replace(op, saved_bytes=0) for op in blocks), saved)
-
-
-def weighted(settings: Settings, context: ObjectiveContext) -> Loss:
-    """Each token counts as much as its score says."""
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with context.autocast:
-            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
-        nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
-        return (nats * batch.extra["scores"].flatten()).mean()
-    return loss
-
-
-def prepared_scores(config: Config, folder: Path) -> Config:
-    """Rare tokens count more. In a run they might be another model's."""
-    tokens = prepare(config.data, vocab=config.model.vocab).train
-    scores = np.bincount(tokens, minlength=256)[tokens].astype(np.float32) ** -0.25
-    np.save(folder / "scores.npy", scores / scores.mean())
-    return config.replace({"data.scores": str(folder / "scores.npy")})
-
-
 OBJECTIVES = {
-    "weighted": Objective(implementation=HERE + "weighted", why="tokens count by their scores"),
     "z-loss": Objective(settings=ZLoss(), implementation=HERE + "z_loss",
-                        why="logits are kept small",
-                        operations=of_z_loss),
-    "distil": Objective(settings=Distil(), implementation=HERE + "distil",
-                        why="a teacher's probabilities", operations=of_teacher),
+                        why="logits are kept small", operations=of_z_loss),
+    **{name: objectives.OBJECTIVES[name] for name in ("weighted", "distil")},
 }
 SAYS |= {"weighted": {"objective": "weighted"},
          "z-loss": {"objective": "z-loss", "objective.weight": 0.01},
@@ -173,19 +114,7 @@ SAYS |= {"masked": HIDDEN, "masked-autoencoder": HIDDEN | {"data.policy.share": 
 
 # ---- sizes of updates
 
-@dataclass(frozen=True, kw_only=True)
-class Ramp(Settings):
-    until: int = 2          # updates of half the sequences
-    short: bool = False     # and of half the tokens of each
-
-
-def ramp(step: int, settings: Ramp, sequences: int, context: int) -> tuple[int, int]:
-    if step >= settings.until:
-        return sequences, context
-    return sequences // 2, context // 2 if settings.short else context
-
-
-SIZES = {"ramp": Sizes(settings=Ramp(), at=ramp, why="half the batch at first")}
+SIZES = {"ramp": data.SIZES["ramp"]}
 SAYS |= {"ramp": {"sizes": "ramp", "sizes.short": True, "global_batch": 8, "grad_accum_steps": 4}}
 
 

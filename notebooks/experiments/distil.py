@@ -1,0 +1,61 @@
+"""Distillation: the student learns the next token and its teacher's probabilities (Hinton et al.
+2015, arXiv:1503.02531). In this folder:
+
+    PYTHONPATH=. lpkit train cpu-3m --import distil objective=distil objective.teacher=runs/TEACHER
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.contracts import Batch, Loss, ObjectiveContext
+from lpkit.techniques.blocks import operations
+from lpkit.techniques.objectives import OBJECTIVES, Objective
+from lpkit.techniques.operation import MicroBatch, Op
+from lpkit.techniques.row import Settings
+from lpkit.training.runs import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distil(Settings):
+    teacher: str = ""       # the folder of a run
+    share: float = 0.5      # of the teacher's part in the loss
+    temperature: float = 2.0
+
+
+def loss_of(settings: Distil, context: ObjectiveContext) -> Loss:
+    """Returns (1 - share) cross-entropy + share T^2 KL(teacher || student), logits divided by T."""
+    from lpkit.training.sampling import trained
+
+    teacher = trained(Run(Path(settings.teacher)), str(context.device)).model
+    T = settings.temperature
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context.autocast:
+            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
+            with torch.no_grad():
+                targets = teacher(batch.tokens, **batch.beside).float().flatten(0, 1)
+        divergence = F.kl_div((logits / T).log_softmax(-1), (targets / T).log_softmax(-1),
+                              log_target=True, reduction="batchmean")
+        return ((1 - settings.share) * F.cross_entropy(logits, batch.targets.flatten())
+                + settings.share * T * T * divergence)
+    return loss
+
+
+def operations_of(s: MicroBatch, settings: Distil) -> tuple[Op, ...]:
+    """Returns the teacher's forward, of which autograd keeps nothing, and the second loss."""
+    model = Run(Path(settings.teacher)).config.model
+    ops = operations(replace(s, model=model))
+    forward = (ops.embed, ops.positions, *ops.block * model.L, ops.norm,
+               replace(ops.head, params=0))
+    second = replace(ops.loss, moved_bytes=3 * ops.loss.moved_bytes,
+                     saved_bytes=3 * ops.loss.saved_bytes)
+    return (*(replace(op, saved_bytes=0) for op in forward), second)
+
+
+OBJECTIVES["distil"] = Objective(
+    settings=Distil(), implementation=f"{__name__}:loss_of", operations=operations_of,
+    why="the next token and a teacher's probabilities")

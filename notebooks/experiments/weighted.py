@@ -1,0 +1,41 @@
+"""A weight for each token of the loss, from a file of scores that lies beside the tokens. In this
+folder, after `scores_of_rare_tokens` (below) or a program of your own has written the scores:
+
+    PYTHONPATH=. lpkit train cpu-3m --import weighted objective=weighted data.scores=scores.npy
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lpkit.config import Config
+from lpkit.contracts import Batch, Loss, ObjectiveContext
+from lpkit.datasets import prepare
+from lpkit.techniques.objectives import OBJECTIVES, Objective
+from lpkit.techniques.row import Settings
+
+
+def loss_of(settings: Settings, context: ObjectiveContext) -> Loss:
+    """Returns the mean over tokens of score times cross-entropy."""
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with context.autocast:
+            logits = model(batch.tokens, **batch.beside).float().flatten(0, 1)
+        nats = F.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        return (nats * batch.extra["scores"].flatten()).mean()
+    return loss
+
+
+def scores_of_rare_tokens(config: Config, path: Path) -> Config:
+    """Writes a score for each training token, count^-1/4 with mean 1, so that rare tokens count
+    more; returns the Config that reads the file."""
+    tokens = prepare(config.data, vocab=config.model.vocab).train
+    counts = np.bincount(tokens, minlength=config.model.vocab)
+    scores = counts[tokens].astype(np.float32) ** -0.25
+    np.save(path, scores / scores.mean())
+    return config.replace({"data.scores": str(path)})
+
+
+OBJECTIVES["weighted"] = Objective(implementation=f"{__name__}:loss_of",
+                                   why="each token counts as its score says")
