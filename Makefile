@@ -1,6 +1,6 @@
 # make lab     set up once, then open JupyterLab on the course
-# make test    set up once, then what proves that it works on this machine: ten minutes on two cores
-# make prove   the rest that proves the project: attacks, planted faults, mutants, browsers, other processors' rounding
+# make test    set up once, then what proves that this machine computes right, and each notebook's claim: five minutes on two cores
+# make prove   all other tests: attacks, planted faults, mutants, browsers, other processors' rounding
 # make flakes  the tests of several ranks 50 times, and how many were green: 2 hours; less: make flakes RUNS=5
 # make isa     the numeric tests and the notebooks' claims as other processors round: hours
 # make isa-quick what decides an exercise's verdict, as one other processor rounds and as `auto` chooses on others: minutes

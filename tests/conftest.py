@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from tests import NOTEBOOKS, processors
+from tests import NOTEBOOKS, machine, processors
 
 # Before lpkit is imported, here and in children: `auto` chooses as on one kind of processor,
 # whichever the machine has.
@@ -33,14 +33,7 @@ if not torch.cuda.is_available():       # before anybody imports a kernel
 
 # Files that share what is slow to make: one process has them all.
 TOGETHER = {"test_doctor": "cells", "test_matrix": "cells", "test_readme": "cells"}
-# What proves the project and says nothing of a user's machine: attacks, planted faults, mutants,
-# browsers, compilers, other hardware.
-PROOF = {f"test_{name}" for name in (
-    "attack attempts attention_race bare_machine bench bench_fp8 browser capstone cast_gather "
-    "compiled docs drawn evidence exercises fake_gpus faults "
-    "first_start gpu_choice gpu_lessons gpu_lines gpu_path identity kernel_exercises kernels "
-    "ledger leaks meeting messages mutants parity planner promise "
-    "published setup stops targets telemetry").split()}
+HERE = Path(__file__).parent
 # Whoever starts tests by nohup, or behind a shell's `&`, has them ignore a signal, and all that
 # they start. A handler is not
 # inherited: these tests still outlive a terminal, and their children and what they train hear the
@@ -123,19 +116,18 @@ def pytest_runtest_call(item):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """What `-m prove` and `-m "not prove"` leave out whole is not imported, either: several seconds
-    of each process."""
-    if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
-        return None
-    marks, proof = config.option.markexpr, collection_path.stem in PROOF
-    return ((marks == "not prove" and proof)
-            or (marks == "prove" and not proof and "mark.prove" not in collection_path.read_text())
-            or None)
+    """Files without a test of `make test` are not imported for it: seconds of each process."""
+    if config.option.markexpr == "not prove" and collection_path.name.startswith("test_"):
+        file = collection_path.relative_to(HERE) if HERE in collection_path.parents else None
+        return (file is not None and file.as_posix() not in machine.NAMES) or None
+    return None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config):
+    """`prove` is on all tests but those of tests/machine.py and the cells of notebooks."""
     for item in items:
-        if item.path.stem in PROOF:
+        if HERE in item.path.parents and not machine.proves_the_machine(
+                item.path.relative_to(HERE).as_posix(), item.originalname):
             item.add_marker("prove")
 
 

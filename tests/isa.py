@@ -121,7 +121,7 @@ def quick() -> int:
                        - {environment.get(processors.VARIABLE, processors.DEFAULT)}):
         print(f"{', '.join(OF_AUTO)}, once more as `auto` chooses with {kind}", flush=True)
         words = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadscope",
-                 "--no-loadscope-reorder", "-m", "not prove", "-k", QUICK,
+                 "--no-loadscope-reorder", "-m", "not slow", "-k", QUICK,
                  *map(FILES.get, OF_AUTO)]
         codes.append(subprocess.run(words, env=environment
                                     | {processors.VARIABLE: kind}).returncode)

@@ -750,7 +750,7 @@ def started(path, out):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL,
-                                    pytest.param(signal.SIGTERM, marks=pytest.mark.prove)])
+                                    pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
     path, out = written(tmp_path), tmp_path / "out"
     process = started(path, out)
@@ -779,7 +779,7 @@ def test_a_killed_claim_goes_on_and_does_no_run_twice(number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_budget_of_seconds_has_the_same_steps_after_a_kill(tmp_path):
     """The runs that told it are records as others: what a step takes today changes nothing."""
     path, out = written(tmp_path, budget={"seconds": 0.05}), tmp_path / "out"
@@ -840,7 +840,7 @@ def worker_of(keeper):
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [pytest.param(worker_of, id="worker"),
                                  pytest.param(lambda keeper: keeper, id="keeper",
-                                              marks=pytest.mark.prove)])
+                                              marks=pytest.mark.slow)])
 def test_a_run_whose_worker_is_killed_is_started_again(who, tmp_path):
     """Once its second run has made a step; the numbers are those of runs that nobody disturbed."""
     def victim(keeper):

@@ -216,7 +216,7 @@ def test_seconds_of_two_kinds_of_machine_are_refused():
 
 @pytest.mark.slow
 @pairs
-@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.prove)])
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_of_two_ranks_is_what_launch_makes(kill, tmp_path):
     """Also where its worker is killed: its ranks end with it, and the run goes on."""
     config = claim(settings=TWO, budget={"steps": 100}).config("adamw")

@@ -498,7 +498,7 @@ LONG = {"pruner": "asha", "settings": SMALL | {"eval_every": 2, "steps": 300,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [pytest.param({}, id="whole"),
-    pytest.param(LONG | {"at_once": 2}, id="pruned", marks=pytest.mark.prove)])
+    pytest.param(LONG | {"at_once": 2}, id="pruned", marks=pytest.mark.slow)])
 def test_a_sweep_that_was_killed_ends_as_the_unbroken_one(changes, tmp_path):
     path, out = written(tmp_path, **changes), tmp_path / "out"
     process = started(path, out)

@@ -134,7 +134,7 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("family", new.FAMILIES)
 def test_it_runs_as_it_is(family, folder, tmp_path):
     name = f"own_{family}"
@@ -157,7 +157,7 @@ BROKEN = {      # in the module of an example: the line that makes it what it sa
     "recipe": ("block=(1, settings.block)", "block=(1, 2 * settings.block)")}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("family", new.FAMILIES)
 def test_its_test_fails_where_its_row_is_broken(family, folder, tmp_path):
     for path in folder.glob(f"*own_{family}.py"):

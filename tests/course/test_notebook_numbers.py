@@ -209,7 +209,7 @@ def test_what_22_answers_is_its_figure():
     assert f"the cosine is {gpt2.cosine[-1]:.2f}" in said
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_where_22_says_that_its_formula_is_furthest_off():
     m = blocks.small("unshaped", 24)
     both = signals.predicted(m, blocks.tokens(), "without skip"), signals.measured(m,

@@ -63,7 +63,7 @@ QUICK = {"gpt2", "llama 2", "qwen2"}
 
 
 @pytest.fixture(scope="module",
-                params=[pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.prove)
+                params=[pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow)
                         for kind in KINDS])
 def theirs(request, tmp_path_factory):
     """A folder of random weights, with all that transformers saves of its tokenizer, and both as

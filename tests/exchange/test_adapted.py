@@ -238,7 +238,7 @@ def test_transformers_splits_a_text_as_the_run_does(base, tmp_path):
             and theirs.eos_token_id == ours.end)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_lm_eval_gives_a_text_the_same_probability(base, tmp_path, monkeypatch):
     """The adapted run merged, and the adapter beside the model that it adapts, as
     lm-evaluation-harness reads them."""

@@ -348,7 +348,7 @@ SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16"
 
 
 @pytest.mark.dist
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name, package", [("mine", ""), ("toy", "lessons.rows.")])
 def test_two_ranks_and_all_that_follows_know_a_row(name, package, kit, tmp_path):
@@ -383,7 +383,7 @@ SWEEP = {"trials": 1, "target": "val_loss", "search": {"optimizer.lr": {"low": 1
          "settings": dict(one.split("=") for one in SMALL) | {"optimizer": "toy_sgd"}}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command, told, how", [("claim", CLAIM, "flag"), ("sweep", SWEEP, "file")])
 def test_the_runs_of_a_claim_and_of_a_sweep_know_a_row(command, told, how, kit, tmp_path):

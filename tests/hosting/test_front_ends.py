@@ -36,7 +36,7 @@ MATRIX = [("papermill", "root", "03"), ("papermill", "notebooks", "03"),
           ("nbval", "elsewhere", "03"), ("lpkit", "elsewhere", "03")]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("front", "place", "number"), MATRIX,

@@ -60,7 +60,7 @@ def _person(room, name, **options):
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
     def reads(one, of):
         theirs = [(str(room["folder"] / "learners" / of.name),
@@ -89,7 +89,7 @@ def test_a_learner_reads_what_is_own_and_nothing_else(room, anna, ben):
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 def test_who_takes_too_much_is_ended_and_the_neighbour_goes_on(room, anna, ben):
     assert room["memory_bytes"] < 2 << 30
     assert anna.run("x = 1; print(x)").strip() == "1"
@@ -105,7 +105,7 @@ def test_who_takes_too_much_is_ended_and_the_neighbour_goes_on(room, anna, ben):
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 def test_reports_of_those_who_agreed_reach_the_teacher_and_nobody_else(room, anna, ben):
     def now(one):
         while served.status(address := f"{room['url']}/services/progress/now", one.token) != 200:
@@ -147,7 +147,7 @@ def answer(port):
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
     """The one who had the port of the teacher's lab, or of a service that died, was believed."""
     def listens(pids):
@@ -199,7 +199,7 @@ def test_a_learner_takes_no_port_and_no_socket_of_others(room, anna, ben):
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_says_why(room, ben):
     """JupyterHub 6 answered TypeError: what it raises for a failed start took another argument."""
     name = next(one for one in served.codes(room["folder"])
@@ -229,7 +229,7 @@ def test_a_server_that_ends_while_it_starts_is_started_once_more_and_the_log_say
 
 
 @SERVED
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.browser
 def test_two_learners_side_by_side_and_the_teachers_map(room, anna, ben, context):
     from playwright.sync_api import TimeoutError as Late

@@ -54,7 +54,7 @@ CASES = [("pre-norm", "gpt2", 0.06), ("pre-norm", "llama", 0.10), ("parallel", "
          ("sas-p", "llama", 0.05)]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 24, 72])
 @pytest.mark.parametrize("block, init, within", CASES)
 def test_variance_and_cosine_by_depth(block, init, within, layers):
@@ -66,7 +66,7 @@ def test_variance_and_cosine_by_depth(block, init, within, layers):
     assert here.cosine == pytest.approx(there.cosine, abs=0.06)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 24, 72])
 @pytest.mark.parametrize("settings, within",
                          [({}, 0.10), ({"norm": "none", "init": "llama"}, 0.10)])

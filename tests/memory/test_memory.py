@@ -225,7 +225,7 @@ def test_recomputation_is_compiled_with_the_rest(recompute, recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.prove      # inductor compiles three runs
+@pytest.mark.slow      # inductor compiles three runs
 def test_a_compiled_run_within_a_budget_and_with_chunked_loss_resumes(small, tmp_path):
     torch._dynamo.reset()
     run = resumes(small.replace({"memory.recompute": "budget", "memory.recompute.budget": 0.3,

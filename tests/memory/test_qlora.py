@@ -260,7 +260,7 @@ def drawn_base(seed):
                            "model.changes": [*map(vars, config.model.changes), row]})
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed for seed in range(40)
                                   if drawn(seed).model.changes[0].name not in VIRTUAL][:30])
 def test_peaks_of_drawn_configs(seed):

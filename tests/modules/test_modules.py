@@ -666,7 +666,7 @@ def test_an_optimizer_of_accelerate_is_watched_through_its_wrapper():
     assert seen.updates == 4 and seen.peak_bytes
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_compiled_model_moves_its_histories_on_as_an_eager_one():
     def run(compiled):
         model, (x, y) = model_of("nano"), batch_of("nano")

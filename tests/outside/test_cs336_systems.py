@@ -73,11 +73,11 @@ def test_the_logarithm_of_the_sums(partial, rule, size):
 @pytest.mark.dist
 @pytest.mark.parametrize("layout",
                          [pytest.param({"parallel.data": 2}, id="replicas",
-                                       marks=pytest.mark.prove),
+                                       marks=pytest.mark.slow),
                                     pytest.param({"parallel.shard": 2, "parallel.zero": 1},
                                                  id="a sharded optimizer"),
                                     pytest.param({"parallel.shard": 2, "parallel.zero": 3},
-                                                 id="everything sharded", marks=pytest.mark.prove)])
+                                                 id="everything sharded", marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_process_trains(layout, tmp_path):
     """Losses of five updates, and the weights after them, to what the order of a sum moves."""
     from lpkit import train

@@ -103,7 +103,7 @@ MUTANTS = {"chunks one after the other": ("all-to-all", "causal"),
            "what sees nothing weighs": ("ring", "documents")}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_way_is_seen(attended, mutant):
     way, rule = MUTANTS[mutant]
@@ -181,7 +181,7 @@ MORE = [axes(context=4, zero=0), axes(context=4, zero=3) | FLOAT32,
         axes(context=2, tensor=2, zero=1, attention="all-to-all")]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("world, models, ways",
                          [(2, MODELS[:1], WAYS), (4, MODELS[:1], MORE),
                           (2, MODELS[1:], [WAYS[1], WAYS[3]])],
@@ -201,7 +201,7 @@ def test_losses_are_those_of_one_process(parent, world, models, ways):
             assert got == pytest.approx(due, rel=1e-5), config.parallel
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("world, models, ways",
                          [(2, MODELS, WAYS[::3]), (2, MODELS[:1], WAYS[1:]), (4, MODELS[:1], MORE)],
                          ids=["models", "2 ranks", "4 ranks"])
@@ -217,7 +217,7 @@ def test_an_update_sends_what_the_formula_says_message_by_message(parent, world,
         assert counted == due, (config.parallel, config.memory.recompute, config.model.attention)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [axes(context=2, zero=0), axes(context=2, zero=3) | FLOAT32,
                                     axes(context=2, zero=1, attention="all-to-all"),
                                     axes(context=4, zero=0)])
@@ -229,7 +229,7 @@ def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks, layout):
         assert (peak, rows) == (traced.peak_bytes, traced.rows)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.timeout(900)       # a minute and a half, and many times that beside other work
 def test_recipes_are_within_their_noise(parent, monkeypatch):
     """bf16 as parity.py has it. With a scale a tensor, that of a rank is of its part of a sequence:

@@ -73,7 +73,7 @@ OF_SPLITS = {"bias": {}, "llama": CUT, "sinks": {"model.attention.sinks": True,
              "in pieces": OTHERS["in pieces"] | {"grad_accum_steps": 2}}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, changes",
                          [(layout, changes) for layout in SPLITS for changes in OF_SPLITS
                                              if layout in ("tensor", "tensor, ZeRO 1",

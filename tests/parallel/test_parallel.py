@@ -291,7 +291,7 @@ LAUNCHERS = {"torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-
 
 # accelerate's command imports for ten times as long as it starts the same two processes
 @pytest.mark.parametrize("launcher",
-                         ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.prove)])
+                         ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
 def test_others_run_the_same_command(tmp_path, launcher):
     """One process writes and speaks, and a default folder is the first one's."""
     settings = [f"model.{key}={n}" for key, n in {"layers": 1, "width": 32, "heads": 2,

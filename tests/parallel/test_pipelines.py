@@ -329,7 +329,7 @@ def test_gradients_are_those_of_one_process(parent, ranks, untagged):
             assert (torch.tensor(theirs) - due[stage]).abs().max() < 1e-6 * due[stage].abs().max()
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks, seconds", [(4, (0.03, 0.05, 0.02)), (8, (0.04, 0.04, 0.04))])
 def test_steps_take_what_the_clock_says(parent, ranks, seconds):
@@ -390,7 +390,7 @@ SCHEDULED = ([{"schedule": name, "interleave": least_chunks(name)} for name in S
              + [{"schedule": "zero-bubble", "interleave": 2}])
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_every_schedule_trains_as_one_process(parent, pipeline):
@@ -451,7 +451,7 @@ def test_who_waits_for_weights_holds_no_more_than_it_must():
         rel=0.05)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path, optimizer):
@@ -479,7 +479,7 @@ def test_a_run_goes_on_in_any_layout(on_ranks, tmp_path, optimizer):
         assert b.get("val_loss", 0) == pytest.approx(a.get("val_loss", 0), rel=1e-5)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "fp16"])
 def test_what_recipes_keep_is_in_checkpoints(on_ranks, tmp_path, recipe):

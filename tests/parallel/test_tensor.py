@@ -73,7 +73,7 @@ CUTS = {"tensor": {"tensor": 2}, "tensor 4": {"tensor": 4},
         "tensor, ZeRO 3": {"tensor": 2, "shard": 2, "zero": 3, "gathered": "float32"}}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LLAMA | {"model.kv_heads": 4},
     {"model.attention.sinks": True, "model.tied": False},
                                      {"memory.recompute": "block", "model.bias": False},

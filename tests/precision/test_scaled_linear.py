@@ -428,7 +428,7 @@ def test_compiled_numbers_are_the_eager_ones(recipe, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.prove      # inductor on this CPU: `lpkit.measure.matrix` asks it of every recipe
+@pytest.mark.slow      # inductor on this CPU: `lpkit.measure.matrix` asks it of every recipe
 @pytest.mark.parametrize("recipe", ["fp8-tensorwise", "fp8-delayed", "nvfp4", "mxfp8"])
 def test_code_that_is_generated_gives_the_same_numbers(recipe):
     compiled_is_eager(recipe, "emulated", "inductor")

@@ -137,7 +137,7 @@ def test_the_page_takes_the_formulas_and_nothing_else(folder):
         "choices.json", "lpkit.zip", "pyodide"}
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_what_the_page_takes_answers_for_the_rows_of_lessons(tmp_path):
     """As in the browser: by the standard library alone, from what the answers were seen to open."""
     alone = [sys.executable, "-I", "-S", "-B", "-c"]

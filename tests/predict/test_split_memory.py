@@ -47,7 +47,7 @@ def trace(config: Config, rank: int):
     return predict_trace(config, config.parallel.devices, layout=config.parallel, rank=rank)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_the_formula_holds_what_the_trace_does():
     """Of the rank that holds most, the first stage's or the last's. A median of 3%, and 8% at
     worst: what zero-bubble puts off waits, and the formula does not count it (6%). Without
@@ -61,7 +61,7 @@ def test_the_formula_holds_what_the_trace_does():
     assert median(off.values()) < 0.03 and max(off.values()) < 0.08, off
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["bf16", "fp8 of 2", "block of 2", "pipeline", "pipeline, llama",
                                   "zbv"])

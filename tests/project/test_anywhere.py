@@ -65,7 +65,7 @@ def test_an_image_is_pinned_and_runs_as_nobody_special(path, tmp_path):
                          parser.content.replace("which has its token", ""))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_what_an_image_copies_is_enough_for_its_command(path, tmp_path):
     """No image is built here: the files that it would have start its last command, and its
@@ -303,7 +303,7 @@ def lines(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)
 def test_slurm_starts_a_requeued_job_again_and_it_goes_on(tmp_path):
@@ -387,7 +387,7 @@ def test_a_file_that_cannot_be_packed_is_not_there(capsys, monkeypatch, tmp_path
             and "must be NAME.tar" in capsys.readouterr().err)
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_room_without_a_network(tmp_path):
     """Packed here, installed in a network namespace with nothing but loopback, where a notebook

@@ -18,6 +18,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests import machine
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {canonicalize_name(name): version for name, version in
@@ -374,3 +376,12 @@ def test_the_lab_of_an_installed_wheel_starts_and_stops(installed):
             lab.send_signal(signal.SIGINT)
         err = lab.communicate()[1]
     assert lab.returncode == 0 and "stopped" in err, err
+
+
+def test_make_test_runs_tests_that_exist_in_each_room():
+    """A test that is renamed would silently be in `make test` no more."""
+    for file, names in machine.NAMES.items():
+        text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert {name for name in names if f"def {name}(" not in text} == set(), file
+    rooms = {path.parent.name for path in (ROOT / "lpkit").glob("*/__init__.py")}
+    assert rooms - {file.split("/")[0] for file in machine.NAMES} == set()

@@ -155,7 +155,7 @@ def test_the_start_page_draws_all_notebooks_and_makes_no_page_by_itself(elsewher
     assert eval(cells["start-certificate"], known) is None and not elsewhere.exists()
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.browser
 def test_a_browser_runs_nothing_of_it_and_prints_it_on_a4(elsewhere, context):
     learner.update(lambda _: Learner(exercises={name: solved("2026-11-20") for name in EXERCISES}))

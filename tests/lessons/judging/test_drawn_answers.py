@@ -9,7 +9,7 @@ from tests.lessons.judging.course import EXERCISES, ON_RANKS
 from tests.lessons.judging.drawn_answers import KINDS, MISTAKES, RIGHT_FORMS, drawn_kinds
 from tests.lessons.judging.mutants import on_threads
 
-pytestmark = pytest.mark.prove
+pytestmark = pytest.mark.slow
 OWN = {one.spec.__name__: one for name, one in EXERCISES.items() if name[:2] >= "16"
        and name[:2] not in ("25", "99")}
 

@@ -86,7 +86,7 @@ def test_points_are_stars_and_cells_are_marked(tmp_path):
             and raw.count("# BEGIN TESTS") == raw.count("# END QUESTION") == len(stars))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_nbgrader_grades(tmp_path):
     if not shutil.which("nbgrader"):
         pytest.skip("nbgrader is not installed here; pip install nbgrader, in an environment of "
@@ -115,7 +115,7 @@ def test_nbgrader_grades(tmp_path):
     assert "wrong: for x=" in graded and "to do: replace" in graded
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_otter_grades(tmp_path):
     if not shutil.which("otter"):
         pytest.skip("otter is not installed here; pip install otter-grader, in an environment of "

@@ -184,7 +184,7 @@ def drawn(seed):
     return base.replace({"model.changes": [{"name": name, **own, **shared}]})
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_peaks_of_drawn_configs(seed, monkeypatch):
     """In 8 bits the formula says a doubt, and how far it was off."""

@@ -187,7 +187,7 @@ def drawn(block, draw):
         "system.attention": draw.choice(["sdpa", "sdpa", "tiled", "blocked", "plain"])})
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("block", OWN)
 def test_memory_is_that_of_the_trace_on_drawn_configs(block):
     """4% at the worst, which is what pre-norm's own recomputation costs; half of them within
@@ -202,7 +202,7 @@ def test_memory_is_that_of_the_trace_on_drawn_configs(block):
     assert max(off) < 0.04 and sorted(off)[10] < 0.005
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("backend",
                          [name for name, row in ATTENTION.items()
                           if name in ("sdpa", "tiled", "blocked")])
@@ -338,7 +338,7 @@ def test_shared_layers_have_the_gradients_of_all_that_read_them(groups, parts):
     assert training_flops(config.model, batch=4) == counted.get_total_flops()
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8-tensorwise"])
 @pytest.mark.parametrize("parts", ["all", "attention", "mlp"])
 def test_memory_of_shared_layers(parts, recipe):

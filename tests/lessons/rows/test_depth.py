@@ -407,7 +407,7 @@ def test_a_resumed_run_is_the_same_run(name, cut):
         other.model.parameters()))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack", "random-ltd", "progressive-layer-drop", "masked-growth"])
 def test_a_run_is_stopped_and_resumed(name, corpus, tmp_path):
     config = of(name, SMALL.replace({"data.source": str(corpus / "*.py")}))
@@ -457,7 +457,7 @@ BESIDE = [{"memory.recompute": "block"}, {"memory.recompute": "selective"},
           {"grad_accum_steps": 2}, {"system.attention": "tiled"}]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack", "masked-growth"])
 @pytest.mark.parametrize("beside", BESIDE, ids=str)
 def test_what_changes_no_number_changes_none_here(name, beside):
@@ -466,7 +466,7 @@ def test_what_changes_no_number_changes_none_here(name, beside):
             == pytest.approx([other.update(step).loss.item() for step in range(6)], rel=2e-6))
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer-drop", "random-ltd", "stack"])
 @pytest.mark.parametrize("beside", [{"precision.recipe": "fp8-delayed"},
                                     {"precision.recipe": "mxfp8", "precision.recipe.pad": True},
@@ -479,7 +479,7 @@ def test_others_train(name, beside):
     assert losses[0] == pytest.approx(losses[1], rel=0.03) and losses[0][-1] < losses[0][0]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["layer-drop", "stochastic-depth", "random-ltd", "masked-growth"])
 def test_compiled_blocks_train_the_same(name):
     one, other = built(of(name, SMALL.replace({"system.compile": "blocks"}))), built(of(name))

@@ -282,7 +282,7 @@ def test_a_grown_run_goes_on_where_the_small_one_ended(base, name, tmp_path):
 
 
 @pytest.mark.dist
-@pytest.mark.prove
+@pytest.mark.slow
 def test_ranks_of_zero_grow_the_same_model(base, tmp_path):
     config = grown(base, "bert2bert", steps=2)
     alone = lpkit.train(config, out=tmp_path / "alone")
