@@ -9,11 +9,13 @@ You can use a prepared folder as data.source.
 """
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 from lpkit.commands import a_folder
 from lpkit.config import DataConfig
-from lpkit.errors import named
+from lpkit.predict.units import words
+from lpkit.tables import page
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,15 +61,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "unigram_entropy": byte_unigram_entropy(files)}
 
 
-def text(result: dict[str, Any]) -> str:
+@page
+def text(result: dict[str, Any]) -> Iterator[str]:
     source = result["source"]
     about = ", ".join(f"{source[key]} {key}" if key == "files" else f"{key} {source[key]}"
                       for key in source if key != "name")
-    lines = [named(result['folder']), f"  source      {named(source['name'])}"
-             + (f" ({about})" if about else ""),
-             f"  tokenizer   {result['tokenizer']}, {result['vocab']} entries, {result['dtype']}"]
+    yield words("{folder:path}\n  source      {source[name]:path}{about}\n  tokenizer   {tokenizer}, "
+                "{vocab} entries, {dtype}", result, about=about and f" ({about})")
     for split, facts in result["splits"].items():
-        lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} "
-                     f"documents, sha256 {facts['sha256'][:12]}")
-    return "\n".join([*lines, f"  unigram     {result['unigram_entropy']:.3f} nats per token: the "
-                      f"loss of a model that knows only token frequencies"])
+        yield words("  {split:<11} {tokens:,} tokens in {documents:,} documents, sha256 {sha256:.12}",
+                    facts, split=split)
+    yield words("  unigram     {unigram_entropy:.3f} nats per token: the loss of a model that knows "
+                "only token frequencies", result)

@@ -8,11 +8,13 @@ All later processes of this user use the cache. Other users cannot, because its 
 """
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from time import perf_counter
 
 from lpkit.commands import asked, settings
 from lpkit.files import own_cache
-from lpkit.predict.units import duration
+from lpkit.predict.units import words
+from lpkit.tables import page
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -41,7 +43,8 @@ def run(args: Namespace) -> dict:
             "chosen": training.decisions.record}
 
 
-def text(result: dict) -> str:
-    chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
-    return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
-                      f"use the cache {result['cache']}", *chosen])
+@page
+def text(result: dict) -> Iterator[str]:
+    yield words("prepared {target} in {seconds:time}; your runs use the cache {cache}", result)
+    for key, choice in result["chosen"].items():
+        yield words("  {key}: {used} ({why})", choice, key=key)
