@@ -44,7 +44,7 @@ from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.time import RankWork, StepTime, work_time
 from lpkit.predict.units import duration, quantity
 from lpkit.predict.updates import Work, work_of
-from lpkit.tables import html_table
+from lpkit.tables import html_table, picked
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -119,18 +119,14 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"peak_bytes": self.peak_bytes, "bytes": self.footprint.rows,
-                "formula_bytes": self.formula_bytes, "doubt": self.doubt,
-                "peak_moment": [self.footprint.phase, self.footprint.module],
-                "activations": self.footprint.operations, "fits": self.fits,
-                "parameters": self.parameters, "trained_parameters": self.trained_parameters,
-                "forward_flops": self.forward_flops, "step_seconds": self.step_seconds,
-                "step_seconds_range": self.step.seconds_range, "mfu": self.step.mfu,
-                "time_rows": [row.to_dict() for row in self.step.rows],
-                "machine": self.machine.name, "layout": str(self.layout),
-                "precision": self.precision, "optimizer": self.optimizer,
-                "stack": self.step.stack,
-                "converted": self.converted and self.converted.to_dict()}
+        return {**picked(
+            self, "peak_bytes formula_bytes doubt fits parameters trained_parameters forward_flops "
+            "step_seconds step.mfu precision optimizer step.stack", bytes="footprint.rows",
+            activations="footprint.operations", step_seconds_range="step.seconds_range",
+            machine="machine.name"),
+            "peak_moment": [self.footprint.phase, self.footprint.module], "layout": str(self.layout),
+            "time_rows": [row.to_dict() for row in self.step.rows],
+            "converted": self.converted and self.converted.to_dict()}
 
     def __repr__(self) -> str:
         return self.summary

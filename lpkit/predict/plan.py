@@ -35,6 +35,7 @@ from lpkit.predict.recipes import PRECISIONS, precision_of
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
+from lpkit.tables import picked
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, refuse_untrainable, stages_fit
 from lpkit.techniques.machines import Machine
@@ -94,20 +95,15 @@ class Option:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; every row with its formula and source."""
-        held, step = self.memory, self.time
-        peak = held.at(held.peak_moment)
+        peak = self.memory.at(self.memory.peak_moment)
         return {
-            "devices": self.layout.devices, **asdict(self.layout),
-            "why_untrained": self.why_untrained,
-            "precision": self.precision, "emulated": self.time.emulated,
-            "optimizer": self.optimizer, "recompute": self.recompute,
-            "sequences": step.sequences, "micro_batches": step.micro_batches,
-            "peak_bytes": held.peak_bytes, "peak_moment": held.peak_moment,
-            "step_seconds": step.step_seconds, "tokens_per_second": step.tokens_per_second,
-            "mfu": step.mfu, **self.bill.to_dict(),
-            "memory_rows": [{"name": row.name, "bytes": row.bytes, "at_peak": row.name in peak,
-                             "formula": row.formula, "source": row.source} for row in held.rows],
-            "time_rows": [row.to_dict() for row in step.rows]}
+            **asdict(self.layout), **self.bill.to_dict(), **picked(
+                self, "layout.devices why_untrained precision time.emulated optimizer recompute "
+                "time.sequences time.micro_batches memory.peak_bytes memory.peak_moment "
+                "time.step_seconds time.tokens_per_second time.mfu"),
+            "memory_rows": [{**picked(row, "name bytes formula source"), "at_peak": row.name in peak}
+                            for row in self.memory.rows],
+            "time_rows": [row.to_dict() for row in self.time.rows]}
 
 
 @dataclass
@@ -174,25 +170,20 @@ class Plan:
                 f"{'; '.join(misses)}{out}")
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        m, best, optimal = self.machine, self.options[0] if self.options else None, []
-        if best and self.budget < math.inf:
-            optimal = _optimal(best, self.budget)
+        m, best = self.machine, self.options[0] if self.options else None
         return {
-            "first": self.first, "order": self.order, "doubt": best.memory.doubt if best else "",
+            **picked(self, "first order counted evaluations tokens config.tokens_per_step"),
+            "doubt": best.memory.doubt if best else "", "currency": "USD",
             "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
-            "refused": {name: {"layouts": one.layouts, "nearest": one.nearest}
+            "refused": {name: picked(one, "layouts nearest")
                         for name, one in self.refusals.items() if one.layouts},
-            "counted": self.counted, "evaluations": self.evaluations,
-            "parameters": parameter_count(self.config.model), "tokens": self.tokens,
-            "tokens_per_step": self.config.tokens_per_step, "compute_optimal": optimal,
-            "currency": "USD",
+            "parameters": parameter_count(self.config.model),
+            "compute_optimal": _optimal(best, self.budget) if best and self.budget < math.inf else [],
             "largest_parameters": best and largest_model(
                 m, best.layout.devices, precision=best.precision, optimizer=best.optimizer),
-            "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes,
-                        "price_per_hour": m.price_per_hour, "watts": m.watts, "source": m.source,
-                        "price_source": m.price_source, "network": m.network},
+            "machine": picked(m, "name title memory_bytes price_per_hour watts source price_source "
+                              "network") | {"usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes},
             "factor": best.time.factor if best else 1.0,
             "efficiency": best and asdict(best.time.efficiency)}
 

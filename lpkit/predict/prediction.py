@@ -14,12 +14,14 @@ from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
 from lpkit.predict.time import Bill, StepTime, bill, step_time
+from lpkit.tables import picked
 from lpkit.techniques import layouts, machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
 
 PRIVATE = ("data.", "start.", "imports")     # settings with paths, which no card holds
+UNBILLED = ("days", "device_hours", "energy_how", "energy_wh_per_million_tokens")
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -66,29 +68,22 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        m, mem, step, run = self.machine, self.memory, self.step, self.run
-        rows = {row.name: row.bytes for row in mem.rows}
-        sources = [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
-                   f"efficiency: {step.efficiency.source}"]
+        m, rows = self.machine, self.memory.rows
+        held = picked(self.memory, "peak_bytes peak_moment fits reserved_bytes doubt")
+        bill = {key: value for key, value in self.run.to_dict().items() if key not in UNBILLED}
         return {
-            "parameters": self.parameters, "nonzero_parameters": self.nonzero_parameters,
-            "parameters_by_part": self.parameters_by_part,
-            "flops_per_token": self.flops_per_token,
-            "flops_per_token_causal": self.flops_per_token_causal,
-            "bytes": {**rows, "peak_bytes": mem.peak_bytes},
-            "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
-            "reserved_bytes": mem.reserved_bytes, "doubt": mem.doubt,
-            "rows": [{**row._asdict(), "bytes": row.bytes} for row in mem.rows],
-            "time_rows": [row.to_dict() for row in step.rows], "mfu": step.mfu,
-            "phases": dict(step.phases), "tokens_per_second": step.tokens_per_second,
-            "step_seconds": step.step_seconds, "step_seconds_range": step.seconds_range,
-            **{key: value for key, value in run.to_dict().items() if "range" in key},
-            "run_seconds": run.seconds, "energy_wh": run.energy_wh, "cost": run.cost,
-            "cost_per_million_tokens": run.per_million_tokens(run.cost), "currency": "USD",
-            "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops),
-                        "watts": m.watts, "price_per_hour": m.price_per_hour, "source": m.source},
-            "devices": self.layout.devices, "assumptions": self.assumptions, "sources": sources}
+            **picked(self, "parameters nonzero_parameters parameters_by_part flops_per_token "
+                     "flops_per_token_causal"),
+            "bytes": {**{row.name: row.bytes for row in rows}, "peak_bytes": self.peak_bytes}, **held,
+            "rows": [{**row._asdict(), "bytes": row.bytes} for row in rows],
+            "time_rows": [row.to_dict() for row in self.step.rows],
+            **picked(self.step, "mfu phases tokens_per_second step_seconds",
+                     step_seconds_range="seconds_range"), **bill, "currency": "USD",
+            "machine": picked(m, "name title memory_bytes bytes_per_second flops watts price_per_hour "
+                              "source"),
+            "devices": self.layout.devices, "assumptions": self.assumptions,
+            "sources": [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
+                        f"efficiency: {self.step.efficiency.source}"]}
 
 
 @checked
