@@ -3,14 +3,13 @@
 `lpkit predict --card FILE` and the method `.card(FILE)` of a prediction or a watch write cards."""
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from lpkit import files, records
 from lpkit.commands import a_folder
 from lpkit.errors import ConfigError, named
 from lpkit.predict.cards import line
-from lpkit.tables import page, text_table
+from lpkit.tables import text_table
 
 HEADS = ("card", "model", "machine", "peak", "measured", "error", "step", "measured", "error")
 
@@ -35,7 +34,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"cards": found, "problems": problems, "exit_code": int(bool(problems))}
 
 
-@page
-def text(result: dict[str, Any]) -> Iterator[str]:
-    yield text_table([HEADS, *([one["card"], *one["words"]] for one in result["cards"])], align="<<<>")
-    yield from result["problems"]
+def text(result: dict[str, Any]) -> str:
+    rows = [HEADS, *([one["card"], *one["words"]] for one in result["cards"])]
+    return "\n".join([text_table(rows, align="<<<>"), *result["problems"]])

@@ -11,15 +11,14 @@ To continue a claim that was stopped, repeat the command. No finished run is rep
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from lpkit.commands import a_folder, needs
 from lpkit.errors import ConfigError, in_one_line, named
-from lpkit.predict.units import words
-from lpkit.tables import page
+from lpkit.predict.units import duration
 from lpkit.values import Count
 
 
@@ -86,10 +85,11 @@ def with_runs(told: Any, out: Path, at_once: int | None, settle: Callable[..., d
     return result
 
 
-@page
-def text(result: dict[str, Any]) -> Iterator[str]:
-    yield from (in_one_line(one["sentence"]) for one in result["verdicts"])
-    for arm, point in result["tuned"].items():
-        yield in_one_line(f"{arm}: {', '.join(f'{key}={value}' for key, value in point.items())}")
-    yield from (in_one_line(f"doubt: {one}") for one in result["doubts"])
-    yield words("{runs} runs took {seconds:time}; of this, tuning took {tuning[seconds]:time}", result)
+def text(result: dict[str, Any]) -> str:
+    tuned = [f"{arm}: {', '.join(f'{key}={value}' for key, value in point.items())}"
+             for arm, point in result["tuned"].items()]
+    cost = (f"{result['runs']} runs took {duration(result['seconds'])}; of this, tuning took "
+            f"{duration(result['tuning']['seconds'])}")
+    doubts = [f"doubt: {one}" for one in result["doubts"]]
+    sentences = [one["sentence"] for one in result["verdicts"]]
+    return "\n".join(map(in_one_line, [*sentences, *tuned, *doubts, cost]))

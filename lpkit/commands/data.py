@@ -9,13 +9,11 @@ You can use a prepared folder as data.source.
 """
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from lpkit.commands import a_folder
 from lpkit.config import DataConfig
-from lpkit.predict.units import words
-from lpkit.tables import page
+from lpkit.errors import named
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +59,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "unigram_entropy": byte_unigram_entropy(files)}
 
 
-@page
-def text(result: dict[str, Any]) -> Iterator[str]:
+def text(result: dict[str, Any]) -> str:
     source = result["source"]
     about = ", ".join(f"{source[key]} {key}" if key == "files" else f"{key} {source[key]}"
                       for key in source if key != "name")
-    yield words("{folder:path}\n  source      {source[name]:path}{about}\n  tokenizer   {tokenizer}, "
-                "{vocab} entries, {dtype}", result, about=about and f" ({about})")
+    lines = [named(result['folder']), f"  source      {named(source['name'])}"
+             + (f" ({about})" if about else ""),
+             f"  tokenizer   {result['tokenizer']}, {result['vocab']} entries, {result['dtype']}"]
     for split, facts in result["splits"].items():
-        yield words("  {split:<11} {tokens:,} tokens in {documents:,} documents, sha256 {sha256:.12}",
-                    facts, split=split)
-    yield words("  unigram     {unigram_entropy:.3f} nats per token: the loss of a model that knows "
-                "only token frequencies", result)
+        lines.append(f"  {split:<11} {facts['tokens']:,} tokens in {facts['documents']:,} "
+                     f"documents, sha256 {facts['sha256'][:12]}")
+    return "\n".join([*lines, f"  unigram     {result['unigram_entropy']:.3f} nats per token: the "
+                      f"loss of a model that knows only token frequencies"])

@@ -9,7 +9,7 @@ file, also if several processes wrote the checkpoint.
 from argparse import ArgumentParser, Namespace
 
 from lpkit.commands import a_folder, opened
-from lpkit.predict.units import words
+from lpkit.errors import named
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -28,6 +28,6 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    files = ("model.safetensors and config.json",
-             "adapter_model.safetensors and adapter_config.json")[result["adapter"]]
-    return words("wrote {files} of {run_dir:path} to {out:path}", result, files=files)
+    what = "adapter_model.safetensors and adapter_config.json" if result["adapter"] else \
+        "model.safetensors and config.json"
+    return f"wrote {what} of {named(result['run_dir'])} to {named(result['out'])}"

@@ -12,9 +12,8 @@ from argparse import ArgumentParser, Namespace
 from itertools import product
 
 from lpkit.commands import a_folder, opened
-from lpkit.errors import ConfigError
+from lpkit.errors import ConfigError, named
 from lpkit.predict.fit import fit
-from lpkit.predict.units import words
 from lpkit.techniques.operation import POSITIONS
 
 
@@ -67,14 +66,17 @@ def _adapter(args: Namespace) -> dict:
 
 def text(result: dict) -> str:
     if "base" in result:
+        of = {key: value for key, value in result.items()
+              if key not in ("folder", "run_dir", "base", "adapter")}
         settings = ", ".join(f"{key} {', '.join(value) if isinstance(value, list) else value}"
-                             for key, value in result.items()
-                             if key not in ("folder", "run_dir", "base", "adapter"))
-        return words("wrote the run {run_dir:path}: {base:path} with {adapter}, {settings}", result,
-                     settings=settings)
-    about = ("{folder:path}: {architecture}, {parameters:,} parameters in {param_dtype}, {layers} layers "
-             "of width {width}, context {context}, vocabulary {vocab:,}")
-    written = ("\nwrote the run {run_dir:path}. To train from it: lpkit train "
-               "{run_dir:path}/config.yaml start.run={run_dir:path} data.tokenizer={run_dir:path} "
-               "{fits} data.source=... --out ...") * bool(result["run_dir"])
-    return words(about + written, result)
+                             for key, value in of.items())
+        return (f"wrote the run {named(result['run_dir'])}: {named(result['base'])} with "
+                f"{result['adapter']}, {settings}")
+    what = (f"{named(result['folder'])}: {result['architecture']}, {result['parameters']:,} "
+            f"parameters in {result['param_dtype']}, {result['layers']} layers of width "
+            f"{result['width']}, context {result['context']}, vocabulary {result['vocab']:,}")
+    if not (run := result["run_dir"]):
+        return what
+    return (f"{what}\nwrote the run {named(run)}. To train from it: lpkit train "
+            f"{named(run)}/config.yaml start.run={named(run)} data.tokenizer={named(run)} "
+            f"{result['fits']} data.source=... --out ...")

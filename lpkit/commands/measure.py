@@ -13,7 +13,7 @@ from lpkit.commands import settings, target_and_asked
 from lpkit.errors import ConfigError, named
 from lpkit.files import expanded, read_text, write_atomically
 from lpkit.predict.time import with_step
-from lpkit.predict.units import words
+from lpkit.predict.units import duration, quantity
 from lpkit.presets import resolve
 from lpkit.tables import text_table
 from lpkit.techniques.machines import from_dict
@@ -49,17 +49,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    row, speeds = result["measured"], result["flops"]
-    products = [(dtype, words("{count} matmuls, {least:.2f} to 1 times {speed:FLOP/s}", {},
-                              count=len(each), least=min(one[3] for one in each), speed=speeds[dtype]))
+    row, link = result["measured"], "not measured: this machine has one device"
+    if row["ranks"] > 1:
+        speed = quantity(result["link_bytes_per_second"], "B/s")
+        link = f"{speed} in both directions together, {row['ranks']} ranks"
+    products = [(dtype, f"{len(each)} matmuls, {min(one[3] for one in each):.2f} to 1 times "
+                 f"{quantity(result['flops'][dtype], 'FLOP/s')}")
                 for dtype, each in row["products"].items()]
-    link = ("{link_bytes_per_second:B/s} in both directions together, {row[ranks]} ranks"
-            if row["ranks"] > 1 else "not measured: this machine has one device")
-    step = ("{row[seconds]:time}, predicted {predicted:time}; predictions are multiplied by "
-            "{factor:.3f}; other processes took {row[others]:.0%} of the CPUs"
-            + ": measure again later" * (row["others"] > 0.25))
-    more = {"row": row, "predicted": row["seconds"] / result["factor"]}
-    rows = [("copies", words("{bytes_per_second:B/s}", result)), *products,
-            ("link", words(link, result, **more)), ("update", words(step, result, **more)),
-            ("saved", result["saved"] or "no; use --save mine.yaml")]
+    step = (f"{duration(row['seconds'])}, predicted {duration(row['seconds'] / result['factor'])}; "
+            f"predictions are multiplied by {result['factor']:.3f}; other processes took "
+            f"{row['others']:.0%} of the CPUs{': measure again later' * (row['others'] > 0.25)}")
+    rows = [("copies", quantity(result["bytes_per_second"], "B/s")), *products, ("link", link),
+            ("update", step), ("saved", result["saved"] or "no; use --save mine.yaml")]
     return f"{result['target']} on {result['title']}\n{text_table(rows, indent='  ')}"

@@ -12,7 +12,7 @@ from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
 from lpkit.predict.evidence import STACKS
 from lpkit.predict.units import words
-from lpkit.tables import page
+from lpkit.tables import page, picked
 from lpkit.techniques.optimizers import OPTIMIZERS
 
 
@@ -46,9 +46,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
         "parallel.context", optimizer="optimizer", precision="precision.recipe",
         recompute="memory.recompute", zero="parallel.zero"))
-    prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
-                         precision=args.precision, optimizer=args.optimizer, zero=args.zero,
-                         recompute=args.recompute, price_per_hour=args.price_per_hour)
+    prediction = predict(config, machine(args.machine), args.devices, **picked(
+        args, "mfu precision optimizer zero recompute price_per_hour"))
     measured = _measured(config) if args.measure else {}
     card = [] if args.card is None else prediction.card(
         args.card, Path(args.target).name, **measured.get("totals", {}))

@@ -5,13 +5,13 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from lpkit.commands import claim, needs
-from lpkit.predict.units import words
-from lpkit.tables import page, text_table
+from lpkit.predict.units import duration
+from lpkit.tables import text_table
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,11 +43,10 @@ def bar(total: int) -> Callable[[list[dict]], None]:
     return show
 
 
-@page
-def text(result: dict[str, Any]) -> Iterator[str]:
+def text(result: dict[str, Any]) -> str:
     trials = sorted(result["trials"], key=lambda one: (one["val_loss"] is None, one["val_loss"]))
     rows = [[f"{value:.5g}" if isinstance(value, float) else str(value) for value in
              (one["trial"], one["val_loss"], one["pruned"] and one["pruned"]["step"],
               *one["settings"].values())] for one in trials[:10]]
-    yield text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
-    yield words("the best of {count} trials; all took {seconds:time}", result, count=len(trials))
+    table = text_table([("trial", "val_loss", "pruned", *trials[0]["settings"]), *rows], align=">")
+    return f"{table}\nthe best of {len(trials)} trials; all took {duration(result['seconds'])}"

@@ -8,13 +8,11 @@ All later processes of this user use the cache. Other users cannot, because its 
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
 from time import perf_counter
 
 from lpkit.commands import asked, settings
 from lpkit.files import own_cache
-from lpkit.predict.units import words
-from lpkit.tables import page
+from lpkit.predict.units import duration
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -43,8 +41,7 @@ def run(args: Namespace) -> dict:
             "chosen": training.decisions.record}
 
 
-@page
-def text(result: dict) -> Iterator[str]:
-    yield words("prepared {target} in {seconds:time}; your runs use the cache {cache}", result)
-    for key, choice in result["chosen"].items():
-        yield words("  {key}: {used} ({why})", choice, key=key)
+def text(result: dict) -> str:
+    chosen = [f"  {key}: {one['used']} ({one['why']})" for key, one in result["chosen"].items()]
+    return "\n".join([f"prepared {result['target']} in {duration(result['seconds'])}; your runs "
+                      f"use the cache {result['cache']}", *chosen])

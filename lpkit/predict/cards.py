@@ -15,7 +15,7 @@ from lpkit.errors import ConfigError, in_one_line, named
 from lpkit.predict.compare import percent
 from lpkit.predict.evidence import catalogued
 from lpkit.predict.units import between, duration, quantity
-from lpkit.tables import GRID, INK, text_table
+from lpkit.tables import GRID, INK, picked, text_table
 from lpkit.values import Place, checked
 
 MOST_LETTERS = 60       # of a line of the picture, which has room for 61
@@ -36,11 +36,10 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
     card = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "model": model, "versions": {
         "lpkit": __version__, "torch": torch, "python": platform.python_version()}}
     if predicted is not None:
-        step = predicted.step
-        card["predicted"] = {
-            "machine": step.machine.title, "layout": str(step.layout), "stack": step.stack,
-            "peak_bytes": round(predicted.peak_bytes), "step_seconds": step.step_seconds,
-            "step_seconds_range": step.seconds_range, "range_is": step.spread.words}
+        card["predicted"] = {"peak_bytes": round(predicted.peak_bytes), **picked(
+            predicted.step, "stack step_seconds", machine="machine.title",
+            step_seconds_range="seconds_range", range_is="spread.words"),
+            "layout": str(predicted.step.layout)}
     if device:
         known = catalogued(device)
         card["measured"] = {"machine": known.title if known else device, **measured}

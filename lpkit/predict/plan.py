@@ -17,7 +17,8 @@ counted by their split into tensor, pipeline and context; of the rest, each spli
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -32,6 +33,7 @@ from lpkit.predict.governed import governed
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
@@ -120,24 +122,31 @@ class Refusal:
             self.excess, self.nearest = excess, words
 
 
+@dataclass(eq=False)
 class Plan:
     """One search: `options`, ranked in the end; `refusals` by constraint, CONSTRAINTS; and the
     `evaluations` of the formulas of memory or time. A budget or a deadline may be infinite."""
 
-    first = "cheapest"      # or soonest
+    config: Config
+    tokens: float
+    machine: Machine
+    optimizer: str
+    calibration: float | None
+    budget: float
+    deadline: float
+    first: str = "cheapest"     # or soonest
+    evaluations: int = 0
+    options: list[Option] = field(default_factory=list)
+    refusals: dict[str, Refusal] = field(
+        default_factory=lambda: {name: Refusal() for name in CONSTRAINTS})
 
-    def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
-                 calibration: float | None, *, budget: float, deadline: float):
-        self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
-        self.calibration = calibration
-        self.efficiency = evidence.efficiency(machine, evidence.stack_of(config))
-        self.budget, self.deadline = budget, deadline
-        self.recomputations = (config.memory.recompute.name,)
-        if config.memory.recompute == MemoryConfig().recompute:
-            self.recomputations = by_cost()
-        self.options: list[Option] = []
-        self.refusals = {name: Refusal() for name in CONSTRAINTS}
-        self.evaluations = 0
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        return evidence.efficiency(self.machine, evidence.stack_of(self.config))
+
+    @cached_property
+    def recomputations(self) -> Sequence[str]:
+        return by_cost(self.config)
 
     @property
     def counted(self) -> int:
@@ -387,9 +396,7 @@ def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
     """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
     flops_per_second = option.time.flops_per_device * option.layout.devices
     dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
-    flops, found = budget / dollars_per_flop, []
-    for law in LAWS.values():
-        best = law.optimum(flops)._asdict()
-        found.append({"law": law.name, "flops": flops, "loss": best.pop("nats"), **best,
-                      "source": law.source})
-    return found
+    flops = budget / dollars_per_flop
+    return [{"law": law.name, "flops": flops, "source": law.source,
+             **picked(law.optimum(flops), "parameters tokens note inside", loss="nats")}
+            for law in LAWS.values()]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, MemoryConfig, flat
+from lpkit.config import Config, flat
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
@@ -109,22 +109,19 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     on = machines.find(machine)
     efficiency = None if mfu is None else flat_mfu(mfu)
     price = on.price_per_hour if price_per_hour is None else price_per_hour
-    precision = precision_of(config, on, precision)
-    optimizer = optimizer or config.optimizer.name
+    how = {"precision": precision_of(config, on, precision),
+           "optimizer": optimizer or config.optimizer.name}
     if layout:
         layouts.check(config, layout)
     to_try = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
-    searched = devices is not None
-    if searched and recompute is None and config.memory.recompute == MemoryConfig().recompute:
-        modes = by_cost()
-    for recompute, layout in itertools.product(modes, to_try):
-        held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
-                      recompute=recompute)
+    if devices is not None and recompute is None:
+        modes = by_cost(config)
+    for how["recompute"], layout in itertools.product(modes, to_try):
+        held = memory(config, on, layout=layout, **how)
         if held.fits:
             break
-    step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
-                     recompute=recompute, efficiency=efficiency)
+    step = step_time(config, on, layout, efficiency=efficiency, **how)
     why = "no layout fits; this layout needs the least memory"
     if len(modes) == len(to_try) == 1:
         why = "as requested" + "; --devices searches for a layout that fits" * (not held.fits)
@@ -141,15 +138,12 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
         memory=held, step=step, layout=layout, machine=on, config=config,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
-            "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,
-            "precision": precision, "factor": step.factor,
-            "dtype": step.dtype, "emulated": step.emulated,
-            "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
-            "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
-            "layout_why": why, "attention": step.attention, "layout": str(layout),
-            "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,
-            "steps": config.steps, "price_per_hour": price, "communication": communication,
-            "power": "rated, all of it, all the time"})
+            **how, **picked(step, "stack factor dtype emulated attention micro_batches",
+                            efficiency="efficiency.source", peak_flops_per_device="peak_flops",
+                            sequences_per_device="sequences"),
+            "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
+            "layout_why": why, "steps": config.steps, "price_per_hour": price,
+            "communication": communication, "power": "rated, all of it, all the time"})
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from lpkit.errors import named
-
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
 _SMALL = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
 _COUNT = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, ""))
@@ -77,13 +75,13 @@ class _Words(Formatter):
         return format(value, spec)
 
 
-_NAMED = {"number": quantity, "time": duration, "path": named}
+_NAMED = {"number": quantity, "time": duration}
 
 
 def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
     """Format `template` as `str.format` does, with units too: a unit of `quantity`, `time`, `number`
-    without a unit, `$` before one, `+bytes` for a difference, `path`, and after a second colon the
-    place, as in {peak:bytes:>10}. A pair of numbers is a range.
+    without a unit, `$` before one, `+bytes` for a difference, and after a second colon the place,
+    as in {peak:bytes:>10}. A pair of numbers is a range.
 
     >>> words("{name}: {peak:bytes}, {step:time}, {cost:$,.0f}", {"name": "a", "peak": 79_104_000,
     ...       "step": (3600, 7200), "cost": 1234.5})
