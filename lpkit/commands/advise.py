@@ -8,18 +8,14 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.errors import pick
 from lpkit.predict.units import cells, words
 from lpkit.tables import page, text_table
 from lpkit.techniques.recipes import RECIPES
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help=MODEL)
-    settings_and_machine(parser)
-    parser.add_argument("--recipe", action="append", metavar="NAME",
-                        help="recipe to consider; repeatable (default: every recipe that casts)")
+arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
+    "--recipe... NAME": "recipe to consider; repeatable (default: every recipe that casts)"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 from lpkit import values
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
 from lpkit.predict.units import cells, words
@@ -38,28 +38,23 @@ COLUMNS = {
     "cost": "{cost:$,.0f}", "lpkit": "{lpkit}"}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar=TARGET, help=MODEL)
-    parser.add_argument("--tokens", required=True, help="training tokens: 1e12, 300B or 1.5T")
-    settings_and_machine(parser)
-    parser.add_argument("--budget", help="most US dollars for the run: 250000, 250k or $1.5M")
-    parser.add_argument("--deadline", help="most time for the run: 90min, 12h, 30d or 2w")
-    parser.add_argument("--devices", type=int, help="number of devices (default: search powers "
-                        "of two)")
-    parser.add_argument("--precision", action="append", metavar="NAME",
-                        help="bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
-                        "casts; repeatable (default: the config's)")
-    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
-                        f"{', '.join(OPTIMIZERS)}")
-    parser.add_argument("--batch-tokens", help="tokens per update: 4M (default: the config's)")
-    parser.add_argument("--context", type=int, help="tokens per sequence (default: the config's)")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device and hour "
-                        "(default: the machine's)")
-    parser.add_argument("--factor", type=FACTOR, help="multiply all times by FACTOR, the measured "
-                        "over the predicted seconds of a step (lpkit.predict.time.calibrate)")
-    parser.add_argument("--top", type=Count, default=10, help="layouts to print (default 10)")
-    parser.add_argument("--show", type=Count, metavar="N", help="print every row of layout N with "
-                        "its formula and source")
+arguments = options({
+    f"--model! {TARGET}": MODEL, "--tokens! TOKENS": "training tokens: 1e12, 300B or 1.5T",
+}, settings_and_machine, {
+    "--budget BUDGET": "most US dollars for the run: 250000, 250k or $1.5M",
+    "--deadline DEADLINE": "most time for the run: 90min, 12h, 30d or 2w",
+    "--devices DEVICES": (int, "number of devices (default: search powers of two)"),
+    "--precision... NAME": "bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
+                           "casts; repeatable (default: the config's)",
+    "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
+    "--batch-tokens BATCH_TOKENS": "tokens per update: 4M (default: the config's)",
+    "--context CONTEXT": (int, "tokens per sequence (default: the config's)"),
+    "--price-per-hour PRICE_PER_HOUR": (
+        float, "US dollars per device and hour (default: the machine's)"),
+    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR, the measured over the predicted "
+                                "seconds of a step (lpkit.predict.time.calibrate)"),
+    "--top TOP=10": (Count, "layouts to print (default 10)"),
+    "--show N": (Count, "print every row of layout N with its formula and source")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
@@ -15,28 +15,22 @@ from lpkit.predict.units import words
 from lpkit.tables import page, picked
 from lpkit.techniques.optimizers import OPTIMIZERS
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help=MODEL)
-    settings_and_machine(parser)
-    parser.add_argument("--devices", type=int, help="number of data-parallel devices (default: "
-                        "the config's layout)")
-    parser.add_argument("--mfu", type=float, help="fraction of the peak FLOP/s to assume for the "
-                        "whole step (default: each operation has its own efficiency)")
-    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3 (default: the config's; with "
-                        "--devices, the lowest that fits)")
-    parser.add_argument("--precision", help="a recipe, or 16-bit weights: bf16-master, "
-                        "bf16-fp32-grads or bf16-pure (default: the config's)")
-    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
-                        f"{', '.join(OPTIMIZERS)}")
-    parser.add_argument("--recompute", help="none, selective, block or core-attention (default: "
-                        "the config's; with --devices, the first of the first three that fits)")
-    parser.add_argument("--measure", action="store_true", help="also run an update here, and "
-                        "compare it with the prediction")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device (default: "
-                        "the machine's price)")
-    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, also "
-                        "the measurement) to FILE.json and as a picture to FILE.svg")
+arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
+    "--devices DEVICES": (int, "number of data-parallel devices (default: the config's layout)"),
+    "--mfu MFU": (float, "fraction of the peak FLOP/s to assume for the whole step (default: each "
+                         "operation has its own efficiency)"),
+    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest that "
+                         "fits)"),
+    "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or bf16-pure "
+                             "(default: the config's)",
+    "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
+    "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; with "
+                             "--devices, the first of the first three that fits)",
+    "--measure": "also run an update here, and compare it with the prediction",
+    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device (default: the machine's "
+                                               "price)"),
+    "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and as "
+                   "a picture to FILE.svg"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
