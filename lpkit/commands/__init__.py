@@ -85,10 +85,12 @@ MARKS = {"?": {"nargs": "?"}, "!": {"required": True}, "...": {"action": "append
 
 
 def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
-    """Return the function `arguments` of a command, which adds a row for each argument. The key of a
-    row is name, metavar and default: "--top N=10", or "--json" for a flag. `name?` may be left out,
-    `name!` must be given, `name...` is repeatable. The value is the help, or type or choices and
-    help. A part may be another function that adds arguments."""
+    """Return the function `arguments` of a command. It adds an argument for each row.
+
+    The key of a row has the name, the metavar and the default: "--top N=10", or "--json" for a
+    flag. `name?` may be left out, `name!` must be given, `name...` is repeatable. The value is the
+    help, or (type, help), or (choices, help). A part may be another such function.
+    """
     def arguments(parser: argparse.ArgumentParser) -> None:
         for part in parts:
             if callable(part):
@@ -102,8 +104,10 @@ def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
                 how = {"type": kind, "metavar": metavar} if metavar else {"action": "store_true"}
                 if isinstance(kind, tuple):
                     how = {"choices": kind}
-                parser.add_argument(name.removesuffix(mark), help=about, **how, **MARKS.get(mark, {}),
-                                    **{"default": default} if equals else {})
+                if equals:
+                    how["default"] = default
+                how |= MARKS.get(mark, {})
+                parser.add_argument(name.removesuffix(mark), help=about, **how)
 
     return arguments
 
@@ -157,8 +161,8 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
 
 # the arguments of every command that predicts
 settings_and_machine = options(settings, {
-    "--machine MACHINE=h200": "name from the catalogue, YAML file, or `this` to measure this machine "
-                              "now (default h200)"})
+    "--machine MACHINE=h200": "name from the catalogue, YAML file, or `this` to measure this "
+                              "machine now (default h200)"})
 
 
 def machine(target: str) -> Any:

@@ -45,8 +45,8 @@ def _here():
 def text(result: dict[str, Any]) -> Iterator[str]:
     from lpkit.measure.advice import COLUMNS
 
-    yield words("{sentence}\n\n{target} on {machine}; predicted step in {base}: {step:time}", result,
-                step=result["plans"][0]["base_step_seconds"])
+    yield words("{sentence}\n\n{target} on {machine}; predicted step in {base}: "
+                "{plans[0][base_step_seconds]:time}", result)
     yield text_table(cells(COLUMNS, result["plans"]), indent="  ")
     yield words("\n  efficiency: {efficiency[source]}", result)
     yield from (f"  {source}" for source in result["sources"])

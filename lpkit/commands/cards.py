@@ -28,8 +28,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except records.UNREADABLE as error:
             problems.append(f"{named(path)} is no card ({type(error).__name__}: {error})")
     if not found:
-        raise ConfigError("; ".join([*problems[:3], f"{named(args.folder)} holds no card; write one "
-                                     f"by lpkit predict ... --card {named(args.folder)}/NAME"]))
+        problems[3:] = [f"{named(args.folder)} holds no card; write one by lpkit predict ... "
+                        f"--card {named(args.folder)}/NAME"]
+        raise ConfigError("; ".join(problems))
     return {"cards": found, "problems": problems, "exit_code": int(bool(problems))}
 
 

@@ -26,8 +26,8 @@ def shared_arguments(what: str, kept: str) -> dict[str, Any]:
     return {
         "file FILE": (Path, f"YAML file of the {what}"),
         f"--out DIR=runs/{what}s": (a_folder, f"folder for runs and {kept} (default runs/{what}s)"),
-        "--executor NAME": "workers, submitit or ray, which make the runs (default: the executor that "
-                           "the file names)"}
+        "--executor NAME": "workers, submitit or ray, which make the runs (default: the executor "
+                           "that the file names)"}
 
 
 arguments = options(shared_arguments("claim", "verdicts"), {

@@ -25,7 +25,8 @@ PREPARE = options({
     "--out DIR": (a_folder, "new folder (default: the cache that `lpkit train` uses)"),
     f"--val-fraction F={DEFAULT.val_fraction}": (
         float, "fraction of the text for validation (default %(default)s)"),
-    "--special-tokens": "read <|endoftext|> in text as a special token (default: as ordinary text)"})
+    "--special-tokens": "read <|endoftext|> in text as a special token (default: as ordinary "
+                        "text)"})
 SHOW = options({"folder DIR": (a_folder, "prepared folder")})
 
 

@@ -14,6 +14,7 @@ from itertools import product
 from lpkit.commands import a_folder, opened, options
 from lpkit.errors import ConfigError, named
 from lpkit.predict.fit import fit
+from lpkit.tables import picked
 from lpkit.techniques.operation import POSITIONS
 
 arguments = options({
@@ -43,9 +44,9 @@ def run(args: Namespace) -> dict:
             for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
                 "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)
     return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
-            "architecture": plan.family.architecture, "parameters": plan.weights, "layers": m.L,
-            "width": m.D, "context": m.T, "vocab": m.V, "tokenizer": plan.tokenizer["name"],
-            "param_dtype": plan.config.memory.param_dtype.name,
+            **picked(plan, "family.architecture", parameters="weights",
+                     param_dtype="config.memory.param_dtype.name"),
+            **picked(m, "layers width context vocab"), "tokenizer": plan.tokenizer["name"],
             "fits": next(fits, "model.changes=lora")}
 
 

@@ -63,7 +63,8 @@ def _handed_on(command: list[str], written: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: {by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: "
+                          f"{by_hand}")
     return done.stdout.strip()
 
 

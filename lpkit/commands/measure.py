@@ -18,9 +18,10 @@ from lpkit.presets import resolve
 from lpkit.tables import text_table
 from lpkit.techniques.machines import from_dict
 
-arguments = options({
-    "target? PRESET|config.yaml|RUN": "config that gives the shapes and the update (default cpu-3m)",
-}, settings, {"--save mine.yaml": "YAML file to write"})
+TARGET = "target? PRESET|config.yaml|RUN"
+arguments = options(
+    {TARGET: "config that gives the shapes and the update (default cpu-3m)"}, settings,
+    {"--save mine.yaml": "YAML file to write"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -138,8 +138,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
          "lpkit": "predicts" if one["why_untrained"] else "trains"}
         for i, one in enumerate(result["plans"], 1)]
     yield words("{model} ({parameters:parameters}) on {tokens:tokens}, {tokens_per_step:tokens} a "
-                "step, {machine[title]}\n{feasible:,} of {counted:,} layouts are feasible; {order}\n",
-                result)
+                "step, {machine[title]}\n{feasible:,} of {counted:,} layouts are feasible; "
+                "{order}\n", result)
     yield text_table(cells(COLUMNS, plans), align=">", indent="  ") + "\n"
     for why in dict.fromkeys(filter(None, (one["why_untrained"] for one in plans))):
         numbers = ", ".join(str(one["number"]) for one in plans if one["why_untrained"] == why)
@@ -152,14 +152,15 @@ def text(result: dict[str, Any]) -> Iterator[str]:
         yield words("  {precision} is emulated with wider matmuls: {emulated}", best)
     if best["energy_wh"] is not None:
         paid = ", {cost_per_million_tokens:$.3g} per million tokens" * (best["cost"] is not None)
-        yield words("  layout 1 takes {device_hours:number} device hours and {energy_wh:Wh} at rated "
-                    f"power{paid}", best)
+        yield words("  layout 1 takes {device_hours:number} device hours and {energy_wh:Wh} at "
+                    f"rated power{paid}", best)
     for one in result["compute_optimal"]:
         yield words("  compute-optimal for the budget by {law}: {parameters:parameters} on "
                     "{tokens:tokens}, loss {loss:.3f} ({note})", one)
     if result["show"] is not None:
         yield from _opened(plans[result["show"] - 1])
-    calibrated = "calibrated, multiplied by {factor:.3f}" if result["factor"] != 1 else "not calibrated"
+    calibrated = ("not calibrated" if result["factor"] == 1
+                  else "calibrated, multiplied by {factor:.3f}")
     yield words("\n  {machine[source]}\n  price: {machine[price_source]}\n  network: "
                 "{machine[network]}\n  efficiency: {efficiency[source]}\n  times: "
                 f"{calibrated}; {{range_is}}", result, range_is=best["range_is"])
@@ -173,10 +174,12 @@ def _opened(one: dict[str, Any]) -> Iterator[str]:
         return words(f"  {{mark}} {{name:<{width}}}{value}  {{formula}}\n    {'':<{width + 10}}  "
                      f"{{source}}", row, mark=mark)
 
-    yield words("\n  layout {number}: bytes per device; * is alive at the peak ({peak_moment})", one)
+    yield words("\n  layout {number}: bytes per device; * is alive at the peak ({peak_moment})",
+                one)
     for row in memory:
         yield opened(row, "{bytes:bytes:>10}", " *"[row["at_peak"]])
-    yield words("\n  layout {number}: seconds of a step of {step_seconds:time}; seconds in brackets "
-                "overlap with other rows", one)
+    yield words("\n  layout {number}: seconds of a step of {step_seconds:time}; seconds in "
+                "brackets overlap with other rows", one)
     for row in time:
-        yield opened(row, "{seconds:time:>10}" + " [{hidden_seconds:time}]" * bool(row["hidden_seconds"]))
+        hidden = " [{hidden_seconds:time}]" if row["hidden_seconds"] else ""
+        yield opened(row, "{seconds:time:>10}" + hidden)

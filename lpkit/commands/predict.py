@@ -19,18 +19,18 @@ arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
     "--devices DEVICES": (int, "number of data-parallel devices (default: the config's layout)"),
     "--mfu MFU": (float, "fraction of the peak FLOP/s to assume for the whole step (default: each "
                          "operation has its own efficiency)"),
-    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest that "
-                         "fits)"),
-    "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or bf16-pure "
-                             "(default: the config's)",
+    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest "
+                         "that fits)"),
+    "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or "
+                             "bf16-pure (default: the config's)",
     "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
-    "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; with "
-                             "--devices, the first of the first three that fits)",
+    "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; "
+                             "with --devices, the first of the first three that fits)",
     "--measure": "also run an update here, and compare it with the prediction",
     "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device (default: the machine's "
                                                "price)"),
-    "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and as "
-                   "a picture to FILE.svg"})
+    "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and "
+                   "as a picture to FILE.svg"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -86,7 +86,8 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "
                "{peak_moment}", fit="" if result["fits"] else ": does not fit")
     if result["reserved_bytes"] > result["peak_bytes"]:
-        yield line("reserved", "{reserved_bytes:bytes}", "by the allocator, with expandable segments")
+        yield line("reserved", "{reserved_bytes:bytes}",
+                   "by the allocator, with expandable segments")
     if result["doubt"]:
         yield fill(f"Memory is an estimate: {result['doubt']}.", 150, initial_indent="  ",
                    subsequent_indent="  ")
@@ -101,7 +102,7 @@ def text(result: dict[str, Any]) -> Iterator[str]:
     if a["factor"] != 1:
         yield line("", "", "all seconds are multiplied by {a[factor]:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
-        yield line("", "", "for {stack}; other values of system.stack:", stack=STACKS[a["stack"]].words)
+        yield line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
         yield line("", "", ", ".join(name for name in STACKS if name != a["stack"]))
     yield line("tokens/s", "{tokens_per_second:number}")
     yield line("run", "{run_seconds:time}", "range {run_seconds_range:time}, {a[steps]:,} steps")
@@ -124,6 +125,6 @@ def _measurement(measured: dict[str, Any]) -> Iterator[str]:
             else f"\n  {key} were not measured: {measured['no_seconds']}"
         for row in rows:
             off = percent(row["error"]) if row["formula"] and row["measured"] else ""
-            yield words("  {name:<28}{formula:{unit}:>10}{measured:{unit}:>10}  {off}", row, unit=unit,
-                        off=off)
+            yield words("  {name:<28}{formula:{unit}:>10}{measured:{unit}:>10}  {off}", row,
+                        unit=unit, off=off)
     yield "\n".join(["", *(f"  {sentence}" for sentence in measured["sentences"])])

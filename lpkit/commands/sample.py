@@ -19,8 +19,8 @@ arguments = options({
     "run RUN": (a_folder, "run folder"),
     "--prompt... PROMPT": "beginning of the text; repeatable (default: a line break)",
     "--tokens TOKENS=200": (Count, "tokens to generate (default 200)"),
-    "--temperature TEMPERATURE=0.8": (PositiveOrZero, "0 takes the likeliest token; above 0 samples "
-                                                      "(default 0.8)"),
+    "--temperature TEMPERATURE=0.8": (
+        PositiveOrZero, "0 takes the likeliest token; above 0 samples (default 0.8)"),
     "--top-k TOP_K=50": (Count, "sample only from the likeliest TOP_K tokens (default 50)"),
     "--seed SEED=0": (Seed, "random seed (default 0)"),
     "--cache FORMAT=same": "KV cache, default same; " + "; ".join(

@@ -50,7 +50,8 @@ def run(args: Namespace) -> dict:
     if target is None and not args.resume:
         raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
                           "continue a run with --resume --out DIR")
-    if target not in (None, *PRESETS) and Path(target).is_dir() and not of_transformers(Path(target)):
+    if (target not in (None, *PRESETS) and Path(target).is_dir()
+            and not of_transformers(Path(target))):
         raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
                           f"or start from its weights with a preset and start.run={target}")
     config = (resolve(target, asked) if target is not None

@@ -41,8 +41,8 @@ BASES = ("bf16", "fp16", "fp32")
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
 COLUMNS = {"recipe": "{recipe}", "runs": "{status} ({backend})", "step": "{step_seconds:time}",
-           "speed": "{speedup:.2f}x", "Linears": "{linear_speedup:.2f}x", "casts": "{cast_share:.0%}",
-           "memory": "{more_bytes:+bytes}"}     # of the dict of a Plan
+           "speed": "{speedup:.2f}x", "Linears": "{linear_speedup:.2f}x",
+           "casts": "{cast_share:.0%}", "memory": "{more_bytes:+bytes}"}    # of the dict of a Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +142,10 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         linears = [{**asdict(one), "speedup": one.speedup} for one in self.cost.linears]
-        return {**picked(self, "recipe backend status why recorded_speedup source speedup"), **picked(
-            self.cost, "step_seconds base_step_seconds share linear_speedup bytes more_bytes "
-            "cast_share rest_seconds"), "linears": linears}
+        return {
+            **picked(self, "recipe backend status why recorded_speedup source speedup"),
+            **picked(self.cost, "step_seconds base_step_seconds share linear_speedup bytes "
+                     "more_bytes cast_share rest_seconds"), "linears": linears}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +221,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
         said = f"formula times {share:.2f}, the share that recorded recipes reached"
         plans = [replace(plan, reached=share, source=said)
-                 if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
+                 if (plan.source, plan.status) == ("formula", "native") else plan
+                 for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = verdict(plans, on, base)
     if plain[1].doubt and (config.transforms or config.governors):
@@ -259,9 +261,9 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
             chosen, reached = best, best.speedup
     if chosen is not None:
         return chosen.recipe, words(
-            "{recipe}: a step {speedup:.2f} times as fast as {base} ({source}): the Linears that it "
-            "casts are {share:.0%} of the step and get {linear_speedup:.2f} times as fast; memory "
-            "{more_bytes:+bytes}", chosen.to_dict(), base=base)
+            "{recipe}: a step {speedup:.2f} times as fast as {base} ({source}): the Linears that "
+            "it casts are {share:.0%} of the step and get {linear_speedup:.2f} times as fast; "
+            "memory {more_bytes:+bytes}", chosen.to_dict(), base=base)
     best = native[0]
     if best.speedup < 1:
         return base, (f"{base}: at these widths the casts cost more time than faster matmuls save "

@@ -97,10 +97,9 @@ class Prediction:
 
     def card(self, path: Place, **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
-        return cards.write(path, {
-            "name": self.model, "parameters": self.parameters, "layers": self.work.blocks,
-            "trained": self.trained_parameters, "precision": self.precision,
-            "optimizer": self.optimizer, "tokens": self.work.tokens}, self, **measured)
+        model = picked(self, "parameters precision optimizer work.tokens", name="model",
+                       layers="work.blocks", trained="trained_parameters")
+        return cards.write(path, model, self, **measured)
 
     @property
     def fits(self) -> bool:
@@ -124,8 +123,8 @@ class Prediction:
             "step_seconds step.mfu precision optimizer step.stack", bytes="footprint.rows",
             activations="footprint.operations", step_seconds_range="step.seconds_range",
             machine="machine.name"),
-            "peak_moment": [self.footprint.phase, self.footprint.module], "layout": str(self.layout),
-            "time_rows": [row.to_dict() for row in self.step.rows],
+            "peak_moment": [self.footprint.phase, self.footprint.module],
+            "layout": str(self.layout), "time_rows": [row.to_dict() for row in self.step.rows],
             "converted": self.converted and self.converted.to_dict()}
 
     def __repr__(self) -> str:

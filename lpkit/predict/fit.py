@@ -105,9 +105,9 @@ class Fit:
                     f"(nvidia-smi names them)")
         least = " at least" if self.without else ""
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
-                f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at worst in "
-                f"measured steps{self.left_out}, and {self.on.title} has {has}; the largest of it: "
-                f"{largest(self.rows)}; {self.way_out}")
+                f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at "
+                f"worst in measured steps{self.left_out}, and {self.on.title} has {has}; the "
+                f"largest of it: {largest(self.rows)}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -103,8 +103,8 @@ class Option:
                 self, "layout.devices why_untrained precision time.emulated optimizer recompute "
                 "time.sequences time.micro_batches memory.peak_bytes memory.peak_moment "
                 "time.step_seconds time.tokens_per_second time.mfu"),
-            "memory_rows": [{**picked(row, "name bytes formula source"), "at_peak": row.name in peak}
-                            for row in self.memory.rows],
+            "memory_rows": [{**picked(row, "name bytes formula source"),
+                             "at_peak": row.name in peak} for row in self.memory.rows],
             "time_rows": [row.to_dict() for row in self.time.rows]}
 
 
@@ -179,7 +179,9 @@ class Plan:
                 f"{'; '.join(misses)}{out}")
 
     def to_dict(self, top: int | None = None) -> dict[str, Any]:
-        m, best = self.machine, self.options[0] if self.options else None
+        m, best, optimal = self.machine, self.options[0] if self.options else None, []
+        if best and self.budget < math.inf:
+            optimal = _optimal(best, self.budget)
         return {
             **picked(self, "first order counted evaluations tokens config.tokens_per_step"),
             "doubt": best.memory.doubt if best else "", "currency": "USD",
@@ -188,7 +190,7 @@ class Plan:
             "refused": {name: picked(one, "layouts nearest")
                         for name, one in self.refusals.items() if one.layouts},
             "parameters": parameter_count(self.config.model),
-            "compute_optimal": _optimal(best, self.budget) if best and self.budget < math.inf else [],
+            "compute_optimal": optimal,
             "largest_parameters": best and largest_model(
                 m, best.layout.devices, precision=best.precision, optimizer=best.optimizer),
             "machine": picked(m, "name title memory_bytes price_per_hour watts source price_source "

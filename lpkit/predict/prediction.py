@@ -54,13 +54,12 @@ class Prediction:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
         from lpkit.predict import cards  # the page of the planner does without
 
-        usual, about = flat(Config()).items(), self.assumptions
+        usual = flat(Config()).items()
         changed = dict(one for one in flat(self.config).items()
                        if one not in usual and not one[0].startswith(PRIVATE))
-        return cards.write(path, {
-            "name": name, "parameters": self.parameters, "layers": self.config.model.L,
-            "precision": about["precision"], "optimizer": about["optimizer"], "config": changed},
-            self, **measured)
+        about = {key: self.assumptions[key] for key in ("precision", "optimizer")}
+        return cards.write(path, {"name": name, "config": changed, **about, **picked(
+            self, "parameters config.model.layers")}, self, **measured)
 
     @property
     def step_seconds(self) -> float:
@@ -74,13 +73,14 @@ class Prediction:
         return {
             **picked(self, "parameters nonzero_parameters parameters_by_part flops_per_token "
                      "flops_per_token_causal"),
-            "bytes": {**{row.name: row.bytes for row in rows}, "peak_bytes": self.peak_bytes}, **held,
+            "bytes": {**{row.name: row.bytes for row in rows}, "peak_bytes": self.peak_bytes},
+            **held,
             "rows": [{**row._asdict(), "bytes": row.bytes} for row in rows],
             "time_rows": [row.to_dict() for row in self.step.rows],
             **picked(self.step, "mfu phases tokens_per_second step_seconds",
                      step_seconds_range="seconds_range"), **bill, "currency": "USD",
-            "machine": picked(m, "name title memory_bytes bytes_per_second flops watts price_per_hour "
-                              "source"),
+            "machine": picked(m, "name title memory_bytes bytes_per_second flops watts "
+                              "price_per_hour source"),
             "devices": self.layout.devices, "assumptions": self.assumptions,
             "sources": [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
                         f"efficiency: {self.step.efficiency.source}"]}
@@ -91,8 +91,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             layout: Layout | None = None, mfu: float | None = None, precision: Text | None = None,
             optimizer: Text | None = None, zero: int | None = None, recompute: Text | None = None,
             price_per_hour: PositiveOrZero | None = None) -> Prediction:
-    """Memory, time, energy and cost of `config`, by `memory` and `step_time`, which `plan`, `advise`
-    and the check before a run ask too.
+    """Predict memory, time, energy and cost of `config`, by `memory` and `step_time`, as `plan`,
+    `advise` and the check before a run do.
 
     devices    data-parallel over so many, and what is not asked for is searched: the first that
                fits. None: the config as it is

@@ -79,9 +79,9 @@ _NAMED = {"number": quantity, "time": duration}
 
 
 def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
-    """Format `template` as `str.format` does, with units too: a unit of `quantity`, `time`, `number`
-    without a unit, `$` before one, `+bytes` for a difference, and after a second colon the place,
-    as in {peak:bytes:>10}. A pair of numbers is a range.
+    """Format `template` as `str.format` does, with units too: a unit of `quantity`, `time`,
+    `number` without a unit, `$` before one, `+bytes` for a difference, and after a second colon the
+    place, as in {peak:bytes:>10}. A pair of numbers is a range.
 
     >>> words("{name}: {peak:bytes}, {step:time}, {cost:$,.0f}", {"name": "a", "peak": 79_104_000,
     ...       "step": (3600, 7200), "cost": 1234.5})
