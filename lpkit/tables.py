@@ -21,7 +21,11 @@ FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu
 
 def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
     """Return attributes of `source` by name, for JSON. A name may be dotted, and its last part is
-    the key; `renamed` gives other keys: picked(self, "step.mfu", seconds="step.step_seconds")."""
+    the key; `renamed` gives other keys.
+
+    >>> picked(range(2, 9), "start stop.real", every="step")
+    {'start': 2, 'real': 9, 'every': 1}
+    """
     paths = {name.rpartition(".")[2]: name for name in names.split()} | renamed
     values = {key: attrgetter(path)(source) for key, path in paths.items()}
     return {key: dict(value) if isinstance(value, Mapping) else value

@@ -162,9 +162,10 @@ class Advice:
     def __getitem__(self, recipe: str) -> Plan:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
-    def table(self) -> list[list[str]]:
-        """Returns the heads and the rows."""
-        return cells(COLUMNS, [plan.to_dict() for plan in self.plans])
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the heads and the rows for `html_table(*advice.table())`."""
+        heads, *rows = cells(COLUMNS, [plan.to_dict() for plan in self.plans])
+        return heads, rows
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -174,11 +175,11 @@ class Advice:
                 "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}"]}
 
     def __str__(self) -> str:
-        return f"{self.sentence}\n{text_table(self.table())}"
+        heads, rows = self.table()
+        return f"{self.sentence}\n{text_table([heads, *rows])}"
 
     def _repr_html_(self) -> str:
-        heads, *rows = self.table()
-        return (f"{html_table(heads, rows, caption=f'{self.sentence}.')}<details><summary>Sources"
+        return (f"{html_table(*self.table(), caption=f'{self.sentence}.')}<details><summary>Sources"
                 f"</summary>{escape(self.efficiency.source)}</details>")
 
 

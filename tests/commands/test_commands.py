@@ -14,7 +14,7 @@ import pytest
 
 import lpkit
 from lpkit import cli
-from lpkit.commands import train
+from lpkit.commands import options, train
 from lpkit.errors import ConfigError
 from lpkit.presets import resolve
 from lpkit.training import runs
@@ -198,6 +198,22 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
         with pytest.raises(SystemExit):
             sys.exit(cli.main(words))
         assert said in capsys.readouterr().err
+
+
+def test_a_row_of_options_is_an_argument():
+    parser = argparse.ArgumentParser(prog="lpkit x")
+    options({"run RUN": "a", "name? NAME": "b", "--out! DIR": (Path, "c"), "--top N=10": (int, "d"),
+             "--set... KEY": "e", "--kind {p,q}=p": (("p", "q"), "f"), "--flag": "g"},
+            lambda more: more.add_argument("--more"))(parser)
+    given = vars(parser.parse_args(["r", "--out", "d", "--set", "a", "--set", "b", "--top", "3"]))
+    assert given == {"run": "r", "name": None, "out": Path("d"), "top": 3, "set": ["a", "b"],
+                     "kind": "p", "flag": False, "more": None}
+    assert vars(parser.parse_args(["r", "n", "--out=d", "--flag", "--kind=q"])) == {
+        "run": "r", "name": "n", "out": Path("d"), "top": 10, "set": None, "kind": "q",
+        "flag": True, "more": None}
+    assert "--out DIR" in parser.format_usage() and "[--kind {p,q}]" in parser.format_usage()
+    with pytest.raises(SystemExit):     # without --out
+        parser.parse_args(["r"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
