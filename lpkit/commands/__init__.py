@@ -175,9 +175,6 @@ def machine(target: str) -> Any:
         return machines.find(target)
     from lpkit.plain_yaml import read_yaml
 
-    try:
-        values = read_yaml(Path(target))
-    except ConfigError as error:
-        raise ConfigError(f"{error}; a machine of your own is a YAML file, and {machines.NEEDS}"
-                          ) from None
-    return with_step(machines.from_dict(values, name=Path(target).stem))
+    path = Path(target)
+    values = read_yaml(path, f"a machine of your own is a YAML file, and {machines.NEEDS}")
+    return with_step(machines.from_dict(values, name=path.stem))
