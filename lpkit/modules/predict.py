@@ -42,7 +42,7 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.time import RankWork, StepTime, work_time
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.predict.updates import Work, work_of
 from lpkit.tables import html_table, picked
 from lpkit.techniques import machines
@@ -106,15 +106,19 @@ class Prediction:
         return self.peak_bytes <= self.machine.memory_bytes
 
     @property
-    def summary(self) -> str:
-        low, high = self.step.seconds_range
+    def _sentences(self) -> tuple[str, str]:
+        """What a device holds, and how long a step takes."""
         moment = f"in {self.footprint.phase}, {self.footprint.module or 'the model'}"
         return (f"{self.parameters:,} parameters, {self.precision}, {self.optimizer}, on "
-                f"{self.layout.devices} x {self.machine.title}: "
-                f"peak {quantity(self.peak_bytes, 'bytes')} of "
-                f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment}); a step takes "
-                f"{duration(self.step_seconds)} ({self.step.spread.words}: {duration(low)} to "
-                f"{duration(high)}){'; ' * bool(self.doubt)}{self.doubt}")
+                f"{self.layout.devices} x {self.machine.title}: peak "
+                f"{quantity(self.peak_bytes, 'bytes')} of "
+                f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment})",
+                f"a step takes {duration(self.step_seconds)} ({self.step.spread.words}: "
+                f"{between(self.step.seconds_range, duration)})")
+
+    @property
+    def summary(self) -> str:
+        return "; ".join(filter(None, (*self._sentences, self.doubt)))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -133,10 +137,10 @@ class Prediction:
     def _repr_html_(self) -> str:
         rows = [(name, quantity(nbytes, "bytes")) for name, nbytes in self.footprint.rows.items()]
         times = [(row.name, duration(row.seconds)) for row in self.step.rows]
-        held, _, takes = self.summary.removesuffix(f"; {self.doubt}").partition("; a step ")
-        held += f"; {self.doubt}" * bool(self.doubt)
+        held, takes = self._sentences
+        held = "; ".join(filter(None, (held, self.doubt)))
         return (html_table(("bytes at the peak", ""), rows, caption=held)
-                + html_table(("seconds of a step", ""), times, caption=f"a step {takes}"))
+                + html_table(("seconds of a step", ""), times, caption=takes))
 
 
 @checked
