@@ -37,7 +37,7 @@ from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
 
 VERSION = 3
-GONE = {"parallel.tensor_messages": "apart"}    # settings that had one value, in files of older runs
+GONE = {"parallel.tensor_messages": "apart"}    # settings with one value, in files of older runs
 
 
 class Group(Checked):

@@ -54,8 +54,8 @@ def own_cache(room: str = "") -> Path:
 
 
 def expanded(path: Path | str) -> Path:
-    """`path` with the home that its ~ stands for: every path that a person gives comes through here.
-    Raises ConfigError for a user who has no home, and for a path that no record can hold."""
+    """Return `path` with the home that its ~ stands for. Every path that a person gives is read
+    here. Raises ConfigError for a user who has no home, and for a path that no record can hold."""
     try:
         str(path).encode()
         return Path(path).expanduser()
@@ -72,7 +72,7 @@ KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: 
 
 
 def check_regular(path: Path) -> None:
-    """Raises ConfigError for what is no file: a named pipe waits for ever, and a device has no end."""
+    """Raises ConfigError for what is no file: a pipe waits for ever, and a device has no end."""
     try:
         mode = path.stat().st_mode
     except (OSError, ValueError) as error:
@@ -84,7 +84,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """Returns a text in UTF-8. Raises ConfigError for what is no file of it, or of too many bytes."""
+    """Return a text in UTF-8. Raises ConfigError for another file, or for too many bytes."""
     check_regular(path)
     try:
         with path.open("rb") as file:
@@ -115,8 +115,8 @@ def _text(file: IO[bytes], path: Path, most_bytes: int) -> str:
 
 def of_transformers(path: Path) -> str:
     """Returns the way out where a run is needed and `path` is a folder of transformers; else ""."""
-    return (f"; it is a folder of transformers: import it first, by lpkit import {named(path)} --out "
-            f"runs/{named(path.resolve().name)}") * (path / "config.json").is_file()
+    return (f"; it is a folder of transformers: import it first, by lpkit import {named(path)} "
+            f"--out runs/{named(path.resolve().name)}") * (path / "config.json").is_file()
 
 
 def sync(path: Path) -> None:

@@ -19,10 +19,13 @@ DEEPEST = 16
 OTHER_BASE = re.compile(r".*:.*|[-+]?0[0-7_]+")     # 1:30 is 90, and 010 is 8
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, rule: str = "") -> Any:
     """The file's values; an empty one has none: {}. Raises ConfigError, which names file and
-    line."""
-    return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
+    line, and ends with the `rule` for such a file."""
+    try:
+        return parse_yaml(read_text(path, MOST_CHARACTERS), named(path))
+    except ConfigError as error:
+        raise ConfigError(f"{error}{rule and f'; {rule}'}") from None
 
 
 def parse_yaml(text: str, where: str = "the text") -> Any:

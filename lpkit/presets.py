@@ -67,10 +67,6 @@ def resolve(target: str, settings: Iterable[str] = ()) -> Config:
     else:
         from lpkit.plain_yaml import read_yaml
 
-        try:
-            values = read_yaml(path)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; a config is a YAML file or a preset, one of "
-                              f"{', '.join(PRESETS)}") from None
-        config = Config.from_dict(values)
+        config = Config.from_dict(read_yaml(path, "a config is a YAML file or a preset, one of "
+                                                  f"{', '.join(PRESETS)}"))
     return config.replace(parse_settings(settings))

@@ -54,11 +54,11 @@ def unsealed(text: str, path: Path) -> dict[str, Any]:
         value = json.loads(text)
         due, found = value.pop(SUM), digest(value)
     except UNREADABLE as error:
-        raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error}); it "
-                           f"was cut off or altered") from None
+        raise DamagedError(f"{named(path)} is not a whole record ({type(error).__name__}: {error})"
+                           f"; it was cut off or altered") from None
     if found != due:
-        raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it was "
-                           f"written")
+        raise DamagedError(f"{named(path)} does not match its checksum; it was altered after it "
+                           f"was written")
     return value
 
 
@@ -178,8 +178,9 @@ def read_lines(path: Path, run: str | None = None, vouched: Iterable[tuple[str, 
 
 
 def _told(path: Path, problems: Iterable[tuple[int, str]]) -> Iterator[str]:
-    """A sentence for each run of neighbours that have one reason."""
-    for (why, _), group in groupby(enumerate(problems), lambda one: (one[1][1], one[1][0] - one[0])):
+    """Yield a sentence for each run of neighbours that have one reason."""
+    runs = groupby(enumerate(problems), lambda one: (one[1][1], one[1][0] - one[0]))
+    for (why, _), group in runs:
         places = [place for _, (place, _) in group]
         which = f"line {places[0]}, is" if len(places) == 1 else f"lines {places[0]} to " \
             f"{places[-1]}, are"

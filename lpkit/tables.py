@@ -1,8 +1,11 @@
-"""Tables of words: HTML for a notebook, aligned text for a terminal."""
+"""What results show: a dict for JSON, HTML for a notebook, aligned text for a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from html import escape
+from operator import attrgetter
 from textwrap import fill
+from typing import Any
 
 from lpkit.errors import in_one_line
 
@@ -14,6 +17,24 @@ TEXT, QUIET, LINE, LINK = (f"var(--jp-{name}, {colour})" for name, colour in (
 SENTENCE = 16       # letters in a cell
 FONT = ("system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'DejaVu Sans', Arial, "
         "sans-serif")
+
+
+def picked(source: object, names: str, **renamed: str) -> dict[str, Any]:
+    """Return attributes of `source` by name, for JSON. A name may be dotted, and its last part is
+    the key; `renamed` gives other keys.
+
+    >>> picked(range(2, 9), "start stop.real", every="step")
+    {'start': 2, 'real': 9, 'every': 1}
+    """
+    paths = {name.rpartition(".")[2]: name for name in names.split()} | renamed
+    values = {key: attrgetter(path)(source) for key, path in paths.items()}
+    return {key: dict(value) if isinstance(value, Mapping) else value
+            for key, value in values.items()}
+
+
+def page(lines: Callable[[Any], Iterator[str]]) -> Callable[[Any], str]:
+    """Decorate a generator of the lines and tables of a result: it returns one text."""
+    return wraps(lines)(lambda result: "\n".join(lines(result)))
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[object]], *,

@@ -1,6 +1,6 @@
 """One file per command of `lpkit`. Each has
 
-    arguments(parser)    add its arguments
+    arguments(parser)    add its arguments, by `options`
     run(args) -> dict    do it, and return one JSON-ready object; progress goes to standard error
     text(result) -> str  the same object for a person
 
@@ -10,8 +10,9 @@ A command imports what needs torch inside `run`, after all that can be refused w
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,7 @@ from lpkit.techniques import machines
 from lpkit.values import Folder
 
 a_folder = Folder       # the type of an argument
+Arguments = Callable[[argparse.ArgumentParser], None]
 FILES = (".yaml", ".yml", ".ipynb")     # whose names may hold an =
 
 
@@ -79,6 +81,37 @@ def opened(path: Path) -> Any:
     return run
 
 
+MARKS = {"?": {"nargs": "?"}, "!": {"required": True}, "...": {"action": "append"}}
+
+
+def options(*parts: Mapping[str, Any] | Arguments) -> Arguments:
+    """Return the function `arguments` of a command. It adds an argument for each row.
+
+    The key of a row has the name, the metavar and the default: "--top N=10", or "--json" for a
+    flag. `name?` may be left out, `name!` must be given, `name...` is repeatable. The value is the
+    help, or (type, help), or (choices, help). A part may be another such function.
+    """
+    def arguments(parser: argparse.ArgumentParser) -> None:
+        for part in parts:
+            if callable(part):
+                part(parser)
+                continue
+            for key, row in part.items():
+                name, _, rest = key.partition(" ")
+                metavar, equals, default = rest.partition("=")
+                kind, about = row if isinstance(row, tuple) else (str, row)
+                mark = re.search(r"\W*$", name)[0]
+                how = {"type": kind, "metavar": metavar} if metavar else {"action": "store_true"}
+                if isinstance(kind, tuple):
+                    how = {"choices": kind}
+                if equals:
+                    how["default"] = default
+                how |= MARKS.get(mark, {})
+                parser.add_argument(name.removesuffix(mark), help=about, **how)
+
+    return arguments
+
+
 def settings(parser: argparse.ArgumentParser, what: str = "change a setting") -> None:
     """`KEY=VALUE` and `--set KEY=VALUE`, which mean the same, before, between and after options.
     Comes after the other positional arguments; `asked` reads what was given."""
@@ -126,11 +159,10 @@ def config_of(target: str, settings: Iterable[str]) -> Config:
     return config.replace(changes)
 
 
-def settings_and_machine(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that predicts."""
-    settings(parser)
-    parser.add_argument("--machine", default="h200", help="name from the catalogue, YAML file, or "
-                        "`this` to measure this machine now (default h200)")
+# the arguments of every command that predicts
+settings_and_machine = options(settings, {
+    "--machine MACHINE=h200": "name from the catalogue, YAML file, or `this` to measure this "
+                              "machine now (default h200)"})
 
 
 def machine(target: str) -> Any:
@@ -143,9 +175,6 @@ def machine(target: str) -> Any:
         return machines.find(target)
     from lpkit.plain_yaml import read_yaml
 
-    try:
-        values = read_yaml(Path(target))
-    except ConfigError as error:
-        raise ConfigError(f"{error}; a machine of your own is a YAML file, and {machines.NEEDS}"
-                          ) from None
-    return with_step(machines.from_dict(values, name=Path(target).stem))
+    path = Path(target)
+    values = read_yaml(path, f"a machine of your own is a YAML file, and {machines.NEEDS}")
+    return with_step(machines.from_dict(values, name=path.stem))

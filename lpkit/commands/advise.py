@@ -5,20 +5,17 @@
 """
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.errors import pick
-from lpkit.predict.units import duration, quantity
-from lpkit.tables import text_table
+from lpkit.predict.units import cells, words
+from lpkit.tables import page, text_table
 from lpkit.techniques.recipes import RECIPES
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help=MODEL)
-    settings_and_machine(parser)
-    parser.add_argument("--recipe", action="append", metavar="NAME",
-                        help="recipe to consider; repeatable (default: every recipe that casts)")
+arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
+    "--recipe... NAME": "recipe to consider; repeatable (default: every recipe that casts)"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -44,16 +41,12 @@ def _here():
             or hardware.machine())
 
 
-def text(result: dict[str, Any]) -> str:
-    rows = [("recipe", "runs", "step", "speed", "Linears", "memory")]
-    for plan in result["plans"]:
-        more = plan["more_bytes"]
-        rows.append((plan["recipe"], f"{plan['status']} ({plan['backend']})",
-                     duration(plan["step_seconds"]), f"{plan['speedup']:.2f}x",
-                     f"{plan['linear_speedup']:.2f}x",
-                     f"{'-' if more < 0 else '+'}{quantity(abs(more), 'bytes')}"))
-    lines = [result["sentence"], "", f"{result['target']} on {result['machine']}; predicted "
-             f"step in {result['base']}: {duration(result['plans'][0]['base_step_seconds'])}",
-             text_table(rows, indent="  ")]
-    return "\n".join([*lines, "", f"  efficiency: {result['efficiency']['source']}",
-                      *(f"  {source}" for source in result["sources"])])
+@page
+def text(result: dict[str, Any]) -> Iterator[str]:
+    from lpkit.measure.advice import COLUMNS
+
+    yield words("{sentence}\n\n{target} on {machine}; predicted step in {base}: "
+                "{plans[0][base_step_seconds]:time}", result)
+    yield text_table(cells(COLUMNS, result["plans"]), indent="  ")
+    yield words("\n  efficiency: {efficiency[source]}", result)
+    yield from (f"  {source}" for source in result["sources"])

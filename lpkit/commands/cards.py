@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from lpkit import files, records
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, options
 from lpkit.errors import ConfigError, named
 from lpkit.predict.cards import line
 from lpkit.tables import text_table
@@ -14,8 +14,7 @@ from lpkit.tables import text_table
 HEADS = ("card", "model", "machine", "peak", "measured", "error", "step", "measured", "error")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="folder of the cards")
+arguments = options({"folder FOLDER": (a_folder, "folder of the cards")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -29,8 +28,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except records.UNREADABLE as error:
             problems.append(f"{named(path)} is no card ({type(error).__name__}: {error})")
     if not found:
-        raise ConfigError("; ".join([*problems[:3], f"{named(args.folder)} holds no card; write one "
-                                     f"by lpkit predict ... --card {named(args.folder)}/NAME"]))
+        problems[3:] = [f"{named(args.folder)} holds no card; write one by lpkit predict ... "
+                        f"--card {named(args.folder)}/NAME"]
+        raise ConfigError("; ".join(problems))
     return {"cards": found, "problems": problems, "exit_code": int(bool(problems))}
 
 

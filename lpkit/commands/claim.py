@@ -16,26 +16,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder, needs
+from lpkit.commands import a_folder, needs, options
 from lpkit.errors import ConfigError, in_one_line, named
 from lpkit.predict.units import duration
 from lpkit.values import Count
 
 
-def shared_arguments(parser: argparse.ArgumentParser, what: str, kept: str) -> None:
-    parser.add_argument("file", metavar="FILE", type=Path, help=f"YAML file of the {what}")
-    parser.add_argument("--out", type=a_folder, default=Path(f"runs/{what}s"), metavar="DIR",
-                        help=f"folder for runs and {kept} (default runs/{what}s)")
-    parser.add_argument("--executor", metavar="NAME", help="workers, submitit or ray, which "
-                        "make the runs (default: the executor that the file names)")
+def shared_arguments(what: str, kept: str) -> dict[str, Any]:
+    return {
+        "file FILE": (Path, f"YAML file of the {what}"),
+        f"--out DIR=runs/{what}s": (a_folder, f"folder for runs and {kept} (default runs/{what}s)"),
+        "--executor NAME": "workers, submitit or ray, which make the runs (default: the executor "
+                           "that the file names)"}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    shared_arguments(parser, "claim", "verdicts")
-    parser.add_argument("--null", action="store_true",
-                        help="compare the first arm with itself, with different seeds")
-    parser.add_argument("--processes", type=Count, metavar="N",
-                        help="number of parallel runs (default: as many as the cores allow)")
+arguments = options(shared_arguments("claim", "verdicts"), {
+    "--null": "compare the first arm with itself, with different seeds",
+    "--processes N": (Count, "number of parallel runs (default: as many as the cores allow)")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

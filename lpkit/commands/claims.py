@@ -12,14 +12,13 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from lpkit.commands import options
 from lpkit.errors import pick
 from lpkit.files import resource
 from lpkit.predict.units import quantity
 from lpkit.tables import beside, text_table
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="claim to print in full")
+arguments = options({"name? NAME": "claim to print in full"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,33 +11,30 @@ You can use a prepared folder as data.source.
 import argparse
 from typing import Any
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, options
 from lpkit.config import DataConfig
 from lpkit.errors import named
+
+DEFAULT = DataConfig()
+PREPARE = options({
+    "source SOURCE": "text: see `lpkit data -h`",
+    f"--tokenizer NAME={DEFAULT.tokenizer}": "bytes, bpe, gpt2, or a folder with a tokenizer.json "
+                                             "(default %(default)s)",
+    "--vocab N": (int, "vocabulary size of the model; bpe learns N entries (default: the "
+                       "tokenizer's, 8192 for bpe)"),
+    "--out DIR": (a_folder, "new folder (default: the cache that `lpkit train` uses)"),
+    f"--val-fraction F={DEFAULT.val_fraction}": (
+        float, "fraction of the text for validation (default %(default)s)"),
+    "--special-tokens": "read <|endoftext|> in text as a special token (default: as ordinary "
+                        "text)"})
+SHOW = options({"folder DIR": (a_folder, "prepared folder")})
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="prepare | show")
-    default = DataConfig()
-
-    prepare = actions.add_parser("prepare", help="write the token files of a source")
-    prepare.add_argument("source", metavar="SOURCE", help="text: see `lpkit data -h`")
-    prepare.add_argument("--tokenizer", default=default.tokenizer, metavar="NAME",
-                         help="bytes, bpe, gpt2, or a folder with a tokenizer.json "
-                         "(default %(default)s)")
-    prepare.add_argument("--vocab", type=int, metavar="N", help="vocabulary size of the model; "
-                         "bpe learns N entries (default: the tokenizer's, 8192 for bpe)")
-    prepare.add_argument("--out", type=a_folder, metavar="DIR",
-                         help="new folder (default: the cache that `lpkit train` uses)")
-    prepare.add_argument("--val-fraction", type=float, default=default.val_fraction, metavar="F",
-                         help="fraction of the text for validation (default %(default)s)")
-    prepare.add_argument("--special-tokens", action="store_true", help="read <|endoftext|> in text "
-                         "as a special token (default: as ordinary text)")
-
-    show = actions.add_parser("show", help="check a prepared folder, and print its contents")
-    show.add_argument("folder", type=a_folder, metavar="DIR", help="prepared folder")
-
-    for action in (prepare, show):
+    for name, add, about in (("prepare", PREPARE, "write the token files of a source"),
+                             ("show", SHOW, "check a prepared folder, and print its contents")):
+        add(action := actions.add_parser(name, help=about))
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS,
                             help="print one JSON object on standard output")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lpkit.commands import say
+from lpkit.commands import options, say
 from lpkit.errors import printable
 from lpkit.measure import probes
 from lpkit.tables import beside
@@ -15,8 +15,7 @@ GIB, BUSY = 2**30, 0.25     # the share of the cores that others take before fig
 TITLES = {"recipe": "Recipe: forward and backward by each backend; --json has the reasons"}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+arguments = options()
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -6,17 +6,16 @@
 file, also if several processes wrote the checkpoint.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from lpkit.commands import a_folder, opened
+from lpkit.commands import a_folder, opened, options
 from lpkit.errors import named
 
-
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", type=a_folder, metavar="RUN", help="run folder")
-    parser.add_argument("--adapter", action="store_true", help="write only the adapter, as peft "
-                        "reads it (default: merge the adapter into the weights)")
-    parser.add_argument("--out", type=a_folder, metavar="DIR", required=True, help="new folder")
+arguments = options({
+    "run RUN": (a_folder, "run folder"),
+    "--adapter": "write only the adapter, as peft reads it (default: merge the adapter into the "
+                 "weights)",
+    "--out! DIR": (a_folder, "new folder")})
 
 
 def run(args: Namespace) -> dict:

@@ -8,23 +8,21 @@ The command reads config.json, *.safetensors and tokenizer.json of GPT-2, Llama,
 Qwen3. It downloads, unpickles and executes nothing. --check reads only headers and writes nothing.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from itertools import product
 
-from lpkit.commands import a_folder, opened
+from lpkit.commands import a_folder, opened, options
 from lpkit.errors import ConfigError, named
 from lpkit.predict.fit import fit
+from lpkit.tables import picked
 from lpkit.techniques.operation import POSITIONS
 
-
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", type=a_folder, metavar="FOLDER", help="transformers folder")
-    parser.add_argument("--out", type=a_folder, metavar="DIR", help="new run folder")
-    parser.add_argument("--tokenizer", default="", metavar="NAME",
-                        help="bytes or gpt2, if FOLDER has no tokenizer.json")
-    parser.add_argument("--base", type=a_folder, metavar="RUN",
-                        help="run that FOLDER adapts, if FOLDER is an adapter of peft")
-    parser.add_argument("--check", action="store_true", help="print the contents, write nothing")
+arguments = options({
+    "folder FOLDER": (a_folder, "transformers folder"),
+    "--out DIR": (a_folder, "new run folder"),
+    "--tokenizer NAME=": "bytes or gpt2, if FOLDER has no tokenizer.json",
+    "--base RUN": (a_folder, "run that FOLDER adapts, if FOLDER is an adapter of peft"),
+    "--check": "print the contents, write nothing"})
 
 
 def run(args: Namespace) -> dict:
@@ -46,9 +44,9 @@ def run(args: Namespace) -> dict:
             for T, batch in product(contexts, (16, 8, 4, 2, 1)) if fit(plan.config.replace({
                 "model.context": T, "global_batch": batch}), here).peak_bytes <= here.memory_bytes)
     return {"folder": str(args.folder), "run_dir": None if args.check else str(args.out),
-            "architecture": plan.family.architecture, "parameters": plan.weights, "layers": m.L,
-            "width": m.D, "context": m.T, "vocab": m.V, "tokenizer": plan.tokenizer["name"],
-            "param_dtype": plan.config.memory.param_dtype.name,
+            **picked(plan, "family.architecture", parameters="weights",
+                     param_dtype="config.memory.param_dtype.name"),
+            **picked(m, "layers width context vocab"), "tokenizer": plan.tokenizer["name"],
             "fits": next(fits, "model.changes=lora")}
 
 

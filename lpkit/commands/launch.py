@@ -9,27 +9,21 @@
 import os
 import shutil
 import subprocess
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 
-from lpkit.commands import settings, target_and_asked
+from lpkit.commands import options, settings, target_and_asked
 from lpkit.errors import ConfigError, in_one_line, pick
 from lpkit.files import expanded, write_atomically
 
-
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml", help="what to train")
-    settings(parser)
-    parser.add_argument("--on", default="here", metavar="PLACE",
-                        help="place of the job: here, slurm, k8s or sky (default here)")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
-    parser.add_argument("--processes", type=int, default=1, metavar="P",
-                        help="processes per machine (default 1)")
-    parser.add_argument("--gpu", metavar="KIND", help="request one GPU per process, by the name "
-                        "that PLACE gives it (default: no GPU)")
-    parser.add_argument("--name", help="name of the job (default: the name of the target)")
-    parser.add_argument("--out", metavar="DIR", help="run folder, which all machines must share")
-    parser.add_argument("--submit", action="store_true", help="also start the job")
+arguments = options({"target? PRESET|config.yaml": "what to train"}, settings, {
+    "--on PLACE=here": "place of the job: here, slurm, k8s or sky (default here)",
+    "--nodes N=1": (int, "machines (default 1)"),
+    "--processes P=1": (int, "processes per machine (default 1)"),
+    "--gpu KIND": "request one GPU per process, by the name that PLACE gives it (default: no GPU)",
+    "--name NAME": "name of the job (default: the name of the target)",
+    "--out DIR": "run folder, which all machines must share",
+    "--submit": "also start the job"})
 
 
 def run(args: Namespace) -> dict:
@@ -69,7 +63,8 @@ def _handed_on(command: list[str], written: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = in_one_line((done.stderr or done.stdout).strip()[-300:])
-        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: {by_hand}")
+        raise ConfigError(f"{written}`{command[0]}` refused it ({said}); change it, then: "
+                          f"{by_hand}")
     return done.stdout.strip()
 
 

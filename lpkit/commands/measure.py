@@ -9,7 +9,7 @@ import argparse
 import shlex
 from typing import Any
 
-from lpkit.commands import settings, target_and_asked
+from lpkit.commands import options, settings, target_and_asked
 from lpkit.errors import ConfigError, named
 from lpkit.files import expanded, read_text, write_atomically
 from lpkit.predict.time import with_step
@@ -18,12 +18,10 @@ from lpkit.presets import resolve
 from lpkit.tables import text_table
 from lpkit.techniques.machines import from_dict
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", nargs="?",
-                        help="config that gives the shapes and the update (default cpu-3m)")
-    settings(parser)
-    parser.add_argument("--save", metavar="mine.yaml", help="YAML file to write")
+TARGET = "target? PRESET|config.yaml|RUN"
+arguments = options(
+    {TARGET: "config that gives the shapes and the update (default cpu-3m)"}, settings,
+    {"--save mine.yaml": "YAML file to write"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

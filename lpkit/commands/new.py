@@ -11,10 +11,9 @@ import importlib.util
 import keyword
 import re
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-from lpkit.commands import a_folder
+from lpkit.commands import a_folder, options
 from lpkit.errors import ConfigError, named, shown
 from lpkit.files import own_folder, resource, write_atomically
 from lpkit.tables import text_table
@@ -27,13 +26,11 @@ FILES = {"{}.ipynb": "notebook", "{}.py": "module with the row and its implement
          "test_{}.py": "test against an independent reference", "{}.yaml": "claim"}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", choices=("experiment",), help="kind of files")
-    parser.add_argument("name", metavar="NAME", help="name of the row, the module and the files")
-    parser.add_argument("--family", choices=tuple(FAMILIES), default="optimizer",
-                        help="kind of the row (default optimizer)")
-    parser.add_argument("--out", type=a_folder, default=Path(), metavar="DIR",
-                        help="folder for the files (default: the current folder)")
+arguments = options({
+    "kind {experiment}": (("experiment",), "kind of files"),
+    "name NAME": "name of the row, the module and the files",
+    "--family FAMILY=optimizer": (tuple(FAMILIES), "kind of the row (default optimizer)"),
+    "--out DIR=.": (a_folder, "folder for the files (default: the current folder)")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,15 +7,16 @@
 import argparse
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 from lpkit import values
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, shown
-from lpkit.predict.units import between, duration, quantity
-from lpkit.tables import text_table
+from lpkit.predict.units import cells, words
+from lpkit.tables import page, text_table
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.values import Count
 
@@ -28,29 +29,32 @@ USED = ("global_batch", "optimizer", "precision.recipe", "precision.recipe.histo
         "precision.cache_weight_casts", "system.attention", "system.stack", "system.compile")
 UNUSED_MODEL = ("model.norm_eps", "model.rope_theta", "model.rope_factor", "model.init")
 
+COLUMNS = {
+    "": "{number}", "devices": "{devices:,}", "data": "{data:,}", "shard": "{shard:,}",
+    "tensor": "{tensor:,}", "pipe": "{pipeline:,}", "context": "{context:,}", "ZeRO": "{stage}",
+    "chunks": "{interleave}", "micro": "{micro_batches}x{sequences}", "recompute": "{recompute}",
+    "precision": "{precision}", "memory": "{peak_bytes:bytes}", "step": "{step_seconds:time}",
+    "MFU": "{mfu:.2f}", "time": "{run_seconds:time}", "time range": "{run_seconds_range:time}",
+    "cost": "{cost:$,.0f}", "lpkit": "{lpkit}"}
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, metavar=TARGET, help=MODEL)
-    parser.add_argument("--tokens", required=True, help="training tokens: 1e12, 300B or 1.5T")
-    settings_and_machine(parser)
-    parser.add_argument("--budget", help="most US dollars for the run: 250000, 250k or $1.5M")
-    parser.add_argument("--deadline", help="most time for the run: 90min, 12h, 30d or 2w")
-    parser.add_argument("--devices", type=int, help="number of devices (default: search powers "
-                        "of two)")
-    parser.add_argument("--precision", action="append", metavar="NAME",
-                        help="bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
-                        "casts; repeatable (default: the config's)")
-    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
-                        f"{', '.join(OPTIMIZERS)}")
-    parser.add_argument("--batch-tokens", help="tokens per update: 4M (default: the config's)")
-    parser.add_argument("--context", type=int, help="tokens per sequence (default: the config's)")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device and hour "
-                        "(default: the machine's)")
-    parser.add_argument("--factor", type=FACTOR, help="multiply all times by FACTOR, the measured "
-                        "over the predicted seconds of a step (lpkit.predict.time.calibrate)")
-    parser.add_argument("--top", type=Count, default=10, help="layouts to print (default 10)")
-    parser.add_argument("--show", type=Count, metavar="N", help="print every row of layout N with "
-                        "its formula and source")
+
+arguments = options({
+    f"--model! {TARGET}": MODEL, "--tokens! TOKENS": "training tokens: 1e12, 300B or 1.5T",
+}, settings_and_machine, {
+    "--budget BUDGET": "most US dollars for the run: 250000, 250k or $1.5M",
+    "--deadline DEADLINE": "most time for the run: 90min, 12h, 30d or 2w",
+    "--devices DEVICES": (int, "number of devices (default: search powers of two)"),
+    "--precision... NAME": "bf16, fp32, bf16-master (the ZeRO paper's setting), or a recipe that "
+                           "casts; repeatable (default: the config's)",
+    "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
+    "--batch-tokens BATCH_TOKENS": "tokens per update: 4M (default: the config's)",
+    "--context CONTEXT": (int, "tokens per sequence (default: the config's)"),
+    "--price-per-hour PRICE_PER_HOUR": (
+        float, "US dollars per device and hour (default: the machine's)"),
+    "--factor FACTOR": (FACTOR, "multiply all times by FACTOR, the measured over the predicted "
+                                "seconds of a step (lpkit.predict.time.calibrate)"),
+    "--top TOP=10": (Count, "layouts to print (default 10)"),
+    "--show N": (Count, "print every row of layout N with its formula and source")})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -127,68 +131,55 @@ def _with_batch(config: Config, tokens: float) -> Config:
     return replace(config, global_batch=int(tokens // context), grad_accum_steps=1)
 
 
-def text(result: dict[str, Any]) -> str:
-    m, best = result["machine"], result["plans"][0]
-    rows = [("", "devices", "data", "shard", "tensor", "pipe", "context", "ZeRO", "chunks", "micro",
-             "recompute", "precision", "memory", "step", "MFU", "time", "time range", "cost",
-             "lpkit")]
-    for i, one in enumerate(result["plans"], 1):
-        axes = ("devices", "data", "shard", "tensor", "pipeline", "context")
-        rows.append((str(i), *(f"{one[axis]:,}" for axis in axes),
-                     str(one["zero"]) if one["shard"] * one["context"] > 1 else "-",
-                     str(one["interleave"]), f"{one['micro_batches']}x{one['sequences']}",
-                     one["recompute"], one["precision"], quantity(one["peak_bytes"], "bytes"),
-                     duration(one["step_seconds"]), f"{one['mfu']:.2f}",
-                     duration(one["run_seconds"]), between(one["run_seconds_range"], duration),
-                     "-" if one["cost"] is None else f"${one['cost']:,.0f}",
-                     "predicts" if one["why_untrained"] else "trains"))
-    lines = [
-        f"{result['model']} ({quantity(result['parameters'], 'parameters')}) on "
-        f"{quantity(result['tokens'], 'tokens')}, {quantity(result['tokens_per_step'], 'tokens')} "
-        f"a step, {m['title']}", f"{result['feasible']:,} of {result['counted']:,} layouts are "
-        f"feasible; {result['order']}", "", text_table(rows, align=">", indent="  "), ""]
-    whys = [one["why_untrained"] for one in result["plans"]]
-    lines += [f"  {', '.join(str(i) for i, each in enumerate(whys, 1) if each == why)} cannot be "
-              f"trained by lpkit: {why}" for why in dict.fromkeys(filter(None, whys))]
-    lines += [f"  {name} excludes {one['layouts']:,} layouts, nearest: {one['nearest']}"
-              for name, one in result["refused"].items()]
-    lines += [f"  memory is an estimate: {result['doubt']}"] * bool(result["doubt"])
+@page
+def text(result: dict[str, Any]) -> Iterator[str]:
+    best, plans = result["plans"][0], [
+        {**one, "number": i, "stage": one["zero"] if one["shard"] * one["context"] > 1 else "-",
+         "lpkit": "predicts" if one["why_untrained"] else "trains"}
+        for i, one in enumerate(result["plans"], 1)]
+    yield words("{model} ({parameters:parameters}) on {tokens:tokens}, {tokens_per_step:tokens} a "
+                "step, {machine[title]}\n{feasible:,} of {counted:,} layouts are feasible; "
+                "{order}\n", result)
+    yield text_table(cells(COLUMNS, plans), align=">", indent="  ") + "\n"
+    for why in dict.fromkeys(filter(None, (one["why_untrained"] for one in plans))):
+        numbers = ", ".join(str(one["number"]) for one in plans if one["why_untrained"] == why)
+        yield f"  {numbers} cannot be trained by lpkit: {why}"
+    for name, one in result["refused"].items():
+        yield words("  {name} excludes {layouts:,} layouts, nearest: {nearest}", one, name=name)
+    if result["doubt"]:
+        yield f"  memory is an estimate: {result['doubt']}"
     if best["emulated"]:
-        lines.append(f"  {best['precision']} is emulated with wider matmuls: {best['emulated']}")
+        yield words("  {precision} is emulated with wider matmuls: {emulated}", best)
     if best["energy_wh"] is not None:
-        paid = ("" if best["cost"] is None else f", ${best['cost_per_million_tokens']:.3g} per "
-                f"million tokens")
-        lines.append(f"  layout 1 takes {quantity(best['device_hours'])} device hours and "
-                     f"{quantity(best['energy_wh'], 'Wh')} at rated power{paid}")
+        paid = ", {cost_per_million_tokens:$.3g} per million tokens" * (best["cost"] is not None)
+        yield words("  layout 1 takes {device_hours:number} device hours and {energy_wh:Wh} at "
+                    f"rated power{paid}", best)
     for one in result["compute_optimal"]:
-        lines.append(f"  compute-optimal for the budget by {one['law']}: "
-                     f"{quantity(one['parameters'], 'parameters')} on "
-                     f"{quantity(one['tokens'], 'tokens')}, loss {one['loss']:.3f} ({one['note']})")
+        yield words("  compute-optimal for the budget by {law}: {parameters:parameters} on "
+                    "{tokens:tokens}, loss {loss:.3f} ({note})", one)
     if result["show"] is not None:
-        lines += ["", *_opened(result["plans"][result["show"] - 1], result["show"])]
-    calibrated = "not calibrated"
-    if result["factor"] != 1:
-        calibrated = f"calibrated, multiplied by {result['factor']:.3f}"
-    return "\n".join([*lines, "", f"  {m['source']}", f"  price: {m['price_source']}",
-                      f"  network: {m['network']}",
-                      f"  efficiency: {result['efficiency']['source']}",
-                      f"  times: {calibrated}; {best['range_is']}"])
+        yield from _opened(plans[result["show"] - 1])
+    calibrated = ("not calibrated" if result["factor"] == 1
+                  else "calibrated, multiplied by {factor:.3f}")
+    yield words("\n  {machine[source]}\n  price: {machine[price_source]}\n  network: "
+                "{machine[network]}\n  efficiency: {efficiency[source]}\n  times: "
+                f"{calibrated}; {{range_is}}", result, range_is=best["range_is"])
 
 
-def _opened(one: dict[str, Any], number: int) -> list[str]:
+def _opened(one: dict[str, Any]) -> Iterator[str]:
     memory, time = one["memory_rows"], one["time_rows"]
     width = max(len(row["name"]) for row in (*memory, *time)) + 2
-    lines = [f"  layout {number}: bytes per device; * is alive at the peak ({one['peak_moment']})"]
 
-    def opened(row: dict[str, Any], mark: str, value: str) -> None:
-        lines.append(f"  {mark} {row['name']:<{width}}{value}  {row['formula']}")
-        lines.append(f"    {'':<{width}}{'':>10}  {row['source']}")
+    def opened(row: dict[str, Any], value: str, mark: str = " ") -> str:
+        return words(f"  {{mark}} {{name:<{width}}}{value}  {{formula}}\n    {'':<{width + 10}}  "
+                     f"{{source}}", row, mark=mark)
 
+    yield words("\n  layout {number}: bytes per device; * is alive at the peak ({peak_moment})",
+                one)
     for row in memory:
-        opened(row, "*" if row["at_peak"] else " ", f"{quantity(row['bytes'], 'bytes'):>10}")
-    lines += ["", f"  layout {number}: seconds of a step of {duration(one['step_seconds'])}; "
-              f"seconds in brackets overlap with other rows"]
+        yield opened(row, "{bytes:bytes:>10}", " *"[row["at_peak"]])
+    yield words("\n  layout {number}: seconds of a step of {step_seconds:time}; seconds in "
+                "brackets overlap with other rows", one)
     for row in time:
-        hidden = f" [{duration(row['hidden_seconds'])}]" if row["hidden_seconds"] else ""
-        opened(row, " ", f"{duration(row['seconds']):>10}{hidden}")
-    return lines
+        hidden = " [{hidden_seconds:time}]" if row["hidden_seconds"] else ""
+        yield opened(row, "{seconds:time:>10}" + hidden)

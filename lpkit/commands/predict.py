@@ -1,41 +1,36 @@
 """Predict parameters, memory, FLOPs, time and cost of a training run before it runs."""
 
 import argparse
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 from typing import Any
 
-from lpkit.commands import MODEL, TARGET, asked, config_of, machine, settings_and_machine
+from lpkit.commands import MODEL, TARGET, asked, config_of, machine, options, settings_and_machine
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import percent
 from lpkit.predict.evidence import STACKS
-from lpkit.predict.units import between, duration, quantity
+from lpkit.predict.units import words
+from lpkit.tables import page, picked
 from lpkit.techniques.optimizers import OPTIMIZERS
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar=TARGET, help=MODEL)
-    settings_and_machine(parser)
-    parser.add_argument("--devices", type=int, help="number of data-parallel devices (default: "
-                        "the config's layout)")
-    parser.add_argument("--mfu", type=float, help="fraction of the peak FLOP/s to assume for the "
-                        "whole step (default: each operation has its own efficiency)")
-    parser.add_argument("--zero", type=int, help="ZeRO stage 0 to 3 (default: the config's; with "
-                        "--devices, the lowest that fits)")
-    parser.add_argument("--precision", help="a recipe, or 16-bit weights: bf16-master, "
-                        "bf16-fp32-grads or bf16-pure (default: the config's)")
-    parser.add_argument("--optimizer", help=f"optimizer (default: the config's): "
-                        f"{', '.join(OPTIMIZERS)}")
-    parser.add_argument("--recompute", help="none, selective, block or core-attention (default: "
-                        "the config's; with --devices, the first of the first three that fits)")
-    parser.add_argument("--measure", action="store_true", help="also run an update here, and "
-                        "compare it with the prediction")
-    parser.add_argument("--price-per-hour", type=float, help="US dollars per device (default: "
-                        "the machine's price)")
-    parser.add_argument("--card", metavar="FILE", help="write the prediction (with --measure, also "
-                        "the measurement) to FILE.json and as a picture to FILE.svg")
+arguments = options({f"target {TARGET}": MODEL}, settings_and_machine, {
+    "--devices DEVICES": (int, "number of data-parallel devices (default: the config's layout)"),
+    "--mfu MFU": (float, "fraction of the peak FLOP/s to assume for the whole step (default: each "
+                         "operation has its own efficiency)"),
+    "--zero ZERO": (int, "ZeRO stage 0 to 3 (default: the config's; with --devices, the lowest "
+                         "that fits)"),
+    "--precision PRECISION": "a recipe, or 16-bit weights: bf16-master, bf16-fp32-grads or "
+                             "bf16-pure (default: the config's)",
+    "--optimizer OPTIMIZER": f"optimizer (default: the config's): {', '.join(OPTIMIZERS)}",
+    "--recompute RECOMPUTE": "none, selective, block or core-attention (default: the config's; "
+                             "with --devices, the first of the first three that fits)",
+    "--measure": "also run an update here, and compare it with the prediction",
+    "--price-per-hour PRICE_PER_HOUR": (float, "US dollars per device (default: the machine's "
+                                               "price)"),
+    "--card FILE": "write the prediction (with --measure, also the measurement) to FILE.json and "
+                   "as a picture to FILE.svg"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -45,9 +40,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         args, devices="parallel.data parallel.shard parallel.tensor parallel.pipeline "
         "parallel.context", optimizer="optimizer", precision="precision.recipe",
         recompute="memory.recompute", zero="parallel.zero"))
-    prediction = predict(config, machine(args.machine), args.devices, mfu=args.mfu,
-                         precision=args.precision, optimizer=args.optimizer, zero=args.zero,
-                         recompute=args.recompute, price_per_hour=args.price_per_hour)
+    prediction = predict(config, machine(args.machine), args.devices, **picked(
+        args, "mfu precision optimizer zero recompute price_per_hour"))
     measured = _measured(config) if args.measure else {}
     card = [] if args.card is None else prediction.card(
         args.card, Path(args.target).name, **measured.get("totals", {}))
@@ -72,72 +66,65 @@ def _measured(config: Config) -> dict[str, Any]:
             "sentences": list(bytes_.sentences), "seconds": seconds, "no_seconds": why}
 
 
-def text(result: dict[str, Any]) -> str:
-    a, on = result["assumptions"], result["machine"]
-    width = max(len(row["name"]) for row in result["rows"]) + 2
-    lines = [f"{result['target']} on {result['devices']} x {on['title']}", ""]
+@page
+def text(result: dict[str, Any]) -> Iterator[str]:
+    a, on, rows = result["assumptions"], result["machine"], result["rows"]
+    width = max(len(row["name"]) for row in rows) + 2
 
-    def line(name: str, value: str, words: str) -> None:
-        lines.append(f"  {name:<{width}}{value:>10}  {words}".rstrip())
+    def line(name: str, value: str = "", about: str = "", values: dict[str, Any] = result,
+             **more: Any) -> str:
+        value, about = (words(part, values, a=a, on=on, **more) for part in (value, about))
+        return f"  {name:<{width}}{value:>10}  {about}".rstrip()
 
-    line("parameters", quantity(result["parameters"]), "")
-    line("FLOPs per token", quantity(result["flops_per_token"], "FLOPs"), "forward and backward")
-    lines += ["", f"  per device: {a['layout']}, precision {a['precision']}, ZeRO stage "
-              f"{a['zero']}, recompute {a['recompute']}", f"  ({a['layout_why']})"]
-    for row in result["rows"]:
-        line(row["name"], quantity(row["bytes"], "bytes"), row["formula"])
-    fits = "" if result["fits"] else ": does not fit"
-    line("peak", quantity(result["peak_bytes"], "bytes"),
-         f"of {quantity(on['memory_bytes'], 'bytes')}{fits}; moment: {result['peak_moment']}")
+    yield words("{target} on {devices} x {machine[title]}\n", result)
+    yield line("parameters", "{parameters:number}")
+    yield line("FLOPs per token", "{flops_per_token:FLOPs}", "forward and backward")
+    yield words("\n  per device: {layout}, precision {precision}, ZeRO stage {zero}, recompute "
+                "{recompute}\n  ({layout_why})", a)
+    for row in rows:
+        yield line(row["name"], "{bytes:bytes}", "{formula}", row)
+    yield line("peak", "{peak_bytes:bytes}", "of {on[memory_bytes]:bytes}{fit}; moment: "
+               "{peak_moment}", fit="" if result["fits"] else ": does not fit")
     if result["reserved_bytes"] > result["peak_bytes"]:
-        line("reserved", quantity(result["reserved_bytes"], "bytes"),
-             "by the allocator, with expandable segments")
+        yield line("reserved", "{reserved_bytes:bytes}",
+                   "by the allocator, with expandable segments")
     if result["doubt"]:
-        lines += wrap(f"Memory is an estimate: {result['doubt']}.", 150, initial_indent="  ",
-                      subsequent_indent="  ")
-    lines.append("")
+        yield fill(f"Memory is an estimate: {result['doubt']}.", 150, initial_indent="  ",
+                   subsequent_indent="  ")
+    yield ""
     if a["emulated"]:
-        line("", "", f"{a['precision']} is emulated with wider matmuls: {a['emulated']}")
+        yield line("", "", "{a[precision]} is emulated with wider matmuls: {a[emulated]}")
     phases = ", ".join(f"{name} {seconds / result['step_seconds']:.0%}"
                        for name, seconds in result["phases"].items() if seconds)
-    line("step", duration(result["step_seconds"]),
-         f"MFU {result['mfu']:.2f} of {quantity(a['peak_flops_per_device'], 'FLOP/s')} "
-         f"{a['dtype']}{', assumed' if a['mfu'] else '; ' + phases}")
-    line("", "", f"range {between(result['step_seconds_range'], duration)}: {result['range_is']}")
+    yield line("step", "{step_seconds:time}", "MFU {mfu:.2f} of {a[peak_flops_per_device]:FLOP/s} "
+               "{a[dtype]}{phases}", phases=", assumed" if a["mfu"] else f"; {phases}")
+    yield line("", "", "range {step_seconds_range:time}: {range_is}")
     if a["factor"] != 1:
-        line("", "", f"all seconds are multiplied by {a['factor']:.3f}, from one measured step")
+        yield line("", "", "all seconds are multiplied by {a[factor]:.3f}, from one measured step")
     elif not a["mfu"] and on["name"] != "this":
-        others = ", ".join(name for name in STACKS if name != a["stack"])
-        line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
-        line("", "", others)
-    line("tokens/s", quantity(result["tokens_per_second"]), "")
-    line("run", duration(result["run_seconds"]),
-         f"range {between(result['run_seconds_range'], duration)}, {a['steps']:,} steps")
+        yield line("", "", f"for {STACKS[a['stack']].words}; other values of system.stack:")
+        yield line("", "", ", ".join(name for name in STACKS if name != a["stack"]))
+    yield line("tokens/s", "{tokens_per_second:number}")
+    yield line("run", "{run_seconds:time}", "range {run_seconds_range:time}, {a[steps]:,} steps")
     if result["energy_wh"] is not None:
-        line("energy", quantity(result["energy_wh"], "Wh"),
-             f"range {between(result['energy_wh_range'], partial(quantity, unit='Wh'))}, "
-             "at rated power")
+        yield line("energy", "{energy_wh:Wh}", "range {energy_wh_range:Wh}, at rated power")
     if result["cost"] is not None:
-        line("cost", "$" + quantity(result["cost"]),
-             f"range {between(result['cost_range'], lambda value: '$' + quantity(value))}, "
-             f"at {a['price_per_hour']:g} dollars per device and hour, "
-             f"${result['cost_per_million_tokens']:.3g} per million tokens")
+        yield line("cost", "{cost:$}", "range {cost_range:$}, at {a[price_per_hour]:g} dollars per "
+                   "device and hour, {cost_per_million_tokens:$.3g} per million tokens")
     if result["measured"]:
-        lines += _beside(result["measured"])
-    lines += ["", *map("card: {}".format, result["card"])]
+        yield from _measurement(result["measured"])
+    yield "\n".join(["", *map("card: {}".format, result["card"])])
     for source in result["sources"]:
-        lines += wrap(source, 150, initial_indent="  ", subsequent_indent="    ")
-    return "\n".join(lines)
+        yield fill(source, 150, initial_indent="  ", subsequent_indent="    ")
 
 
-def _beside(measured: dict[str, Any]) -> list[str]:
-    lines = []
-    for key, shown in (("bytes", lambda value: quantity(value, "bytes")), ("seconds", duration)):
+def _measurement(measured: dict[str, Any]) -> Iterator[str]:
+    for key, unit in (("bytes", "bytes"), ("seconds", "time")):
         rows = measured[key]
-        lines += ["", f"  {key} on {rows[0]['where']}: predicted, measured, error" if rows
-                  else f"  {key} were not measured: {measured['no_seconds']}"]
+        yield f"\n  {key} on {rows[0]['where']}: predicted, measured, error" if rows \
+            else f"\n  {key} were not measured: {measured['no_seconds']}"
         for row in rows:
-            error = percent(row["error"]) if row["formula"] and row["measured"] else ""
-            lines.append(f"  {row['name']:<28}{shown(row['formula']):>10}"
-                         f"{shown(row['measured']):>10}  {error}")
-    return [*lines, "", *(f"  {sentence}" for sentence in measured["sentences"])]
+            off = percent(row["error"]) if row["formula"] and row["measured"] else ""
+            yield words("  {name:<28}{formula:{unit}:>10}{measured:{unit}:>10}  {off}", row,
+                        unit=unit, off=off)
+    yield "\n".join(["", *(f"  {sentence}" for sentence in measured["sentences"])])

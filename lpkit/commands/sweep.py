@@ -9,13 +9,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from lpkit.commands import claim, needs
+from lpkit.commands import claim, needs, options
 from lpkit.predict.units import duration
 from lpkit.tables import text_table
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    claim.shared_arguments(parser, "sweep", "journals")
+arguments = options(claim.shared_arguments("sweep", "journals"))
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

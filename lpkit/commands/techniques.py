@@ -4,14 +4,12 @@ settings of each row and their defaults. A row below `--import MODULE` needs the
 import argparse
 from typing import Any
 
-from lpkit.commands import beside
+from lpkit.commands import beside, options
 from lpkit.errors import pick
 from lpkit.techniques.outside import TABLES
 
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("family", nargs="?", metavar="FAMILY",
-                        help="the field of a Config that names the rows: optimizer, model.block")
+arguments = options({
+    "family? FAMILY": "the field of a Config that names the rows: optimizer, model.block"})
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,11 +14,11 @@ raise `steps`; the learning rate then follows the longer schedule.
 import os
 import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 
-from lpkit.commands import a_folder, settings, target_and_asked
+from lpkit.commands import a_folder, options, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, in_one_line
 from lpkit.tables import beside
@@ -26,15 +26,13 @@ from lpkit.tables import beside
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 
 
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", nargs="?", metavar="PRESET|config.yaml",
-                        help="preset or config file to train; not needed with --resume")
-    settings(parser)
-    parser.add_argument("--out", type=a_folder, metavar="DIR",
-                        help="run folder (default: a new folder in runs/)")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
-    parser.add_argument("--processes", type=int, metavar="N", help="train on N processes of this "
-                        "machine; each is a replica, unless parallel.* sets another layout")
+arguments = options({
+    "target? PRESET|config.yaml": "preset or config file to train; not needed with --resume",
+}, settings, {
+    "--out DIR": (a_folder, "run folder (default: a new folder in runs/)"),
+    "--resume": "continue the run in --out",
+    "--processes N": (int, "train on N processes of this machine; each is a replica, unless "
+                           "parallel.* sets another layout")})
 
 
 def run(args: Namespace) -> dict:
@@ -52,7 +50,8 @@ def run(args: Namespace) -> dict:
     if target is None and not args.resume:
         raise ConfigError("what should lpkit train? Give a preset (cpu-3m) or a config file, or "
                           "continue a run with --resume --out DIR")
-    if target not in (None, *PRESETS) and Path(target).is_dir() and not of_transformers(Path(target)):
+    if (target not in (None, *PRESETS) and Path(target).is_dir()
+            and not of_transformers(Path(target))):
         raise ConfigError(f"{target} is a folder: continue its run by --resume --out {target}, "
                           f"or start from its weights with a preset and start.run={target}")
     config = (resolve(target, asked) if target is not None

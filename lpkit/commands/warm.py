@@ -7,17 +7,14 @@ The command trains nothing and writes only to the cache.
 All later processes of this user use the cache. Other users cannot, because its files are executed.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from time import perf_counter
 
-from lpkit.commands import asked, settings
+from lpkit.commands import asked, options, settings
 from lpkit.files import own_cache
 from lpkit.predict.units import duration
 
-
-def arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("target", metavar="PRESET|config.yaml|RUN", help="what you will train")
-    settings(parser)
+arguments = options({"target PRESET|config.yaml|RUN": "what you will train"}, settings)
 
 
 def run(args: Namespace) -> dict:

@@ -29,8 +29,8 @@ from lpkit.predict.ledger import Memory, memory
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.time import StepTime, rank_products, step_time
-from lpkit.predict.units import duration, quantity
-from lpkit.tables import html_table, text_table
+from lpkit.predict.units import cells, words
+from lpkit.tables import html_table, picked, text_table
 from lpkit.techniques import machines
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.recipes import RECIPES, resolve
@@ -40,6 +40,9 @@ BASES = ("bf16", "fp16", "fp32")
 # nanochat, 26 x 1664 on H100: a step 1.17x as fast was 1.05x at equal quality
 MIN_WORTHWHILE_SPEEDUP = 1.11
 WORTH_SOURCE = "https://github.com/karpathy/nanochat/blob/master/dev/LOG.md, 2026-02-02"
+COLUMNS = {"recipe": "{recipe}", "runs": "{status} ({backend})", "step": "{step_seconds:time}",
+           "speed": "{speedup:.2f}x", "Linears": "{linear_speedup:.2f}x",
+           "casts": "{cast_share:.0%}", "memory": "{more_bytes:+bytes}"}    # of the dict of a Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,11 @@ class StepCost:
     @property
     def speedup(self) -> float:
         return self.base_step_seconds / self.step_seconds
+
+    @property
+    def cast_share(self) -> float:
+        """The share of this step that casts take."""
+        return sum(one.calls * one.cast_seconds for one in self.linears) / self.step_seconds
 
     @property
     def more_bytes(self) -> float:
@@ -133,13 +141,11 @@ class Plan:
         return min(cast.bits for cast in RECIPES[self.recipe].all_casts)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in
-                  ("recipe", "backend", "status", "why", "recorded_speedup", "source", "speedup")}
-        costs = {name: getattr(self.cost, name) for name in
-                 ("step_seconds", "base_step_seconds", "share", "linear_speedup", "bytes",
-                  "more_bytes", "rest_seconds")}
         linears = [{**asdict(one), "speedup": one.speedup} for one in self.cost.linears]
-        return {**values, **costs, "linears": linears}
+        return {
+            **picked(self, "recipe backend status why recorded_speedup source speedup"),
+            **picked(self.cost, "step_seconds base_step_seconds share linear_speedup bytes "
+                     "more_bytes cast_share rest_seconds"), "linears": linears}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,34 +162,25 @@ class Advice:
     def __getitem__(self, recipe: str) -> Plan:
         return next(plan for plan in self.plans if plan.recipe == recipe)
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """Returns the columns and rows for `html_table(*advice.table())`."""
-        rows = []
-        for p in self.plans:
-            cost = p.cost
-            casts = sum(one.calls * one.cast_seconds for one in cost.linears) / cost.step_seconds
-            rows.append((p.recipe, p.status, duration(cost.step_seconds), f"{p.speedup:.2f}x",
-                         f"{cost.linear_speedup:.2f}x", f"{casts:.0%}", _signed(cost.more_bytes)))
-        return ("recipe", "runs", "step", "speed", "Linears", "casts", "memory"), rows
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the heads and the rows for `html_table(*advice.table())`."""
+        heads, *rows = cells(COLUMNS, [plan.to_dict() for plan in self.plans])
+        return heads, rows
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"sentence": self.sentence, "choice": self.choice, "base": self.base,
-                "machine": self.machine, "plans": [plan.to_dict() for plan in self.plans],
+        return {**picked(self, "sentence choice base machine"),
+                "plans": [plan.to_dict() for plan in self.plans],
                 "efficiency": asdict(self.efficiency),
                 "sources": [f"worthwhile from {MIN_WORTHWHILE_SPEEDUP}x on: {WORTH_SOURCE}"]}
 
     def __str__(self) -> str:
         heads, rows = self.table()
-        return f"{self.sentence}\n{text_table([heads, *rows], align='<')}"
+        return f"{self.sentence}\n{text_table([heads, *rows])}"
 
     def _repr_html_(self) -> str:
         return (f"{html_table(*self.table(), caption=f'{self.sentence}.')}<details><summary>Sources"
                 f"</summary>{escape(self.efficiency.source)}</details>")
-
-
-def _signed(nbytes: float) -> str:
-    return f"{'-' if nbytes < 0 else '+'}{quantity(abs(nbytes), 'bytes')}" if nbytes else "0"
 
 
 @checked
@@ -225,7 +222,8 @@ def advise(config: Config, machine: str | Machine = "h200", *, recipes: Sequence
         share = min(1.0, statistics.median(reached))    # what lets one fall short, does others too
         said = f"formula times {share:.2f}, the share that recorded recipes reached"
         plans = [replace(plan, reached=share, source=said)
-                 if plan.source == "formula" and plan.status == "native" else plan for plan in plans]
+                 if (plan.source, plan.status) == ("formula", "native") else plan
+                 for plan in plans]
     plans.sort(key=lambda plan: (plan.status != "native", -plan.speedup))
     choice, sentence = verdict(plans, on, base)
     if plain[1].doubt and (config.transforms or config.governors):
@@ -263,11 +261,10 @@ def verdict(plans: Sequence[Plan], on: Machine, base: str) -> tuple[str, str]:
         if best.speedup >= MIN_WORTHWHILE_SPEEDUP * reached:
             chosen, reached = best, best.speedup
     if chosen is not None:
-        cost = chosen.cost
-        return chosen.recipe, (
-            f"{chosen.recipe}: a step {chosen.speedup:.2f} times as fast as {base} "
-            f"({chosen.source}): the Linears that it casts are {cost.share:.0%} of the step and "
-            f"get {cost.linear_speedup:.2f} times as fast; memory {_signed(cost.more_bytes)}")
+        return chosen.recipe, words(
+            "{recipe}: a step {speedup:.2f} times as fast as {base} ({source}): the Linears that "
+            "it casts are {share:.0%} of the step and get {linear_speedup:.2f} times as fast; "
+            "memory {more_bytes:+bytes}", chosen.to_dict(), base=base)
     best = native[0]
     if best.speedup < 1:
         return base, (f"{base}: at these widths the casts cost more time than faster matmuls save "

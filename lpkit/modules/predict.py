@@ -42,9 +42,9 @@ from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS
 from lpkit.predict.time import RankWork, StepTime, work_time
-from lpkit.predict.units import duration, quantity
+from lpkit.predict.units import between, duration, quantity
 from lpkit.predict.updates import Work, work_of
-from lpkit.tables import html_table
+from lpkit.tables import html_table, picked
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
@@ -97,40 +97,39 @@ class Prediction:
 
     def card(self, path: Place, **measured: Any) -> list[str]:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
-        return cards.write(path, {
-            "name": self.model, "parameters": self.parameters, "layers": self.work.blocks,
-            "trained": self.trained_parameters, "precision": self.precision,
-            "optimizer": self.optimizer, "tokens": self.work.tokens}, self, **measured)
+        model = picked(self, "parameters precision optimizer work.tokens", name="model",
+                       layers="work.blocks", trained="trained_parameters")
+        return cards.write(path, model, self, **measured)
 
     @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.machine.memory_bytes
 
     @property
-    def summary(self) -> str:
-        low, high = self.step.seconds_range
+    def _sentences(self) -> tuple[str, str]:
+        """What a device holds, and how long a step takes."""
         moment = f"in {self.footprint.phase}, {self.footprint.module or 'the model'}"
         return (f"{self.parameters:,} parameters, {self.precision}, {self.optimizer}, on "
-                f"{self.layout.devices} x {self.machine.title}: "
-                f"peak {quantity(self.peak_bytes, 'bytes')} of "
-                f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment}); a step takes "
-                f"{duration(self.step_seconds)} ({self.step.spread.words}: {duration(low)} to "
-                f"{duration(high)}){'; ' * bool(self.doubt)}{self.doubt}")
+                f"{self.layout.devices} x {self.machine.title}: peak "
+                f"{quantity(self.peak_bytes, 'bytes')} of "
+                f"{quantity(self.machine.memory_bytes, 'bytes')} ({moment})",
+                f"a step takes {duration(self.step_seconds)} ({self.step.spread.words}: "
+                f"{between(self.step.seconds_range, duration)})")
+
+    @property
+    def summary(self) -> str:
+        return "; ".join(filter(None, (*self._sentences, self.doubt)))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"peak_bytes": self.peak_bytes, "bytes": self.footprint.rows,
-                "formula_bytes": self.formula_bytes, "doubt": self.doubt,
-                "peak_moment": [self.footprint.phase, self.footprint.module],
-                "activations": self.footprint.operations, "fits": self.fits,
-                "parameters": self.parameters, "trained_parameters": self.trained_parameters,
-                "forward_flops": self.forward_flops, "step_seconds": self.step_seconds,
-                "step_seconds_range": self.step.seconds_range, "mfu": self.step.mfu,
-                "time_rows": [row.to_dict() for row in self.step.rows],
-                "machine": self.machine.name, "layout": str(self.layout),
-                "precision": self.precision, "optimizer": self.optimizer,
-                "stack": self.step.stack,
-                "converted": self.converted and self.converted.to_dict()}
+        return {**picked(
+            self, "peak_bytes formula_bytes doubt fits parameters trained_parameters forward_flops "
+            "step_seconds step.mfu precision optimizer step.stack", bytes="footprint.rows",
+            activations="footprint.operations", step_seconds_range="step.seconds_range",
+            machine="machine.name"),
+            "peak_moment": [self.footprint.phase, self.footprint.module],
+            "layout": str(self.layout), "time_rows": [row.to_dict() for row in self.step.rows],
+            "converted": self.converted and self.converted.to_dict()}
 
     def __repr__(self) -> str:
         return self.summary
@@ -138,10 +137,10 @@ class Prediction:
     def _repr_html_(self) -> str:
         rows = [(name, quantity(nbytes, "bytes")) for name, nbytes in self.footprint.rows.items()]
         times = [(row.name, duration(row.seconds)) for row in self.step.rows]
-        held, _, takes = self.summary.removesuffix(f"; {self.doubt}").partition("; a step ")
-        held += f"; {self.doubt}" * bool(self.doubt)
+        held, takes = self._sentences
+        held = "; ".join(filter(None, (held, self.doubt)))
         return (html_table(("bytes at the peak", ""), rows, caption=held)
-                + html_table(("seconds of a step", ""), times, caption=f"a step {takes}"))
+                + html_table(("seconds of a step", ""), times, caption=takes))
 
 
 @checked

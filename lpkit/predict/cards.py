@@ -14,8 +14,8 @@ from lpkit import __version__, files, records
 from lpkit.errors import ConfigError, in_one_line, named
 from lpkit.predict.compare import percent
 from lpkit.predict.evidence import catalogued
-from lpkit.predict.units import between, duration, quantity
-from lpkit.tables import GRID, INK, text_table
+from lpkit.predict.units import quantity, words
+from lpkit.tables import GRID, INK, picked, text_table
 from lpkit.values import Place, checked
 
 MOST_LETTERS = 60       # of a line of the picture, which has room for 61
@@ -36,11 +36,10 @@ def write(path: Place, model: Mapping, predicted: object = None, device: str = "
     card = {"date": time.strftime("%Y-%m-%d", time.gmtime()), "model": model, "versions": {
         "lpkit": __version__, "torch": torch, "python": platform.python_version()}}
     if predicted is not None:
-        step = predicted.step
-        card["predicted"] = {
-            "machine": step.machine.title, "layout": str(step.layout), "stack": step.stack,
-            "peak_bytes": round(predicted.peak_bytes), "step_seconds": step.step_seconds,
-            "step_seconds_range": step.seconds_range, "range_is": step.spread.words}
+        card["predicted"] = {"peak_bytes": round(predicted.peak_bytes), **picked(
+            predicted.step, "stack step_seconds", machine="machine.title",
+            step_seconds_range="seconds_range", range_is="spread.words"),
+            "layout": str(predicted.step.layout)}
     if device:
         known = catalogued(device)
         card["measured"] = {"machine": known.title if known else device, **measured}
@@ -56,31 +55,32 @@ def line(card: Mapping[str, Any]) -> list[str]:
     records.UNREADABLE."""
     both = [card.get(side) or {} for side in ("predicted", "measured")]
     machines = [*dict.fromkeys(in_one_line(one["machine"][:40]) for one in both if one)]
-    words = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
+    facts = [in_one_line(card["model"]["name"][:40]), "; measured: ".join(machines)]
     for key, unit in (("peak_bytes", "bytes"), ("step_seconds", "seconds")):
         formula, truth = (one.get(key) or 0 for one in both)
         if not 0 <= min(formula, truth) <= max(formula, truth) < 1e30:
             raise ValueError(f"{key} is out of range")
         one_thing = formula and truth and (unit == "bytes" or len(machines) == 1)
-        words += [*(quantity(one or None, unit) for one in (formula, truth)),
+        facts += [*(quantity(one or None, unit) for one in (formula, truth)),
                   percent(formula / truth - 1 if one_thing else None)]
-    return words
+    return facts
 
 
 def drawn(card: Mapping[str, Any]) -> str:
     """Returns a card as SVG, with a ground of its own and the first digits of its SHA-256."""
-    (name, machine, *words), model, span = line(card), card["model"], ""
-    if said := card.get("predicted"):
-        span = f"range of a step: {between(said['step_seconds_range'], duration)}"
-    table = text_table([("", "predicted", "measured", "error"), ("peak memory", *words[:3]),
-                        ("a step", *words[3:])], align="<>")
+    (name, machine, *facts), model, span = line(card), card["model"], ""
+    if predicted := card.get("predicted"):
+        span = words("range of a step: {step_seconds_range:time}", predicted)
+    table = text_table([("", "predicted", "measured", "error"), ("peak memory", *facts[:3]),
+                        ("a step", *facts[3:])], align="<>")
     about = [model[key] for key in ("precision", "optimizer") if key in model]
-    lines = [name, ", ".join([f"{quantity(model['parameters'])} parameters, layers: {model['layers']}",
-                              *about]), machine, "", *table.split("\n"), span,
+    size = words("{parameters:number} parameters, layers: {layers}", model)
+    lines = [name, ", ".join([size, *about]), machine, "", *table.split("\n"), span,
              ", ".join(map(" ".join, card["versions"].items())),
              f"{card['date']}, SHA-256 {records.digest(card)[:16]}"]
     texts = (f'<text x="16" y="{28 + 18 * i}" xml:space="preserve">'
              f'{escape(in_one_line(one)[:MOST_LETTERS])}</text>' for i, one in enumerate(lines))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="480" height="200" font-size="12" '
             f'font-family="ui-monospace, \'DejaVu Sans Mono\', Menlo, monospace" fill="{INK}"'
-            f'><rect width="480" height="200" fill="#fff" stroke="{GRID}"/>{"".join(texts)}</svg>\n')
+            f'><rect width="480" height="200" fill="#fff" stroke="{GRID}"/>{"".join(texts)}'
+            f'</svg>\n')

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lpkit.config import Config
+from lpkit.config import Config, MemoryConfig
 from lpkit.predict import evidence
 from lpkit.predict.activations import saved
 from lpkit.predict.casts import why_emulated
@@ -231,9 +231,11 @@ class Device:
         self.update_bytes = self.updating_bytes + self.state_bytes if self.at_once else 0.0
 
 
-def by_cost() -> tuple[str, ...]:
+def by_cost(config: Config | None = None) -> tuple[str, ...]:
     """The rows of RECOMPUTE to try, the cheapest first: without a compiler, and beside a fused
-    attention, which keeps next to nothing."""
+    attention, which keeps next to nothing; the config's alone, if it names another than none."""
+    if config and config.memory.recompute != MemoryConfig().recompute:
+        return (config.memory.recompute.name,)
     return tuple(name for name, row in RECOMPUTE.items()
                  if not (row.needs_compile or row.attention_alone))
 

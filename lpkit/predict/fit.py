@@ -22,6 +22,7 @@ from lpkit.predict.params import optimizer_work, parameter_count, trained_count
 from lpkit.predict.recipes import precision_of, row_of
 from lpkit.predict.time import step_time
 from lpkit.predict.units import quantity
+from lpkit.tables import picked
 from lpkit.techniques import layouts
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.layouts import divisors
@@ -49,7 +50,7 @@ class Way:
         return f"{words} ({quantity(self.peak_bytes, 'bytes')})"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"settings": dict(self.settings), "peak_bytes": self.peak_bytes,
+        return {**picked(self, "settings peak_bytes"),
                 "slowdown": self.slowdown if math.isfinite(self.slowdown) else None}
 
 
@@ -104,14 +105,13 @@ class Fit:
                     f"(nvidia-smi names them)")
         least = " at least" if self.without else ""
         return (f"this run takes{least} {quantity(self.peak_bytes, 'bytes')} at its peak "
-                f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at worst in "
-                f"measured steps{self.left_out}, and {self.on.title} has {has}; the largest of it: "
-                f"{largest(self.rows)}; {self.way_out}")
+                f"({self.moment}), by a formula that was {MEASURED[self.error]:.1%} too high at "
+                f"worst in measured steps{self.left_out}, and {self.on.title} has {has}; the "
+                f"largest of it: {largest(self.rows)}; {self.way_out}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {"peak_bytes": self.peak_bytes, "rows": dict(self.rows), "moment": self.moment,
-                "without": self.without}
+        return picked(self, "peak_bytes rows moment without")
 
 
 def largest(rows: Mapping[str, float]) -> str:

@@ -17,7 +17,8 @@ counted by their split into tensor, pipeline and context; of the rest, each spli
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -32,9 +33,11 @@ from lpkit.predict.governed import governed
 from lpkit.predict.ledger import USABLE_MEMORY_SHARE, Memory, memory, model_states
 from lpkit.predict.params import parameter_count
 from lpkit.predict.recipes import PRECISIONS, precision_of
+from lpkit.predict.roofline import Efficiency
 from lpkit.predict.scaling import LAWS
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.predict.units import duration, quantity
+from lpkit.tables import picked
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import AXES, Layout, check, divisors, refuse_untrainable, stages_fit
 from lpkit.techniques.machines import Machine
@@ -94,20 +97,15 @@ class Option:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; every row with its formula and source."""
-        held, step = self.memory, self.time
-        peak = held.at(held.peak_moment)
+        peak = self.memory.at(self.memory.peak_moment)
         return {
-            "devices": self.layout.devices, **asdict(self.layout),
-            "why_untrained": self.why_untrained,
-            "precision": self.precision, "emulated": self.time.emulated,
-            "optimizer": self.optimizer, "recompute": self.recompute,
-            "sequences": step.sequences, "micro_batches": step.micro_batches,
-            "peak_bytes": held.peak_bytes, "peak_moment": held.peak_moment,
-            "step_seconds": step.step_seconds, "tokens_per_second": step.tokens_per_second,
-            "mfu": step.mfu, **self.bill.to_dict(),
-            "memory_rows": [{"name": row.name, "bytes": row.bytes, "at_peak": row.name in peak,
-                             "formula": row.formula, "source": row.source} for row in held.rows],
-            "time_rows": [row.to_dict() for row in step.rows]}
+            **asdict(self.layout), **self.bill.to_dict(), **picked(
+                self, "layout.devices why_untrained precision time.emulated optimizer recompute "
+                "time.sequences time.micro_batches memory.peak_bytes memory.peak_moment "
+                "time.step_seconds time.tokens_per_second time.mfu"),
+            "memory_rows": [{**picked(row, "name bytes formula source"),
+                             "at_peak": row.name in peak} for row in self.memory.rows],
+            "time_rows": [row.to_dict() for row in self.time.rows]}
 
 
 @dataclass
@@ -124,24 +122,31 @@ class Refusal:
             self.excess, self.nearest = excess, words
 
 
+@dataclass(eq=False)
 class Plan:
     """One search: `options`, ranked in the end; `refusals` by constraint, CONSTRAINTS; and the
     `evaluations` of the formulas of memory or time. A budget or a deadline may be infinite."""
 
-    first = "cheapest"      # or soonest
+    config: Config
+    tokens: float
+    machine: Machine
+    optimizer: str
+    calibration: float | None
+    budget: float
+    deadline: float
+    first: str = "cheapest"     # or soonest
+    evaluations: int = 0
+    options: list[Option] = field(default_factory=list)
+    refusals: dict[str, Refusal] = field(
+        default_factory=lambda: {name: Refusal() for name in CONSTRAINTS})
 
-    def __init__(self, config: Config, tokens: float, machine: Machine, optimizer: str,
-                 calibration: float | None, *, budget: float, deadline: float):
-        self.config, self.tokens, self.machine, self.optimizer = config, tokens, machine, optimizer
-        self.calibration = calibration
-        self.efficiency = evidence.efficiency(machine, evidence.stack_of(config))
-        self.budget, self.deadline = budget, deadline
-        self.recomputations = (config.memory.recompute.name,)
-        if config.memory.recompute == MemoryConfig().recompute:
-            self.recomputations = by_cost()
-        self.options: list[Option] = []
-        self.refusals = {name: Refusal() for name in CONSTRAINTS}
-        self.evaluations = 0
+    @cached_property
+    def efficiency(self) -> Efficiency:
+        return evidence.efficiency(self.machine, evidence.stack_of(self.config))
+
+    @cached_property
+    def recomputations(self) -> Sequence[str]:
+        return by_cost(self.config)
 
     @property
     def counted(self) -> int:
@@ -178,21 +183,18 @@ class Plan:
         if best and self.budget < math.inf:
             optimal = _optimal(best, self.budget)
         return {
-            "first": self.first, "order": self.order, "doubt": best.memory.doubt if best else "",
+            **picked(self, "first order counted evaluations tokens config.tokens_per_step"),
+            "doubt": best.memory.doubt if best else "", "currency": "USD",
             "plans": [option.to_dict() for option in self.options[:top]],
             "feasible": len(self.options),
-            "refused": {name: {"layouts": one.layouts, "nearest": one.nearest}
+            "refused": {name: picked(one, "layouts nearest")
                         for name, one in self.refusals.items() if one.layouts},
-            "counted": self.counted, "evaluations": self.evaluations,
-            "parameters": parameter_count(self.config.model), "tokens": self.tokens,
-            "tokens_per_step": self.config.tokens_per_step, "compute_optimal": optimal,
-            "currency": "USD",
+            "parameters": parameter_count(self.config.model),
+            "compute_optimal": optimal,
             "largest_parameters": best and largest_model(
                 m, best.layout.devices, precision=best.precision, optimizer=best.optimizer),
-            "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes,
-                        "price_per_hour": m.price_per_hour, "watts": m.watts, "source": m.source,
-                        "price_source": m.price_source, "network": m.network},
+            "machine": picked(m, "name title memory_bytes price_per_hour watts source price_source "
+                              "network") | {"usable_bytes": USABLE_MEMORY_SHARE * m.memory_bytes},
             "factor": best.time.factor if best else 1.0,
             "efficiency": best and asdict(best.time.efficiency)}
 
@@ -396,9 +398,7 @@ def _optimal(option: Option, budget: float) -> list[dict[str, Any]]:
     """Compute-optimal sizes for what the budget buys at this option's FLOP/s, by each law."""
     flops_per_second = option.time.flops_per_device * option.layout.devices
     dollars_per_flop = option.bill.cost / (option.bill.seconds * flops_per_second)
-    flops, found = budget / dollars_per_flop, []
-    for law in LAWS.values():
-        best = law.optimum(flops)._asdict()
-        found.append({"law": law.name, "flops": flops, "loss": best.pop("nats"), **best,
-                      "source": law.source})
-    return found
+    flops = budget / dollars_per_flop
+    return [{"law": law.name, "flops": flops, "source": law.source,
+             **picked(law.optimum(flops), "parameters tokens note inside", loss="nats")}
+            for law in LAWS.values()]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lpkit.config import Config, MemoryConfig, flat
+from lpkit.config import Config, flat
 from lpkit.predict.device import by_cost
 from lpkit.predict.flops import training_flops_per_token
 from lpkit.predict.governed import governed
@@ -14,12 +14,14 @@ from lpkit.predict.params import nonzero_count, parameter_count, parameters
 from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
 from lpkit.predict.time import Bill, StepTime, bill, step_time
+from lpkit.tables import picked
 from lpkit.techniques import layouts, machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
 
 PRIVATE = ("data.", "start.", "imports")     # settings with paths, which no card holds
+UNBILLED = ("days", "device_hours", "energy_how", "energy_wh_per_million_tokens")
 SOURCES = (
     "FLOPs and MFU: Chowdhery et al. 2022, PaLM, appendix B, https://arxiv.org/abs/2204.02311",
     "model states and sharding: Rajbhandari et al. 2020, ZeRO, https://arxiv.org/abs/1910.02054",
@@ -52,13 +54,12 @@ class Prediction:
         """Write PATH.json and PATH.svg as `lpkit.predict.cards.write` does; return both paths."""
         from lpkit.predict import cards  # the page of the planner does without
 
-        usual, about = flat(Config()).items(), self.assumptions
+        usual = flat(Config()).items()
         changed = dict(one for one in flat(self.config).items()
                        if one not in usual and not one[0].startswith(PRIVATE))
-        return cards.write(path, {
-            "name": name, "parameters": self.parameters, "layers": self.config.model.L,
-            "precision": about["precision"], "optimizer": about["optimizer"], "config": changed},
-            self, **measured)
+        about = {key: self.assumptions[key] for key in ("precision", "optimizer")}
+        return cards.write(path, {"name": name, "config": changed, **about, **picked(
+            self, "parameters config.model.layers")}, self, **measured)
 
     @property
     def step_seconds(self) -> float:
@@ -66,29 +67,23 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        m, mem, step, run = self.machine, self.memory, self.step, self.run
-        rows = {row.name: row.bytes for row in mem.rows}
-        sources = [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
-                   f"efficiency: {step.efficiency.source}"]
+        m, rows = self.machine, self.memory.rows
+        held = picked(self.memory, "peak_bytes peak_moment fits reserved_bytes doubt")
+        bill = {key: value for key, value in self.run.to_dict().items() if key not in UNBILLED}
         return {
-            "parameters": self.parameters, "nonzero_parameters": self.nonzero_parameters,
-            "parameters_by_part": self.parameters_by_part,
-            "flops_per_token": self.flops_per_token,
-            "flops_per_token_causal": self.flops_per_token_causal,
-            "bytes": {**rows, "peak_bytes": mem.peak_bytes},
-            "peak_bytes": mem.peak_bytes, "peak_moment": mem.peak_moment, "fits": mem.fits,
-            "reserved_bytes": mem.reserved_bytes, "doubt": mem.doubt,
-            "rows": [{**row._asdict(), "bytes": row.bytes} for row in mem.rows],
-            "time_rows": [row.to_dict() for row in step.rows], "mfu": step.mfu,
-            "phases": dict(step.phases), "tokens_per_second": step.tokens_per_second,
-            "step_seconds": step.step_seconds, "step_seconds_range": step.seconds_range,
-            **{key: value for key, value in run.to_dict().items() if "range" in key},
-            "run_seconds": run.seconds, "energy_wh": run.energy_wh, "cost": run.cost,
-            "cost_per_million_tokens": run.per_million_tokens(run.cost), "currency": "USD",
-            "machine": {"name": m.name, "title": m.title, "memory_bytes": m.memory_bytes,
-                        "bytes_per_second": m.bytes_per_second, "flops": dict(m.flops),
-                        "watts": m.watts, "price_per_hour": m.price_per_hour, "source": m.source},
-            "devices": self.layout.devices, "assumptions": self.assumptions, "sources": sources}
+            **picked(self, "parameters nonzero_parameters parameters_by_part flops_per_token "
+                     "flops_per_token_causal"),
+            "bytes": {**{row.name: row.bytes for row in rows}, "peak_bytes": self.peak_bytes},
+            **held,
+            "rows": [{**row._asdict(), "bytes": row.bytes} for row in rows],
+            "time_rows": [row.to_dict() for row in self.step.rows],
+            **picked(self.step, "mfu phases tokens_per_second step_seconds",
+                     step_seconds_range="seconds_range"), **bill, "currency": "USD",
+            "machine": picked(m, "name title memory_bytes bytes_per_second flops watts "
+                              "price_per_hour source"),
+            "devices": self.layout.devices, "assumptions": self.assumptions,
+            "sources": [*SOURCES, f"machine: {m.source}", f"price: {m.price_source}",
+                        f"efficiency: {self.step.efficiency.source}"]}
 
 
 @checked
@@ -96,8 +91,8 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
             layout: Layout | None = None, mfu: float | None = None, precision: Text | None = None,
             optimizer: Text | None = None, zero: int | None = None, recompute: Text | None = None,
             price_per_hour: PositiveOrZero | None = None) -> Prediction:
-    """Memory, time, energy and cost of `config`, by `memory` and `step_time`, which `plan`, `advise`
-    and the check before a run ask too.
+    """Predict memory, time, energy and cost of `config`, by `memory` and `step_time`, as `plan`,
+    `advise` and the check before a run do.
 
     devices    data-parallel over so many, and what is not asked for is searched: the first that
                fits. None: the config as it is
@@ -114,22 +109,19 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     on = machines.find(machine)
     efficiency = None if mfu is None else flat_mfu(mfu)
     price = on.price_per_hour if price_per_hour is None else price_per_hour
-    precision = precision_of(config, on, precision)
-    optimizer = optimizer or config.optimizer.name
+    how = {"precision": precision_of(config, on, precision),
+           "optimizer": optimizer or config.optimizer.name}
     if layout:
         layouts.check(config, layout)
     to_try = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
-    searched = devices is not None
-    if searched and recompute is None and config.memory.recompute == MemoryConfig().recompute:
-        modes = by_cost()
-    for recompute, layout in itertools.product(modes, to_try):
-        held = memory(config, on, layout=layout, precision=precision, optimizer=optimizer,
-                      recompute=recompute)
+    if devices is not None and recompute is None:
+        modes = by_cost(config)
+    for how["recompute"], layout in itertools.product(modes, to_try):
+        held = memory(config, on, layout=layout, **how)
         if held.fits:
             break
-    step = step_time(config, on, layout, precision=precision, optimizer=optimizer,
-                     recompute=recompute, efficiency=efficiency)
+    step = step_time(config, on, layout, efficiency=efficiency, **how)
     why = "no layout fits; this layout needs the least memory"
     if len(modes) == len(to_try) == 1:
         why = "as requested" + "; --devices searches for a layout that fits" * (not held.fits)
@@ -146,15 +138,12 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
         flops_per_token_causal=training_flops_per_token(seen, attention="causal"),
         memory=held, step=step, layout=layout, machine=on, config=config,
         run=bill(step, on, config.tokens_after(config.steps), price_per_hour=price), assumptions={
-            "mfu": mfu, "efficiency": step.efficiency.source, "stack": step.stack,
-            "precision": precision, "factor": step.factor,
-            "dtype": step.dtype, "emulated": step.emulated,
-            "peak_flops_per_device": step.peak_flops, "optimizer": optimizer,
-            "zero": layout.zero if layout.state_ranks > 1 else 0, "recompute": recompute,
-            "layout_why": why, "attention": step.attention, "layout": str(layout),
-            "sequences_per_device": step.sequences, "micro_batches": step.micro_batches,
-            "steps": config.steps, "price_per_hour": price, "communication": communication,
-            "power": "rated, all of it, all the time"})
+            **how, **picked(step, "stack factor dtype emulated attention micro_batches",
+                            efficiency="efficiency.source", peak_flops_per_device="peak_flops",
+                            sequences_per_device="sequences"),
+            "mfu": mfu, "zero": layout.zero if layout.state_ranks > 1 else 0, "layout": str(layout),
+            "layout_why": why, "steps": config.steps, "price_per_hour": price,
+            "communication": communication, "power": "rated, all of it, all the time"})
 
 
 def _layouts(config: Config, devices: int | None, zero: int | None) -> list[Layout]:

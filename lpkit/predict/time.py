@@ -51,6 +51,7 @@ from lpkit.predict.params import (
 from lpkit.predict.recipes import Precision, precision_of, stored
 from lpkit.predict.roofline import Efficiency
 from lpkit.predict.updates import Work
+from lpkit.tables import picked
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.layouts import Layout, check
@@ -581,15 +582,14 @@ class Bill:
         return None if total is None else total / self.tokens * 1e6
 
     def to_dict(self) -> dict[str, Any]:
-        return {"run_seconds": self.seconds, "days": self.seconds / 86_400,
-                "run_seconds_range": self.range_of(self.seconds),
-                "cost_range": self.range_of(self.cost),
-                "energy_wh_range": self.range_of(self.energy_wh),
-                "range_is": self.spread.words,
-                "device_hours": self.device_hours, "energy_wh": self.energy_wh,
-                "energy_how": "rated power, all of it, all the time", "cost": self.cost,
-                "cost_per_million_tokens": self.per_million_tokens(self.cost),
-                "energy_wh_per_million_tokens": self.per_million_tokens(self.energy_wh)}
+        values = picked(self, "device_hours energy_wh cost", run_seconds="seconds",
+                        range_is="spread.words")
+        ranges = {f"{key}_range": self.range_of(values[key])
+                  for key in ("run_seconds", "cost", "energy_wh")}
+        shares = {f"{key}_per_million_tokens": self.per_million_tokens(values[key])
+                  for key in ("cost", "energy_wh")}
+        return {**values, **ranges, **shares, "days": self.seconds / 86_400,
+                "energy_how": "rated power, all of it, all the time"}
 
 
 def bill(step: StepTime, machine: Machine, tokens: float, *,

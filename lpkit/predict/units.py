@@ -1,7 +1,9 @@
-"""Numbers for people. Base units everywhere else."""
+"""Numbers for people, alone and in lines and tables of a result. Base units everywhere else."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Formatter
+from typing import Any
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, ""))
 _SMALL = ((1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
@@ -51,3 +53,46 @@ def duration(seconds: float) -> str:
             return (f"{value:,.0f} {unit}" if value >= 999.5
                     else f"{value:#.3g}".rstrip(".") + f" {unit}")
     return quantity(seconds, "seconds")
+
+
+class _Words(Formatter):
+    def format_field(self, value: Any, spec: str) -> str:
+        spec, at, place = spec.partition(":")
+        if at:
+            return format(self.format_field(value, spec), place)
+        if value is None and spec:
+            return "-"
+        if isinstance(value, (list, tuple)):
+            return between(value, lambda end: self.format_field(end, spec))
+        if spec[:1] == "$":
+            return "$" + self.format_field(value, spec[1:] or "number")
+        if spec[:1] == "+" and spec[1:].isalpha():
+            return f"{'-' if value < 0 else '+'}{quantity(abs(value), spec[1:])}" if value else "0"
+        if spec in _NAMED:
+            return _NAMED[spec](value)
+        if spec[:1].isalpha() and spec[1:]:     # the letter of a format of Python comes last
+            return quantity(value, spec)
+        return format(value, spec)
+
+
+_NAMED = {"number": quantity, "time": duration}
+
+
+def words(template: str, values: Mapping[str, Any], **more: Any) -> str:
+    """Format `template` as `str.format` does, with units too: a unit of `quantity`, `time`,
+    `number` without a unit, `$` before one, `+bytes` for a difference, and after a second colon the
+    place, as in {peak:bytes:>10}. A pair of numbers is a range.
+
+    >>> words("{name}: {peak:bytes}, {step:time}, {cost:$,.0f}", {"name": "a", "peak": 79_104_000,
+    ...       "step": (3600, 7200), "cost": 1234.5})
+    'a: 79.1 MB, 1.00 h to 2.00 h, $1,234'
+    >>> words("{a[more]:+bytes} {speed:B/s} {watts:W} {cost:$} {mfu:.2f}", {"a": {"more": -5e6}},
+    ...       speed=1e9, watts=None, cost=1e6, mfu=0.5)
+    '-5.00 MB 1.00 GB/s - $1.00M 0.50'
+    """
+    return _Words().vformat(template, (), {**values, **more})
+
+
+def cells(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+    """Return the heads of `columns`, and for each of `rows` the `words` of the templates below."""
+    return [list(columns), *([words(cell, row) for cell in columns.values()] for row in rows)]

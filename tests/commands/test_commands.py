@@ -14,7 +14,7 @@ import pytest
 
 import lpkit
 from lpkit import cli
-from lpkit.commands import train
+from lpkit.commands import options, train
 from lpkit.errors import ConfigError
 from lpkit.presets import resolve
 from lpkit.training import runs
@@ -200,6 +200,22 @@ def test_a_wrong_choice_is_told_what_there_is(capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_row_of_options_is_an_argument():
+    parser = argparse.ArgumentParser(prog="lpkit x")
+    options({"run RUN": "a", "name? NAME": "b", "--out! DIR": (Path, "c"), "--top N=10": (int, "d"),
+             "--set... KEY": "e", "--kind {p,q}=p": (("p", "q"), "f"), "--flag": "g"},
+            lambda more: more.add_argument("--more"))(parser)
+    given = vars(parser.parse_args(["r", "--out", "d", "--set", "a", "--set", "b", "--top", "3"]))
+    assert given == {"run": "r", "name": None, "out": Path("d"), "top": 3, "set": ["a", "b"],
+                     "kind": "p", "flag": False, "more": None}
+    assert vars(parser.parse_args(["r", "n", "--out=d", "--flag", "--kind=q"])) == {
+        "run": "r", "name": "n", "out": Path("d"), "top": 10, "set": None, "kind": "q",
+        "flag": True, "more": None}
+    assert "--out DIR" in parser.format_usage() and "[--kind {p,q}]" in parser.format_usage()
+    with pytest.raises(SystemExit):     # without --out
+        parser.parse_args(["r"])
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_arguments_are_read_is_no_traceback(number, monkeypatch, capsys):
     """argparse asks for the usage just before it marks what it restores: interrupted there, it
@@ -353,7 +369,7 @@ def test_a_run_is_opened_by_its_name(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("words, said", [
     (["advise", "cpu-3m", "--recipe", "bf16"], "there is no recipe that casts 'bf16'"),
     (["advise", "cpu-3m", "--machine", "h201"], "did you mean 'h200'"),
-    (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "top_k must "
+    (["sample", "nowhere"], "holds no run"), (["sample", "nowhere", "--top-k", "0"], "--top-k must "
         "be positive"),
     (["sample", "nowhere", "--cache", "int9"], "did you mean 'int8'"),
     (["export", "nowhere", "--out", "x"], "holds no run"),
