@@ -28,7 +28,8 @@ from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.modules.convert import Converted, head_names
-from lpkit.modules.predict import Prediction, blocks_of
+from lpkit.modules.predict import Prediction
+from lpkit.modules.step import blocks_of
 from lpkit.parallel.fully_sharded import gathered
 from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
