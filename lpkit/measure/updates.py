@@ -21,10 +21,8 @@ from torch.profiler import profile
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.measure.messages import MessageCount
-from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.measure.tracking import Footprint, MessageCount, Tracker, allocator_counts
 from lpkit.memory.rows import asked
-from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.processes import Processes, told
 from lpkit.parallel.ranks import Ranks
 from lpkit.predict import evidence
@@ -251,12 +249,8 @@ class Bench:
     def footprint(self) -> Footprint:
         """Returns the footprint of the second update, as `memory` does."""
         tracker, messages = self.watched()
-        counts = {}
-        if self.device.type == "cuda":
-            counts = {"counted_bytes": hardware.peak_bytes(self.device),
-                      "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
         return tracker.footprint(chosen=self.decisions.choices, where=self.where,
-                                 messages=messages, **counts)
+                                 messages=messages, **allocator_counts(self.device))
 
     def watched(self) -> tuple[Tracker, Counter[Message]]:
         """The second update: its bytes, and what it told other ranks."""
@@ -265,7 +259,6 @@ class Bench:
             hardware.reset_peak(self.device)
         with self.tracker() as tracker, MessageCount() as count:
             tracker.hold(self.batch.tensors, "batch")
-            tracker.hold(gathered(self.model), "gathered weights")
             self.train(tracker)
         return tracker, count.sent
 

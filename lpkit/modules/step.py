@@ -22,7 +22,6 @@ from lpkit.kernels.scales import Scaled, stored_dtype
 from lpkit.measure.tracking import Footprint, Tracker
 from lpkit.modules.convert import Report, converted, head_names, recipe_of
 from lpkit.modules.parts import optimizer
-from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.ranks import Ranks, shard_mesh
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast, compute_dtype
@@ -103,7 +102,6 @@ class Step:
         self._update()
         with Tracker(self.model, self.updater, heads=self.heads) as tracker:
             tracker.hold(tree_leaves(self.batch), "batch")
-            tracker.hold(gathered(self.model), "gathered weights")
             self._update()
         return tracker.footprint(where="traced on shapes alone")
 

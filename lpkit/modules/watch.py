@@ -26,11 +26,10 @@ from torch.utils._pytree import tree_leaves
 from lpkit import hardware
 from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
-from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.measure.tracking import Footprint, Tracker, allocator_counts
 from lpkit.modules.convert import Converted, head_names
 from lpkit.modules.predict import Prediction
 from lpkit.modules.step import blocks_of
-from lpkit.parallel.fully_sharded import gathered
 from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
 from lpkit.predict.units import duration, quantity
@@ -89,7 +88,6 @@ class Watch:
             self.tracker = self.around.enter_context(
                 Tracker(self.model, self.optimizer, self.device, heads=head_names(self.model),
                         hooked=False))
-            self.tracker.hold(gathered(self.model), "gathered weights")
             self.around.callback(self.model.register_forward_pre_hook(
                 lambda _, *given: self.tracker.hold(tree_leaves(given), "batch"),
                 with_kwargs=True).remove)
@@ -111,10 +109,8 @@ class Watch:
             self.tracker.at_update(-1)
         self.around.close()
         if self.tracker is not None:
-            counts = {} if self.device.type != "cuda" else {
-                "counted_bytes": hardware.peak_bytes(self.device),
-                "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
-            self.footprint = self.tracker.footprint(where=self.where, **counts)
+            self.footprint = self.tracker.footprint(where=self.where,
+                                                    **allocator_counts(self.device))
         self.updates += 1
         self._begin()
 
