@@ -5,7 +5,6 @@ did), the ceilings beside them the best of several tries (what it can do: `lpkit
 """
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -238,9 +237,9 @@ class Bench:
 
     def seconds(self) -> float:
         """Returns the seconds of one update; the clock waits for the device."""
-        start = self._now()
+        start = hardware.now(self.device)
         self.train()
-        return self._now() - start
+        return hardware.now(self.device) - start
 
     def tracker(self) -> Tracker:
         return Tracker(self.model, self.training.optimizer, self.device,
@@ -261,8 +260,3 @@ class Bench:
             tracker.hold(self.batch.tensors, "batch")
             self.train(tracker)
         return tracker, count.sent
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()

@@ -248,11 +248,11 @@ def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: L
         type(step.optimizer).__name__.lower())
     time = work_time(
         work, on, layout, PRECISIONS[step.priced_as], _work(step.updater, name),
-        model_flops=seen.training_flops, precision=step.precision or "fp32", recipe=recipe,
+        model_flops=seen.flops(backward=True), precision=step.precision or "fp32", recipe=recipe,
         emulated=emulated, stack=stack)
     return Prediction(
         footprint=footprint, step=time, machine=on, layout=layout, parameters=count,
-        trained_parameters=trained, forward_flops=seen.flops, optimizer=name,
+        trained_parameters=trained, forward_flops=seen.flops(backward=False), optimizer=name,
         precision=step.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
         model=type(step.model).__name__, formula_bytes=formula_bytes)
 

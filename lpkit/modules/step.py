@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -199,20 +199,12 @@ class Seen:
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
     moved: Counter[bool] = field(default_factory=Counter)     # bytes, by whether in a block
 
-    @property
-    def flops(self) -> int:
-        """Of the forward."""
-        return self._flops(lambda trained: 1)
-
-    @property
-    def training_flops(self) -> int:
-        """Of forward and backward: a product has two gradients, one if its weight is frozen."""
-        return self._flops(lambda trained: 2 + trained)
-
-    def _flops(self, times: Callable[[bool], int]) -> int:
-        products = sum(2 * M * N * K * calls * times(trained)
+    def flops(self, *, backward: bool) -> int:
+        """Of the forward; or with `backward`: a product has two gradients, one if its weight is
+        frozen."""
+        products = sum(2 * M * N * K * calls * (1 + backward * (1 + trained))
                        for (_, M, N, K, trained), calls in self.products.items())
-        return products + sum(2 * B * T * S * (E + V) * calls * times(True)
+        return products + sum(2 * B * T * S * (E + V) * calls * (1 + 2 * backward)
                               for (B, T, S, E, V, _), calls in self.attentions.items())
 
 
@@ -275,10 +267,7 @@ class OnShapes(Arithmetic):
 
     def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, both: bool = False,
              **how: Any) -> Scaled:
-        made = self._one(x, cast)
-        if both:
-            made = Scaled(**{**vars(made), "turned": self._one(x.T, cast)})
-        return made
+        return replace(self._one(x, cast), turned=self._one(x.T, cast) if both else None)
 
     def _one(self, x: Tensor, cast: Cast) -> Scaled:
         (rows, columns), (high, wide) = x.shape, cast.block

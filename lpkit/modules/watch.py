@@ -13,7 +13,6 @@ at the operands of Linears, and that update's time is left out, too.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
@@ -93,7 +92,7 @@ class Watch:
                 with_kwargs=True).remove)
         elif looks:
             self.around.enter_context(self.telemetry.watch(self.updates))
-        self.begun = self._now()
+        self.begun = hardware.now(self.device)
 
     def _before(self, *_: Any) -> None:
         if self.tracker is not None:
@@ -104,7 +103,7 @@ class Watch:
     def _after(self, *_: Any) -> None:
         """End an update."""
         if self.timed:
-            self.seconds.append(self._now() - self.begun)
+            self.seconds.append(hardware.now(self.device) - self.begun)
         if self.tracker is not None:
             self.tracker.at_update(-1)
         self.around.close()
@@ -114,17 +113,11 @@ class Watch:
         self.updates += 1
         self._begin()
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     # ---- answers
 
     @property
     def where(self) -> str:
-        return (torch.cuda.get_device_name(self.device) if self.device.type == "cuda"
-                else hardware.cpu_name())
+        return hardware.device_name(self.device)
 
     @property
     def peak_bytes(self) -> int | None:
