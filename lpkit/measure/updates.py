@@ -98,10 +98,10 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
     rows: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
         spent = own_time(event) / 1e6
-        found = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)), "")
-        if not spent or not (found or event.key.startswith("aten::")):
+        name = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)),
+                    OTHER if event.key.startswith("aten::") else "")
+        if not (spent and name):
             continue
-        name = found or OTHER
         if event.key in PRODUCTS:
             shapes = [shape for shape in event.input_shapes if len(shape) == 2]
             # a bias comes before the operands, scales come after them

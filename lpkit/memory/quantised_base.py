@@ -1,4 +1,5 @@
-"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each block.
+"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each
+block.
 
 A matrix is made of them for its product in forward and once more in backward; between them nothing
 of it is kept. NF4 has 16 quantiles of a normal distribution, zero among them, so that each is used

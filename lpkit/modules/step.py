@@ -166,7 +166,8 @@ def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter,
             own["foreach"] = True
         groups.append(own)
     takes = inspect.signature(type(asked)).parameters      # AdamW's defaults have one key more
-    return type(asked)(groups, **{key: asked.defaults[key] for key in takes & asked.defaults.keys()})
+    settings = {key: asked.defaults[key] for key in takes & asked.defaults.keys()}
+    return type(asked)(groups, **settings)
 
 
 def without_memory(model: nn.Module, batch: Any, device: str
@@ -193,7 +194,8 @@ def without_memory(model: nn.Module, batch: Any, device: str
 
 @dataclass
 class Seen:
-    """A forward of a model: products by module, attention by its sizes, other operations by bytes."""
+    """A forward of a model: products by module, attention by its sizes, the bytes of other
+    operations."""
 
     products: Counter[tuple[str, int, int, int, bool]] = field(default_factory=Counter)
     attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
@@ -239,7 +241,8 @@ class Recorder(Tracker):
                            if spec.name == "is_causal"), kwargs.get("is_causal", False))
             B, T, E = q.shape[0] * q.shape[1], *q.shape[2:]
             self.seen.attentions[B, T, k.shape[2], E, v.shape[3], causal] += 1
-        elif func.namespace != "prim" and not (packet is aten._to_copy and self._is_weight(args[0])):
+        elif func.namespace != "prim" and not (
+                packet is aten._to_copy and self._is_weight(args[0])):
             args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
             made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
                            if isinstance(t, Tensor)} for one in (out, (args, kwargs)))

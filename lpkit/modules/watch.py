@@ -141,8 +141,8 @@ class Watch:
 
     def _seen(self) -> Footprint:
         if self.footprint is None:
-            raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have ended; "
-                              f"train on")
+            raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have "
+                              f"ended; train on")
         return self.footprint
 
     def reconcile(self, predicted: Prediction) -> Comparison:
@@ -156,10 +156,12 @@ class Watch:
         paths. Raises ConfigError before the second update has ended."""
         count = sum(p.numel() for p in self.model.parameters())
         if predicted is not None and predicted.parameters != count:
-            raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} parameters, "
-                              f"and the watched model has {count:,}; predict the watched model")
+            raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} "
+                              f"parameters, and the watched model has {count:,}; predict the "
+                              f"watched model")
         write = predicted.card if predicted is not None else partial(cards.write, model={
-            "name": type(self.model).__name__, "parameters": count, "layers": blocks_of(self.model)})
+            "name": type(self.model).__name__, "parameters": count,
+            "layers": blocks_of(self.model)})
         return write(path, device=self.where, peak_bytes=self._seen().peak_bytes,
                      step_seconds=self.step_seconds, updates=self.updates, timed=len(self.seconds))
 
@@ -170,7 +172,8 @@ class Watch:
                  f"peak {quantity(self.peak_bytes, 'bytes')} in {self.footprint.phase}, "
                  f"{self.footprint.module or 'the model'}"]
         if self.seconds:
-            words.append(f"a step took {duration(self.step_seconds)} (median of {len(self.seconds)})")
+            words.append(f"a step took {duration(self.step_seconds)} "
+                         f"(median of {len(self.seconds)})")
         if self.uncalled:
             words.append(f"NOT CALLED, so not under the recipe: {', '.join(self.uncalled)}")
         return "; ".join(words)
