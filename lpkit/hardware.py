@@ -376,6 +376,17 @@ def room(device: torch.device | str, processes: int = 1) -> Machine:
         source="what is left of this machine's memory")
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def now(device: torch.device) -> float:
+    """The clock, in seconds, once the device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def synchronised(runner: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """`runner`, ended only when the device is done."""
     if device.type != "cuda":

@@ -50,8 +50,8 @@ def prepare(data: DataConfig, vocab: Count, cache_dir: Folder | None = None) -> 
     They are kept in `cache_dir` (None: the user's) under a name that changes with the files of the
     source, the tokenizer and the split. `vocab` is the model's: the number of entries that `bpe`
     learns, and the bound that every token id must respect. A source that is itself a prepared
-    folder is opened as it is. Raises ConfigError for a source or a tokenizer that does not serve, and
-    OSError.
+    folder is opened as it is. Raises ConfigError for a source or a tokenizer that does not serve,
+    and OSError.
     """
     if is_prepared(data.source):
         return fits(_open_as(data), vocab)
@@ -111,16 +111,16 @@ def _mapped(path: Path, facts: dict[str, Any], dtype: np.dtype) -> np.memmap:
     try:
         size, due = path.stat().st_size, facts["tokens"] * dtype.itemsize
         if size != due:
-            raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it was "
-                               f"truncated or altered; remove the folder and prepare it again")
+            raise DamagedError(f"{named(path)} has {size} bytes where its header says {due}: it "
+                               f"was truncated or altered; remove the folder and prepare it again")
         files.check_regular(path)
         if files.sha256(path) != facts["sha256"]:
-            raise DamagedError(f"{named(path)} does not have the checksum of its header: it was altered; "
-                               f"remove the folder and prepare it again")
+            raise DamagedError(f"{named(path)} does not have the checksum of its header: it was "
+                               f"altered; remove the folder and prepare it again")
         return np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise DamagedError(f"cannot read {named(path)}: {error.strerror}; remove the folder and prepare "
-                           f"it again") from None
+        raise DamagedError(f"cannot read {named(path)}: {error.strerror}; remove the folder and "
+                           f"prepare it again") from None
 
 
 def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
@@ -133,8 +133,9 @@ def fits(opened: TokenFiles, vocab: int) -> TokenFiles:
 
 
 def byte_unigram_entropy(opened: TokenFiles) -> float:
-    """Returns the nats per token of the validation split under the token frequencies of the training
-    split. One is added to every count, so that a token never seen in training costs finitely."""
+    """Returns the nats per token of the validation split under the token frequencies of the
+    training split. One is added to every count, so that a token never seen in training costs
+    finitely."""
     train, val = (_counts(tokens, opened.vocab) for tokens in (opened.train, opened.val))
     return float(-(val / val.sum()) @ np.log((train + 1) / (train.sum() + opened.vocab)))
 

@@ -34,8 +34,8 @@ PIECE_CHARS = 1 << 18       # of a text file, read at once
 BLOCK_CHARS = 1 << 14       # of one that stands alone, given to one split: 1 MB makes about 60
 MOST_DOCUMENT_CHARS = 1 << 24   # of one in a .jsonl or .parquet file, which is held in memory
 MOST_LINE_CHARS = 1 << 26       # of its line, where each may be escaped
-# What a .parquet file may hold: so many characters, and beyond them so many times its own size. Text
-# packs 3 to 20 times smaller, and a page of a dictionary unpacks to any length.
+# What a .parquet file may hold: so many characters, and beyond them so many times its own size.
+# Text packs 3 to 20 times smaller, and a page of a dictionary unpacks to any length.
 FREE_BYTES, MOST_RATIO = 1 << 26, 1000
 SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
 PACKINGS = (".gz", ".zst", ".xz", ".bz2", ".zip")
@@ -168,7 +168,8 @@ class HubSource:
             import datasets
         except ImportError:
             raise ConfigError(f"{shown(self.name)} needs the package `datasets`: run "
-                              f"`pip install datasets`, or give a file or folder as data.source") from None
+                              f"`pip install datasets`, or give a file or folder as "
+                              f"data.source") from None
         _, name, *subset = self.name.split(":")
         try:
             rows = datasets.load_dataset(name, *subset, split="train", streaming=True)
@@ -195,8 +196,8 @@ def _walk(root: Path, suffixes: tuple[str, ...],
         below[:] = [name for name in below if not name.startswith(".")
                     and name != "__pycache__" and name not in without]
         if linked := [name for name in below if not without and Path(folder, name).is_symlink()]:
-            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none is "
-                              f"followed; read its text by a glob with **, or remove the link")
+            raise ConfigError(f"{named(Path(folder, linked[0]))} is a link to a folder, and none "
+                              f"is followed; read its text by a glob with **, or remove the link")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = Path(folder, name)
@@ -233,8 +234,8 @@ def _sentences(path: Path) -> Iterator[None]:
 def _opened(path: Path) -> BinaryIO:
     check_regular(path)
     if path.suffix.lower() in PACKINGS:
-        raise ConfigError(f"{named(path)} is packed, and nothing is unpacked here; unpack it first, "
-                          f"or read it from the hub as hf:owner/name")
+        raise ConfigError(f"{named(path)} is packed, and nothing is unpacked here; unpack it "
+                          f"first, or read it from the hub as hf:owner/name")
     return path.open("rb")
 
 

@@ -31,9 +31,11 @@ CONFIG, GENERATION, TOKENS, MAP, _ = SETTINGS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "chat_template.jinja")
 PROBES = ("~a~A~one~two ~\n~\t\n~a\r\nb\r\n~one  two   three \n~Hello, World!~3.14e-10 + 0x1F~"
-          "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~caf\u00e9~"
-          "\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~" + "a b\n" * 999).split("~")
-STRAINS = [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]     # where patterns try much, and fail
+          "def f(x):\n\treturn [y**2 for y in x if y != 0]  # Never `None`\n~{\"a\": [1, null]}~"
+          "caf\u00e9~\u20ac~\u0416\u044b~\u6f22\u304b~\u0928\u092e~\U0001f642\u200d\u2642~"
+          + "a b\n" * 999).split("~")
+# where patterns try much, and fail
+STRAINS = [f"{one * 99}\x1b{one * 999}" for one in "aA1 \n._"]
 MOST_BYTES, MOST_IDS = 1 << 26, 1 << 20     # of FILE, and of a vocabulary: above those of any hub
 # what hears no signal, with 10 s of a CPU and 4 GiB of addresses
 TRY = """import json, resource as r, sys, tokenizers
@@ -93,8 +95,9 @@ class Bytes(Named):
 
 
 class BPE(Named):
-    """A tokenizer of the `tokenizers` library: a byte-level BPE (Sennrich et al. 2016) learned here,
-    with GPT-2's pre-tokenisation, from which every text comes back; or a folder's, of any kind.
+    """A tokenizer of the `tokenizers` library: a byte-level BPE (Sennrich et al. 2016) learned
+    here, with GPT-2's pre-tokenisation, from which every text comes back; or a folder's, of any
+    kind.
     `values`: "model", the library's JSON; "files", those of a folder's SETTINGS."""
 
     name = "bpe"
@@ -113,8 +116,9 @@ class BPE(Named):
         self.name, self._files = self._values["name"], values.get("files", {})
         self.vocab = 1 + max(model.get_vocab().values(), default=-1)
         if self.vocab > MOST_IDS:
-            raise ConfigError(f"this tokenizer has an id of {self.vocab - 1:,}, and at most {MOST_IDS:,} "
-                              f"are read; number its {model.get_vocab_size():,} entries without gaps")
+            raise ConfigError(f"this tokenizer has an id of {self.vocab - 1:,}, and at most "
+                              f"{MOST_IDS:,} are read; number its {model.get_vocab_size():,} "
+                              f"entries without gaps")
         first, last = self._ids(CONFIG, "eos_token_id"), self._ids(GENERATION, "eos_token_id")
         self.ends = frozenset(last if GENERATION in self._files else first)
         ends = first or last or self._ids(TOKENS, "eos_token") or self._ids(MAP, "eos_token")
@@ -135,8 +139,8 @@ class BPE(Named):
             each = [self._model.token_to_id(one) if isinstance(one, str) else None for one in texts]
         if said == [] or not all(type(one) is int and 0 <= one < self.vocab and
                                  self._model.id_to_token(one) is not None for one in each):
-            raise ConfigError(f"{name} has {key}={shown(said)}, which is no token of {FILE}; correct "
-                              f"it, or leave it out")
+            raise ConfigError(f"{name} has {key}={shown(said)}, which is no token of {FILE}; "
+                              f"correct it, or leave it out")
         return each
 
     @classmethod
@@ -165,7 +169,8 @@ class BPE(Named):
         self._model.encode_special_tokens = not special
         ids = _asked(self._model.encode, text, add_special_tokens=False).ids
         if not special and (found := self._special.intersection(ids)):
-            raise ConfigError(f"a text gives the special token {self._model.id_to_token(min(found))}; "
+            token = self._model.id_to_token(min(found))
+            raise ConfigError(f"a text gives the special token {token}; "
                               f"take out what gives it, or set special_tokens=true")
         return ids
 
@@ -189,8 +194,9 @@ class BPE(Named):
     def decode(self, ids: Iterable[int]) -> str:
         # the library drops ids that it does not know; here they show
         runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab)
-        return "".join(_asked(self._model.decode, list(run), skip_special_tokens=False) if known else
-                       "\ufffd" * len(list(run)) for known, run in runs)
+        return "".join(
+            _asked(self._model.decode, list(run), skip_special_tokens=False) if known
+            else "\ufffd" * len(list(run)) for known, run in runs)
 
     def to_dict(self) -> dict[str, Any]:
         return self._values
@@ -209,7 +215,8 @@ class GPT2(Named):
             self._model = tiktoken.get_encoding("gpt2")
         except Exception as error:  # no package, requests' errors, a bad checksum, a proxy's page
             raise ConfigError(f"data.tokenizer=gpt2 needs `pip install tiktoken`, and its files, "
-                              f"fetched once ({type(error).__name__}); or use data.tokenizer=bpe") from None
+                              f"fetched once ({type(error).__name__}); or use "
+                              f"data.tokenizer=bpe") from None
         self.vocab = self._model.n_vocab
         self.end = self._model.eot_token
 
@@ -238,8 +245,8 @@ def of_folder(folder: Path) -> Tokenizer:
     _asked(_try, json.dumps(said))
     found = BPE({"model": said, "files": files})
     for why in filter(None, (found.part(one, True, False)[1] for one in PROBES)):
-        warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss is "
-                      f"of that text, and compares with no loss per byte", stacklevel=3)
+        warnings.warn(f"the tokenizer of {named(folder)} decodes to another text ({why}); a loss "
+                      f"is of that text, and compares with no loss per byte", stacklevel=3)
         break
     return found
 
@@ -259,8 +266,9 @@ def _asked(call: Callable, *args: Any, **named: Any) -> Any:
     except BaseException as error:
         if type(error).__name__ not in ("Exception", "PanicException"):
             raise
-        raise ConfigError(f"this is not a tokenizer of the `tokenizers` library that reads any text "
-                          f"({shown(str(error))[1:-1]}); save it again, or take another") from None
+        raise ConfigError(f"this is not a tokenizer of the `tokenizers` library that reads any "
+                          f"text ({shown(str(error))[1:-1]}); save it again, or take "
+                          f"another") from None
 
 
 def builder(name: str) -> Any:

@@ -37,8 +37,8 @@ def prepare_into(folder: Folder, data: DataConfig, vocab: Count,
                  cache_dir: Folder | None = None) -> TokenFiles:
     """Does the same in a new or empty folder, which can be moved, and used as a data.source."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, or "
-                          f"remove it first")
+        raise ConfigError(f"{named(folder)} already holds something; choose a new or empty folder, "
+                          f"or remove it first")
     if is_prepared(data.source):
         raise ConfigError(f"{data.source} is prepared already; use it as data.source, or copy the "
                           f"folder")
@@ -130,7 +130,8 @@ def _write(source: sources.Source, data: DataConfig, kind: Any, vocab: int, fold
     _neither_empty(source, data, facts)
     if altered:
         warnings.warn(f"{len(altered):,} parts of {shown(source.name)} decode to another text "
-                      f"({altered[0]}); val_loss is of it, and not per byte of the source", stacklevel=5)
+                      f"({altered[0]}); val_loss is of it, and not per byte of the source",
+                      stacklevel=5)
     header = {"format": FORMAT, "version": VERSION, "source": source.header(),
               "vocab": tokenizer.vocab, "end": tokenizer.end, "dtype": dtype,
               "val_fraction": data.val_fraction, "splits": facts, "altered": len(altered),

@@ -139,7 +139,8 @@ def write(folder: Path, about: Mapping[str, Any], found: Mapping[str, Tensor]) -
 
 def bring_adapter(folder: Path, base: Run, out: Path) -> Run:
     """Makes a run of the model that peft loads: `base` with an adapter, where what the files leave
-    out has an A and a B of zeros. Raises ConfigError, with the name of the key, for another adapter."""
+    out has an A and a B of zeros. Raises ConfigError, with the name of the key, for another
+    adapter."""
     said, rows = records.of_others(folder / CONFIG), _read()
     fits = [name for name, theirs in rows.items() if theirs.items() <= said.items()]
     name = max(fits, key=lambda one: len(rows[one]), default="lora")    # which refuses the others

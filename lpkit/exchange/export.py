@@ -60,7 +60,8 @@ def export(run: Run | Place, out: Folder, *, adapter: bool = False) -> Path:
         if library := run.tokenizer.get("model"):
             about["eos_token_id"] = end = tokenizer_from_dict(run.tokenizer).end
             # else a class is chosen by the model's name, which may split text in another way
-            spelled = {one["id"]: {"eos_token": one["content"]} for one in library.get("added_tokens", ())}
+            spelled = {one["id"]: {"eos_token": one["content"]}
+                       for one in library.get("added_tokens", ())}
             named = {"tokenizer_class": "PreTrainedTokenizerFast"} | spelled.get(end, {})
             files = {TOKENS: named, FILE: library, **kept, CONFIG: about | kept.get(CONFIG, {})}
         for name, said in files.items():

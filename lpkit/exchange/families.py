@@ -70,8 +70,8 @@ class Family:
         return found
 
     def model(self, said: Mapping[str, Any]) -> ModelConfig:
-        """Returns the model that transformers makes of a `config.json`. Raises ConfigError, with the
-        name of the key, for an invalid size and for a model that this kit does not compute."""
+        """Returns the model that transformers makes of a `config.json`. Raises ConfigError, with
+        the name of the key, for an invalid size and for a model that this kit does not compute."""
         values = {**self.defaults, **said, **{
             self.also[key]: value for key, value in said.items() if key in self.also}}
         sizes, means = dict(self.sizes), dict(self.means)

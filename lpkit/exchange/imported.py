@@ -49,7 +49,8 @@ class Plan:
     weights: int
 
     def read(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Parameters of ours as a checkpoint has them, made of those that lie mapped in the files."""
+        """Parameters of ours as a checkpoint has them, made of tensors that are mapped in the
+        files."""
         found, in_bf16 = {}, self.config.memory.param_dtype.name == "bf16"
         for name in names:
             parts = [tensor(self.places[there], there) for there in self.ours[name]]
@@ -67,8 +68,8 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         raise ConfigError(f"{str(folder)!r} holds no model of transformers (no {CONFIG}); give the "
                           f"folder that save_pretrained wrote")
     if (adapter := folder / "adapter_config.json").exists():
-        raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; move "
-                          f"it into a folder of its own, and import it with --base")
+        raise ConfigError(f"{str(adapter)!r} is an adapter, which transformers adds to the model; "
+                          f"move it into a folder of its own, and import it with --base")
     said = records.of_others(folder / CONFIG)
     family = families.of_type(said.get("model_type"))
     model, headers = family.model(said), _headers(folder)
@@ -86,8 +87,9 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
         missing += [one for one, there in zip(theirs, wanted[name]) if there not in headers]
         shapes |= dict(zip(wanted[name], theirs.values()))
     if missing:
-        raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a {family.architecture} "
-                          f"of {model.L} layers, {missing[0]} first; get the whole folder again")
+        raise ConfigError(f"{str(folder)!r} lacks {len(missing)} tensors of a "
+                          f"{family.architecture} of {model.L} layers, {missing[0]} first; get "
+                          f"the whole folder again")
     for name in shapes:
         if (has := tuple(headers[name][1])) != shapes[name]:
             raise ConfigError(f"{name} is {has} in {headers[name][0].name}, and {CONFIG} says "
@@ -96,7 +98,8 @@ def planned(folder: Place, tokenizer: str = "") -> Plan:
             if not name.endswith(NO_WEIGHTS)]
     if left:
         raise ConfigError(f"{str(folder)!r} has {len(left)} tensors that no {family.architecture} "
-                          f"of this kit has, {named(left[0])} first; without them it is another model")
+                          f"of this kit has, {named(left[0])} first; without them it is "
+                          f"another model")
     for head in tied:
         one, other = (tensor(headers[name][0], name) for name in (head, *wanted["embed.weight"]))
         if one.dtype != other.dtype or not torch.equal(one, other):
@@ -173,13 +176,14 @@ def _headers(folder: Path) -> dict[str, tuple[Path, list[int], str]]:
 
 
 def header(path: Path) -> dict[str, tuple[Path, list[int], str]]:
-    """Reads what a file says of its tensors. Raises ConfigError, also for a dtype that none has here."""
+    """Reads what a file says of its tensors. Raises ConfigError, also for a dtype that none has
+    here."""
     if not os.path.lexists(path):
         pickled = [one.name for kind in PICKLED for one in path.parent.glob(kind)]
         if pickled and not path.with_name(INDEX).is_file():
-            raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a pickle, "
-                              f"which may run anything when it is read; convert it first, where you "
-                              f"trust it: save_pretrained(..., safe_serialization=True)")
+            raise ConfigError(f"{str(path.parent)!r} has its weights in {named(pickled[0])}, a "
+                              f"pickle, which may run anything when it is read; convert it first, "
+                              f"where you trust it: save_pretrained(..., safe_serialization=True)")
         raise ConfigError(f"{str(path.parent)!r} lacks {path.name}; get the whole folder again")
     files.check_regular(path)
     try:
@@ -201,8 +205,8 @@ def tensor(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         t = file.get_tensor(name)
     if t.numel() and not all(map(torch.isfinite, t.aminmax())):
-        raise ConfigError(f"{named(name)} in {named(path)} has NaN or infinity among its numbers; get "
-                          f"the file again, or repair the weights where they were trained")
+        raise ConfigError(f"{named(name)} in {named(path)} has NaN or infinity among its numbers; "
+                          f"get the file again, or repair the weights where they were trained")
     return t
 
 

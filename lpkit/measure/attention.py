@@ -7,10 +7,12 @@ full attention; docs/attention.md has them all.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch import Tensor
 
 from lpkit.config import ModelConfig
+from lpkit.kernels.kernel import Kernel, gradients_of
 from lpkit.measure.probes import UnavailableError, reason
 from lpkit.nn.attention import backend
 from lpkit.techniques.attention import KINDS
@@ -49,31 +51,24 @@ def check(name: str, device: torch.device) -> str:
 
 def _error(name: str, model: ModelConfig, dtype: str, device: torch.device, T: int) -> float:
     draw = torch.Generator().manual_seed(T)
-    wide = [torch.randn(2, heads, T, model.E, generator=draw) for heads in (model.H, model.G,
-                                                                            model.G)]
+    drawn = [torch.randn(2, heads, T, model.E, generator=draw) for heads in (model.H, model.G,
+                                                                             model.G)]
     documents = (torch.arange(T) // 50).expand(2, T).contiguous().to(device)
     kind = KINDS[model.attention.name].load()(model)
     own = kind(torch.randn(2, T, model.D, generator=draw))      # sinks, features or gates
+    kernel = Kernel(definition=backend("plain", model), gradients=(0, 1, 2),
+                    examples=lambda *_: ())
     if own is not None:
-        wide.append(torch.randn(own.shape, generator=draw).requires_grad_(own.requires_grad))
-    weights = torch.randn(2, model.H, T, model.E, generator=draw)
+        drawn.append(torch.randn(own.shape, generator=draw))
+        if own.requires_grad:
+            kernel = replace(kernel, gradients=(0, 1, 2, 4))
+    drawn.append(torch.randn(2, model.H, T, model.E, generator=draw))
     # the same numbers
-    given = [t.to(getattr(torch, dtype)).to(device) for t in (*wide, weights)]
-    got = _results(name, model, given, documents)
-    want = _results("plain", model, [t.double() for t in given], documents)
+    q, k, v, *own, weights = (t.to(getattr(torch, dtype)).to(device) for t in drawn)
+    got = gradients_of(kernel, backend(name, model), (q, k, v, documents, *own), [weights])
+    q, k, v, *own, weights = (t.double() for t in (q, k, v, *own, weights))
+    want = gradients_of(kernel, kernel.definition, (q, k, v, documents, *own), [weights])
     whole = max(float(one.norm()) for one in want)
     # a gradient may be 0, or the small difference of large terms
     return max(float((a.double() - b).norm()) / max(float(b.norm()), whole / 10)
                for a, b in zip(got, want, strict=True))
-
-
-def _results(name: str, model: ModelConfig, given: list[Tensor],
-             documents: Tensor) -> list[Tensor]:
-    """The output, and the gradients of q, k, v and of what the kind has besides."""
-    *leaves, weights = given
-    constant = [i > 2 and not t.requires_grad for i, t in enumerate(leaves)]
-    leaves = [t.detach().requires_grad_(not stays) for t, stays in zip(leaves, constant)]
-    q, k, v, *own = leaves
-    out = backend(name, model)(q, k, v, documents, *own)
-    learned = [t for t in leaves if t.requires_grad]
-    return [out.detach(), *torch.autograd.grad(out, learned, weights)]

@@ -364,7 +364,8 @@ class Telemetry:
         if recipe.delayed is None or getattr(recipe, product) is None:
             return None
         history = getattr(module, "amax_history", None)
-        if history is None or module.recipe.delayed is None:     # a layer that was promoted keeps it
+        # a layer that was promoted keeps its history
+        if history is None or module.recipe.delayed is None:
             return self._amaxes.get((name, role), drawn.amax) * 2.0**recipe.delayed.margin
         delayed = module.recipe.delayed
         amax = HISTORY_RULES[delayed.history_rule](history[OPERANDS.index(operand), 1:])

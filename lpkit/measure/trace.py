@@ -55,10 +55,10 @@ World = Annotated[int, between(1, 65_536)]      # of devices
 
 
 @checked
-def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None, rank: int = 0,
-                  device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
-    """Live bytes of the device of a rank in the second update of `config` on `world_size` devices, by row, as
-    `measure.memory`; and what it tells the others.
+def predict_trace(config: Config, world_size: World = 1, *, layout: Layout | None = None,
+                  rank: int = 0, device: Literal["cpu", "cuda"] = "cpu") -> Footprint:
+    """Live bytes of the device of a rank in the second update of `config` on `world_size` devices,
+    by row, as `measure.memory`; and what it tells the others.
 
     layout: the axes data and shard, as training has them; without one the config's `parallel` on
     one device, and on more all ranks shard (ZeRO 3). device: whose operations to trace, "cpu" or

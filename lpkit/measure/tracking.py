@@ -27,6 +27,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -38,12 +39,14 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from lpkit import hardware
 from lpkit.contracts import Choice, StatePlacement
 from lpkit.kernels.operator import MADE_OF_OPERATIONS
 from lpkit.memory.files import Slot, Slots
+from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.sharding import local
 from lpkit.precision.linear import Scaling, scaled_linears
-from lpkit.predict.messages import Message
+from lpkit.predict.messages import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Message
 
 ROWS = {
     "weights": "parameters",
@@ -74,6 +77,10 @@ BUFFERS = {"amax_history": "amax histories", **dict.fromkeys(      # others: sca
     ("features", "codes", "scales", "scales_scale", "scales_mean", "table"), "weights")}
 SEGMENT = 512       # bytes; c10/cuda/CUDACachingAllocator.h, kMinBlockSize
 LOSS = "loss"       # where no module is at work
+# by c10d's operation; which of its arguments has all the bytes
+DATA = {"allreduce_": (ALL_REDUCE, 0), "_allgather_base_": (ALL_GATHER, 0),
+        "_reduce_scatter_base_": (REDUCE_SCATTER, 1), "alltoall_base_": (ALL_TO_ALL, 1),
+        "send": (SEND, 0)}
 
 
 @dataclass(slots=True, eq=False)
@@ -330,6 +337,7 @@ class Tracker(TorchDispatchMode):
     def __enter__(self):
         self.hold(self.model.parameters(), "weights")
         self._hold_states()
+        self.hold(gathered(self.model), "gathered weights")
         handles = []
         for name, module in self.model.named_modules():
             leave = partial(self._leave_module, name)
@@ -463,6 +471,42 @@ class Tracker(TorchDispatchMode):
                 rounding = -abs(change) % SEGMENT
                 rows["allocator"] += rounding if change > 0 else -rounding
             yield rows
+
+
+class MessageCount(TorchDispatchMode):
+    """`with MessageCount() as count: training.update(0)`, then `count.sent`: what this process and
+    the others of its group send one another, each collective by kind, bytes and ranks, as
+    notebooks/lessons/ranks/messages.py predicts. What else travels (`Ranks.told`, `agreed`: from
+    host to host) is in `control`, by c10d's name.
+
+    It sees what passes PyTorch's dispatcher: FSDP2's messages as well as those of
+    `lpkit.parallel`, in a process group that is real or "fake".
+    torch.distributed.tensor.debug.CommDebugMode looks at the same place, and has counts alone.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sent: Counter[Message] = Counter()
+        self.control: Counter[Message] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._opname
+            kind, whole = DATA.get(name, (name, 0))
+            nbytes = sum(t.nbytes for t in tree_leaves(args[whole]) if isinstance(t, Tensor))
+            group = next(a for a in args if isinstance(a, torch.ScriptObject))
+            ranks = 2 if kind == SEND else dist.ProcessGroup.unbox(group).size()
+            (self.sent if name in DATA else self.control)[Message(kind, nbytes, ranks)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def allocator_counts(device: torch.device) -> dict[str, int]:
+    """Fields of a Footprint that CUDA's allocator counted since `hardware.reset_peak`; of a CPU
+    there are none."""
+    if device.type != "cuda":
+        return {}
+    return {"counted_bytes": hardware.peak_bytes(device),
+            "reserved_bytes": torch.cuda.max_memory_reserved(device)}
 
 
 def wrapped(types: Iterable[type]) -> bool:

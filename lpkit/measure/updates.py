@@ -5,7 +5,6 @@ did), the ceilings beside them the best of several tries (what it can do: `lpkit
 """
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,10 +20,8 @@ from torch.profiler import profile
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.measure.messages import MessageCount
-from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.measure.tracking import Footprint, MessageCount, Tracker, allocator_counts
 from lpkit.memory.rows import asked
-from lpkit.parallel.fully_sharded import gathered
 from lpkit.parallel.processes import Processes, told
 from lpkit.parallel.ranks import Ranks
 from lpkit.predict import evidence
@@ -101,10 +98,10 @@ def _rows_of(profiler: profile, config: Config, device: torch.device,
     rows: Counter[str] = Counter()
     for event in profiler.key_averages(group_by_input_shape=True):
         spent = own_time(event) / 1e6
-        found = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)), "")
-        if not spent or not (found or event.key.startswith("aten::")):
+        name = next((row for start, row in BY_OPERATION.items() if event.key.startswith(start)),
+                    OTHER if event.key.startswith("aten::") else "")
+        if not (spent and name):
             continue
-        name = found or OTHER
         if event.key in PRODUCTS:
             shapes = [shape for shape in event.input_shapes if len(shape) == 2]
             # a bias comes before the operands, scales come after them
@@ -240,9 +237,9 @@ class Bench:
 
     def seconds(self) -> float:
         """Returns the seconds of one update; the clock waits for the device."""
-        start = self._now()
+        start = hardware.now(self.device)
         self.train()
-        return self._now() - start
+        return hardware.now(self.device) - start
 
     def tracker(self) -> Tracker:
         return Tracker(self.model, self.training.optimizer, self.device,
@@ -251,12 +248,8 @@ class Bench:
     def footprint(self) -> Footprint:
         """Returns the footprint of the second update, as `memory` does."""
         tracker, messages = self.watched()
-        counts = {}
-        if self.device.type == "cuda":
-            counts = {"counted_bytes": hardware.peak_bytes(self.device),
-                      "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
         return tracker.footprint(chosen=self.decisions.choices, where=self.where,
-                                 messages=messages, **counts)
+                                 messages=messages, **allocator_counts(self.device))
 
     def watched(self) -> tuple[Tracker, Counter[Message]]:
         """The second update: its bytes, and what it told other ranks."""
@@ -265,11 +258,5 @@ class Bench:
             hardware.reset_peak(self.device)
         with self.tracker() as tracker, MessageCount() as count:
             tracker.hold(self.batch.tensors, "batch")
-            tracker.hold(gathered(self.model), "gathered weights")
             self.train(tracker)
         return tracker, count.sent
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()

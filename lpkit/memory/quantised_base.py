@@ -1,4 +1,5 @@
-"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each block.
+"""A frozen base in few bits, beside which adapters train (QLoRA): codes, and a scale for each
+block.
 
 A matrix is made of them for its product in forward and once more in backward; between them nothing
 of it is kept. NF4 has 16 quantiles of a normal distribution, zero among them, so that each is used
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.kernels.scales import cast, packed, stored_dtype
-from lpkit.optim.moments import from_blocks, to_blocks
+from lpkit.optim.moments import blocks_of, from_blocks, nearest, to_blocks
 from lpkit.techniques.adapters import QuantisedBaseSettings
 from lpkit.techniques.formats import FORMATS, Format
 
@@ -26,9 +27,8 @@ def encode(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
     if fmt := FORMATS.get(format):
         found = cast(blocks, fmt, (1, 0), "float32")
         return found.data.view(torch.uint8), found.scale.flatten()
-    amax, book = blocks.abs().amax(1), torch.tensor(NF4, device=blocks.device)
-    ratio = blocks / amax.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    return torch.bucketize(ratio, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8), amax
+    book = torch.tensor(NF4, device=blocks.device)
+    return nearest(blocks, (book[:-1] + book[1:]) / 2)
 
 
 class Product(torch.autograd.Function):
@@ -51,8 +51,7 @@ class QuantisedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, settings: QuantisedBaseSettings, table: Tensor):
         super().__init__()
         self.bias, self.shape, self.block = linear.bias, linear.weight.shape, settings.block
-        flat = linear.weight.float().flatten()
-        blocks = F.pad(flat, (0, -len(flat) % self.block)).view(-1, self.block)
+        blocks = blocks_of(linear.weight.float().flatten(), self.block)
         codes, scales = encode(blocks, settings.format)
         codes = packed(codes) if table.shape[1] == 2 else codes
         stored = {"codes": codes.flatten(), "scales": scales}

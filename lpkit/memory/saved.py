@@ -245,7 +245,8 @@ def on_disk(device: torch.device) -> Place:
     if file.direct:
         how = "past the page cache (O_DIRECT)"
     return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
-                 why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, arXiv:2104.07857)")
+                 why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, "
+                     f"arXiv:2104.07857)")
 
 
 def quantized(bits: int, device: torch.device) -> Place:

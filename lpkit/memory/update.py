@@ -1,17 +1,22 @@
-"""Parameters are updated after backward, or each as soon as it has its gradient.
+"""Parameters: their dtype, and when each is updated: after backward, or as soon as it has its
+gradient. An optimizer computes in float32 in any case.
 
-Each makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and backward.
+Each way to update makes `optimizer_step() -> grad_norm`, which the trainer calls after forward and
+backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lpkit.contracts import Stage, Transform
 
 OptimizerStep = Callable[[], Tensor]   # -> the global norm of the gradients before clipping, ()
 # norms of the gradients of one rank's parameters, and these -> the norm of all ranks' gradients
@@ -73,3 +78,24 @@ class InBackward:
         trained = [p for p in self.parameters if p in self.norms]
         norms = [self.norms.pop(p) for p in trained]
         return self.of_all(norms, trained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDtype(Transform):
+    """Casts every parameter to `dtype`, in place; not those that a later transform adds."""
+
+    dtype: torch.dtype
+    stage = Stage.STORAGE
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        for p in model.parameters():        # not the object: tied ones stay tied
+            p.data = p.data.to(self.dtype)
+        return model
+
+
+def as_built() -> tuple[Transform, ...]:
+    return ()
+
+
+def in_bf16() -> tuple[Transform, ...]:
+    return (ParameterDtype(dtype=torch.bfloat16),)

@@ -1,5 +1,5 @@
-"""Will low precision be faster for this model on this machine? The verdict of `lpkit.measure.advice`
-on the steps that `lpkit.modules.predict` prices."""
+"""Will low precision be faster for this model on this machine? The verdict of
+`lpkit.measure.advice` on the steps that `lpkit.modules.predict` prices."""
 
 from __future__ import annotations
 

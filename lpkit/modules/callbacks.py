@@ -16,24 +16,24 @@ from lpkit.modules.watch import Watch, watch
 class _Watching:
     seen: Watch | None = None
 
+    def __init__(self, how: dict[str, Any]):
+        self.how = how
+
     def begin(self, model: Any, optimizer: Any) -> None:
         self.seen = watch(model, optimizer, **self.how).__enter__()
 
-    def end(self) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self.seen.__exit__()
 
 
 def transformers(**how: Any) -> Any:
     """Make a `transformers.TrainerCallback`. how: as of `watch`."""
     class Watching(_Watching, import_module("transformers").TrainerCallback):
-        def on_train_begin(self, *_: Any, model: Any = None, optimizer: Any = None, **__: Any) -> None:
+        def on_train_begin(self, *_: Any, model: Any = None, optimizer: Any = None,
+                           **__: Any) -> None:
             self.begin(model, optimizer)
 
-        def on_train_end(self, *_: Any, **__: Any) -> None:
-            self.end()
-
-    Watching.how = how
-    return Watching()
+    return Watching(how)
 
 
 def lightning(**how: Any) -> Any:
@@ -42,8 +42,4 @@ def lightning(**how: Any) -> Any:
         def on_train_start(self, trainer: Any, module: Any) -> None:
             self.begin(module, trainer.optimizers[0])
 
-        def on_train_end(self, *_: Any) -> None:
-            self.end()
-
-    Watching.how = how
-    return Watching()
+    return Watching(how)

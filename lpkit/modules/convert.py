@@ -108,8 +108,9 @@ class Converted(Scaling):
     def catch_up(self) -> None:
         """Move on what a finished micro-batch left: `Scaling.advance` where `due` is 1, in tensor
         operations, so that a graph may contain them."""
-        if not (self.recipe.delayed or self.recipe.stochastic) or (
-                not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None):
+        if not (self.recipe.delayed or self.recipe.stochastic):
+            return
+        if not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None:
             return
         with torch.no_grad():
             if self.recipe.delayed:
@@ -334,8 +335,9 @@ def _equip(module: nn.Module, recipe: Recipe, by: Arithmetic, name: str, seed: i
 
 
 def choose_kernels(model: nn.Module) -> dict[str, str]:
-    """Verify and race the versions of each cast on the operands of the first converted module, as a
-    run does (`lpkit.execution.kernels`), and let all modules use the fastest. Returns their names."""
+    """Verify and race the versions of each cast on the operands of the first converted module, as
+    a run does (`lpkit.execution.kernels`), and let all modules use the fastest. Returns their
+    names."""
     layers = [one for one in model.modules() if isinstance(one, Converted)]
     layer, seen = deepcopy(layers[0]), ({}, {})
     for tokens, calls in zip(RACED_TOKENS, seen):

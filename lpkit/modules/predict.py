@@ -9,34 +9,26 @@ efficiencies, machines, stacks and ranges of a Config.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lpkit.config import Config
 from lpkit.errors import ConfigError, pick, shown
 from lpkit.exchange import families
 from lpkit.measure.trace import fake_step, fake_world
-from lpkit.measure.tracking import Footprint, Tracker, short
-from lpkit.modules.convert import CONVERTED, Converted, Report, converted, head_names, recipe_of
-from lpkit.modules.operations import Recorder, Seen
-from lpkit.modules.shapes import OnShapes
-from lpkit.modules.step import Asked, MakeLoss, loss_of, make_optimizer, without_memory
-from lpkit.parallel.fully_sharded import gathered
-from lpkit.parallel.ranks import Ranks, shard_mesh
-from lpkit.precision.backends import BACKENDS
-from lpkit.precision.compute import autocast, compute_dtype
+from lpkit.measure.tracking import Footprint, short
+from lpkit.modules.convert import CONVERTED, Converted, Report
+from lpkit.modules.step import Asked, Seen, Step, blocks_of, in_block
 from lpkit.predict import cards, evidence
 from lpkit.predict.attention import of_sizes
-from lpkit.predict.casts import Recipe, casts_of, where_run, why_emulated
+from lpkit.predict.casts import Recipe, casts_of, where_run
 from lpkit.predict.flops import Product
 from lpkit.predict.ledger import memory
 from lpkit.predict.params import parameter_count
@@ -48,15 +40,13 @@ from lpkit.tables import html_table, picked
 from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
-from lpkit.techniques.operation import Op
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
 from lpkit.techniques.row import chosen
 from lpkit.values import Count, Place, Text, checked
 
 CLOSE = 0.05        # what the closed form may differ from the trace without a doubt
-FROM_MODEL, MULTIPLIES = "as the model is", "this machine multiplies these formats itself"
-OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
+FROM_MODEL = "as the model is"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -185,13 +175,13 @@ def predict(model: nn.Module, batch: object, *, optimizer: object = "adamw",
     # oneDNN's LSTM is one kernel, whose products a trace would not see
     with (fake_world(Layout(shard=shard), "cpu") as ranks, fake_step("cpu"), norms,
           torch.backends.mkldnn.flags(False, allow_tf32=None, fp32_precision=None)):
-        step = _Step(model, batch, optimizer, precision, loss)
+        step = Step(model, batch, optimizer, precision, loss)
         seen = step.recorded()
-        if step.p.low is not None:
+        if PRECISIONS[step.priced_as].low is not None:
             step.convert(on, keep, pad)
         footprint = step.watched(ranks, foreach=on.kind == "gpu")
-    return step.priced(seen, footprint, on, layout, stack,
-                       _closed_form(model, batch, on, layout, optimizer, step.priced_as))
+    return _priced(step, seen, footprint, on, layout, stack,
+                   _closed_form(model, batch, on, layout, optimizer, step.priced_as))
 
 
 def _closed_form(model: nn.Module, batch: Any, on: Machine, layout: Layout, optimizer: Asked,
@@ -226,136 +216,62 @@ class _OneKernel(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Step:
-    """A training step of a copy of the model, inside `fake_step`."""
+def _priced(step: Step, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
+            formula_bytes: int | None) -> Prediction:
+    """The prediction of a step whose operations were `seen` and whose bytes are in `footprint`."""
+    report, recipe, emulated = step.report, None, ""
+    left = {row.name for row in report.rows if row.status != CONVERTED} if report else set()
+    products, kept_calls = _products(seen, step.heads, left)
+    if not products:
+        raise ConfigError("this step multiplies no matrices, so there are no seconds to predict")
+    if report is not None:
+        row = RECIPES[step.precision]
+        recipe, emulated = where_run(casts_of(step.precision, row, kept_calls), row, on, "auto")
+    parameters = [*step.copies]
+    count = sum(p.numel() for p in parameters)
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    blocks = blocks_of(step.model)
+    in_blocks = sum(p.numel() for name, p in step.model.named_parameters() if in_block(name))
+    weights = Counter()         # of the Linears outside the head, by whether they are trained
+    for product in products:
+        if product.name != "head":
+            weights[product.trained] += product.N * product.K * product.calls
+    work = RankWork(
+        blocks=blocks, tokens=max(product.M for product in products), stream_numbers=0,
+        products=products, attention="as traced", attentions=tuple(
+            (of_sizes(*sizes), calls / blocks) for sizes, calls in seen.attentions.items()),
+        moved_bytes=seen.moved[True] / blocks, outside_bytes=seen.moved[False],
+        linear_weights=weights.total() / blocks, trained_weights=weights[True] / blocks,
+        parameters=in_blocks / blocks, outside_parameters=count - in_blocks,
+        trained=trained / max(1, count))
+    name = step.optimizer if isinstance(step.optimizer, str) else (
+        type(step.optimizer).__name__.lower())
+    time = work_time(
+        work, on, layout, PRECISIONS[step.priced_as], _work(step.updater, name),
+        model_flops=seen.flops(backward=True), precision=step.precision or "fp32", recipe=recipe,
+        emulated=emulated, stack=stack)
+    return Prediction(
+        footprint=footprint, step=time, machine=on, layout=layout, parameters=count,
+        trained_parameters=trained, forward_flops=seen.flops(backward=False), optimizer=name,
+        precision=step.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
+        model=type(step.model).__name__, formula_bytes=formula_bytes)
 
-    def __init__(self, model: nn.Module, batch: Any, optimizer: Asked, precision: str | None,
-                 loss: MakeLoss | None):
-        self.model, self.batch, self.copies = without_memory(model, batch, "cpu")
-        self.loss, self.optimizer, self.precision = loss or loss_of, optimizer, precision
-        self.report: Report | None = None
-        self.heads = head_names(self.model)
-        dtypes = Counter(p.dtype for p in self.model.parameters())
-        own = OWN_PRECISION.get(dtypes.most_common(1)[0][0], "fp32") if dtypes else "fp32"
-        self.priced_as = precision or own
-        self.p = PRECISIONS[self.priced_as]
-        self.around = nullcontext()
-        if precision is not None:
-            self.around = autocast(RECIPES[precision], torch.device("cpu"))
 
-    def recorded(self) -> Seen:
-        """The operations of a step as it is without casts."""
-        self.model.train()
-        with Recorder(self.model, heads=self.heads) as recorder:
-            self._backward()
-        for p in self.model.parameters():
-            p.grad = None
-        return recorder.seen
-
-    def convert(self, on: Machine, keep: Any, pad: bool) -> None:
-        """Convert the copy as a run on this machine would be."""
-        name, row = recipe_of(self.precision, pad)
-        why = why_emulated(row, on)
-        by = BACKENDS["emulated"] if why else OnShapes()
-        rows = converted(self.model, name, row, by, keep)
-        self.report = Report(name, "emulated" if why else "scaled_mm", why or MULTIPLIES, rows)
-
-    def watched(self, ranks: Ranks, foreach: bool) -> Footprint:
-        """The bytes of the second update."""
-        names = {p: name for name, p in self.model.named_parameters()}
-        if ranks.world > 1:
-            compute = compute_dtype(RECIPES[self.precision]) if self.precision else None
-            self.around = nullcontext()     # weights are gathered in the dtype of the products
-            _shard(self.model, shard_mesh(ranks), MixedPrecisionPolicy(
-                param_dtype=compute, reduce_dtype=torch.float32))
-        now = dict(self.model.named_parameters())
-        copies = {p: now[names[one]] for p, one in self.copies.items()}
-        optimizer = self.updater = make_optimizer(self.optimizer, self.model, copies, foreach)
-        self._update(optimizer)
-        with Tracker(self.model, optimizer, heads=self.heads) as tracker:
-            tracker.hold(tree_leaves(self.batch), "batch")
-            tracker.hold(gathered(self.model), "gathered weights")
-            self._update(optimizer)
-        return tracker.footprint(where="traced on shapes alone")
-
-    def _backward(self) -> Tensor:
-        try:
-            with self.around:
-                loss = self.loss(self.model, self.batch)
-        except ConfigError:
-            raise
-        except Exception as error:      # anything that a model may raise
-            shapes = type(error).__module__.startswith("torch._subclasses")
-            hint = "; a size depends on values, and a prediction knows shapes alone" * shapes
-            raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
-                              f"{str(error).strip().partition(chr(10))[0]}{hint}") from error
-        if not loss.requires_grad:
-            raise ConfigError("the loss has no gradient: every parameter of the model is frozen")
-        loss.backward()
-        return loss
-
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        _loss = self._backward()        # which a loop keeps until it has another
-        optimizer.step()
-
-    def priced(self, seen: Seen, footprint: Footprint, on: Machine, layout: Layout, stack: str,
-               formula_bytes: int | None) -> Prediction:
-        report = self.report
-        recipe, emulated, stay = None, "", Counter()
-        left = {row.name for row in report.rows if row.status != CONVERTED} if report else ()
-        products, attentions, blocks = self._products(seen, left, stay)
-        if not products:
-            raise ConfigError("this step multiplies no matrices, so there are no seconds to predict")
-        if report is not None:
-            row = RECIPES[self.precision]
-            recipe, emulated = where_run(casts_of(self.precision, row, stay), row, on, "auto")
-        count = sum(p.numel() for p in self.copies)
-        trained = sum(p.numel() for p in self.copies if p.requires_grad)
-        in_blocks = sum(p.numel() for name, p in self.model.named_parameters() if in_block(name))
-        linear, trained_linear = (
-            sum(one.N * one.K * one.calls for one in products if one.name != "head" and one.trained
-                >= least) for least in (False, True))
-        tokens = max((one.M for one in products), default=1)
-        work = RankWork(
-            blocks=blocks, tokens=tokens, stream_numbers=0, products=products,
-            attentions=attentions, attention="as traced", moved_bytes=seen.moved[True] / blocks,
-            outside_bytes=seen.moved[False], linear_weights=linear / blocks,
-            trained_weights=trained_linear / blocks,
-            parameters=in_blocks / blocks, outside_parameters=count - in_blocks,
-            trained=trained / max(1, count))
-        name = self.optimizer if isinstance(self.optimizer, str) else (
-            type(self.optimizer).__name__.lower())
-        step = work_time(work, on, layout, self.p, _work(self.updater, name), model_flops=seen.training_flops,
-                         precision=self.precision or "fp32", recipe=recipe, emulated=emulated,
-                         stack=stack)
-        return Prediction(
-            footprint=footprint, step=step, machine=on, layout=layout, parameters=count,
-            trained_parameters=trained, forward_flops=seen.flops, optimizer=name,
-            precision=self.precision or FROM_MODEL, converted=report, work=work, casts=recipe,
-            model=type(self.model).__name__, formula_bytes=formula_bytes)
-
-    def _products(self, seen: Seen, left: Collection[str], stay: Counter[str]
-                  ) -> tuple[tuple[Product, ...], tuple[tuple[Op, float], ...], int]:
-        """Products, attention and the number of blocks. Fills `stay` with the calls of Linears
-        among `left`."""
-        blocks = blocks_of(self.model)
-        calls: Counter[tuple] = Counter()
-        for (name, *sizes), count in seen.products.items():
-            label = "head" if name in self.heads else short(name) or "Linears"
-            calls[label, *sizes] += count
-        several = Counter(label for label, *_ in calls)
-        names = {key: key[0] if several[key[0]] == 1 else f"{key[0]} {key[2]} x {key[3]}"
-                 for key in calls}
-        for (name, *sizes), count in seen.products.items():
-            label = "head" if name in self.heads else short(name) or "Linears"
-            stay[names[label, *sizes]] += count * (name in left or name in self.heads)
-        products = tuple(Product(name=names[key], M=key[1], N=key[2], K=key[3], calls=count,
-                                 trained=key[4]) for key, count in calls.items())
-        attentions = []
-        for sizes, calls in seen.attentions.items():
-            attentions.append((of_sizes(*sizes), calls / blocks))
-        return products, tuple(attentions), blocks
+def _products(seen: Seen, heads: Collection[str], left: Collection[str]
+              ) -> tuple[tuple[Product, ...], Counter[str]]:
+    """The products of equal Linears in all blocks together, and how many calls of each the recipe
+    leaves alone: those of `heads` and of modules that are `left`."""
+    label = {name: "head" if name in heads else short(name) or "Linears"
+             for name, *_ in seen.products}
+    kinds = {(label[name], *sizes) for name, *sizes in seen.products}
+    several = Counter(name for name, *_ in kinds)
+    calls, kept_calls = Counter(), Counter()
+    for (name, M, N, K, trained), count in seen.products.items():
+        title = label[name] if several[label[name]] == 1 else f"{label[name]} {N} x {K}"
+        calls[title, M, N, K, trained] += count
+        kept_calls[title] += count * (name in left or name in heads)
+    return tuple(Product(name=name, M=M, N=N, K=K, calls=count, trained=trained)
+                 for (name, M, N, K, trained), count in calls.items()), kept_calls
 
 
 def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
@@ -367,29 +283,3 @@ def _work(optimizer: torch.optim.Optimizer, name: str) -> Work:
         thirds = (1, 1, 1) * (group.get("layout") == "thirds")
         found += [(tuple(p.shape), rule, thirds) for p in group["params"]]
     return work_of(found)
-
-
-def blocks_of(model: nn.Module) -> int:
-    """Count the modules of the outermost lists: an encoder's and a decoder's together."""
-    return sum(map(len, outermost_lists(model))) or 1
-
-
-def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
-    inside = ()
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
-            inside += (f"{name}." * bool(name),)
-            yield module
-
-
-def in_block(name: str) -> bool:
-    return any(part.isdigit() for part in name.split("."))
-
-
-def _shard(model: nn.Module, mesh: Any, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2 as most loops have it: each block of the outermost lists, then the rest."""
-    for blocks in outermost_lists(model):
-        for block in blocks:
-            if next(block.parameters(), None) is not None:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)

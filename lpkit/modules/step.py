@@ -1,24 +1,130 @@
-"""A training step of any model: its loss, its optimizer, and a copy of the model without memory."""
+"""A training step of any model on shapes alone: a copy of the model without memory, what its
+forward multiplies and moves, and every byte of its second update."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lpkit.errors import ConfigError
+from lpkit.kernels.scales import Scaled, stored_dtype
+from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.modules.convert import Report, converted, head_names, recipe_of
 from lpkit.modules.parts import optimizer
+from lpkit.parallel.ranks import Ranks, shard_mesh
+from lpkit.precision.backends import BACKENDS
+from lpkit.precision.compute import autocast, compute_dtype
+from lpkit.precision.linear import Arithmetic
+from lpkit.predict.casts import why_emulated
+from lpkit.predict.recipes import scale_bytes
+from lpkit.techniques.formats import format_of
+from lpkit.techniques.machines import Machine
+from lpkit.techniques.recipes import ALL, RECIPES, SCALES, Cast, Recipe
 
+aten = torch.ops.aten
+# where the two operands of a product are among an operation's arguments
+PRODUCTS = {aten.mm: 0, aten.addmm: 1, aten.bmm: 0, aten.baddbmm: 1}
+# operations that read as many numbers of their first argument as they return
+LOOK_UP = "embedding gather index index_select nll_loss_forward nll_loss2d_forward".split()
+SCALE_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}    # by bytes of a scale
+OWN_PRECISION = {torch.bfloat16: "bf16-pure", torch.float16: "bf16-pure"}     # else float32
+MULTIPLIES = "this machine multiplies these formats itself"
 # PyTorch's own class of a row, which a loop without this kit has
 PYTORCHS = {"adamw": torch.optim.AdamW}
 MakeLoss = Callable[[nn.Module, Any], Tensor]
 # a row of OPTIMIZERS, a function of the parameters, or an optimizer of the model
 Asked = str | torch.optim.Optimizer | Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Step:
+    """A training step of a copy of the model, inside `fake_step`.
+
+    copies:    the copies of parameters, by the originals
+    heads:     names of the modules that compute logits
+    priced_as: the row of PRECISIONS whose products the step has
+    report:    what `convert` did; None: the copy is not converted
+    updater:   the optimizer of the copy
+    """
+
+    report: Report | None = None
+    updater: torch.optim.Optimizer
+
+    def __init__(self, model: nn.Module, batch: Any, optimizer: Asked, precision: str | None,
+                 loss: MakeLoss | None):
+        self.model, self.batch, self.copies = without_memory(model, batch, "cpu")
+        self.loss, self.optimizer, self.precision = loss or loss_of, optimizer, precision
+        self.heads = head_names(self.model)
+        [(dtype, _)] = Counter(p.dtype for p in self.copies).most_common(1) or [(None, 0)]
+        self.priced_as = precision or OWN_PRECISION.get(dtype, "fp32")
+        self.around = nullcontext()
+        if precision is not None:
+            self.around = autocast(RECIPES[precision], torch.device("cpu"))
+
+    def recorded(self) -> Seen:
+        """The operations of a step as it is without casts."""
+        self.model.train()
+        with Recorder(self.model, heads=self.heads) as recorder:
+            self._backward()
+        for p in self.model.parameters():
+            p.grad = None
+        return recorder.seen
+
+    def convert(self, on: Machine, keep: Any, pad: bool) -> None:
+        """Convert the copy as a run on this machine would be."""
+        name, row = recipe_of(self.precision, pad)
+        why = why_emulated(row, on)
+        by = BACKENDS["emulated"] if why else OnShapes()
+        rows = converted(self.model, name, row, by, keep)
+        self.report = Report(name, "emulated" if why else "scaled_mm", why or MULTIPLIES, rows)
+
+    def watched(self, ranks: Ranks, foreach: bool) -> Footprint:
+        """The bytes of the second update."""
+        names = {p: name for name, p in self.model.named_parameters()}
+        if ranks.world > 1:
+            compute = compute_dtype(RECIPES[self.precision]) if self.precision else None
+            self.around = nullcontext()     # weights are gathered in the dtype of the products
+            _shard(self.model, shard_mesh(ranks), MixedPrecisionPolicy(
+                param_dtype=compute, reduce_dtype=torch.float32))
+        now = dict(self.model.named_parameters())
+        copies = {p: now[names[one]] for p, one in self.copies.items()}
+        self.updater = make_optimizer(self.optimizer, self.model, copies, foreach)
+        self._update()
+        with Tracker(self.model, self.updater, heads=self.heads) as tracker:
+            tracker.hold(tree_leaves(self.batch), "batch")
+            self._update()
+        return tracker.footprint(where="traced on shapes alone")
+
+    def _backward(self) -> Tensor:
+        try:
+            with self.around:
+                loss = self.loss(self.model, self.batch)
+        except ConfigError:
+            raise
+        except Exception as error:      # anything that a model may raise
+            shapes = type(error).__module__.startswith("torch._subclasses")
+            hint = "; a size depends on values, and a prediction knows shapes alone" * shapes
+            raise ConfigError(f"the model raised {type(error).__name__} on this batch: "
+                              f"{str(error).strip().partition(chr(10))[0]}{hint}") from error
+        if not loss.requires_grad:
+            raise ConfigError("the loss has no gradient: every parameter of the model is frozen")
+        loss.backward()
+        return loss
+
+    def _update(self) -> None:
+        self.updater.zero_grad()
+        _loss = self._backward()        # which a loop keeps until it has another
+        self.updater.step()
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -60,7 +166,8 @@ def make_optimizer(asked: Asked, model: nn.Module, copies: Mapping[nn.Parameter,
             own["foreach"] = True
         groups.append(own)
     takes = inspect.signature(type(asked)).parameters      # AdamW's defaults have one key more
-    return type(asked)(groups, **{key: asked.defaults[key] for key in takes & asked.defaults.keys()})
+    settings = {key: asked.defaults[key] for key in takes & asked.defaults.keys()}
+    return type(asked)(groups, **settings)
 
 
 def without_memory(model: nn.Module, batch: Any, device: str
@@ -81,3 +188,136 @@ def without_memory(model: nn.Module, batch: Any, device: str
     for module in model.modules():
         tree_map_only(Tensor, like, [dict(module._buffers), vars(module)])
     return copy.deepcopy(model, known), tree_map_only(Tensor, like, batch), copies
+
+
+# ---- what a forward multiplies and moves
+
+@dataclass
+class Seen:
+    """A forward of a model: products by module, attention by its sizes, the bytes of other
+    operations."""
+
+    products: Counter[tuple[str, int, int, int, bool]] = field(default_factory=Counter)
+    attentions: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    moved: Counter[bool] = field(default_factory=Counter)     # bytes, by whether in a block
+
+    def flops(self, *, backward: bool) -> int:
+        """Of the forward; or with `backward`: a product has two gradients, one if its weight is
+        frozen."""
+        products = sum(2 * M * N * K * calls * (1 + backward * (1 + trained))
+                       for (_, M, N, K, trained), calls in self.products.items())
+        return products + sum(2 * B * T * S * (E + V) * calls * (1 + 2 * backward)
+                              for (B, T, S, E, V, _), calls in self.attentions.items())
+
+
+class Recorder(Tracker):
+    """A Tracker that also records operations of the forward, by module."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.seen, self.by_name = Seen(), dict(self.model.named_modules())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if out is not NotImplemented and self._where()[0] == "forward":
+            self._note(func, args, kwargs or {}, out)
+        return out
+
+    def _note(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        name, packet = self._at_work, func.overloadpacket
+        if packet in PRODUCTS:
+            a, b = args[PRODUCTS[packet]:][:2]
+            *batch, M, K = a.shape
+            if batch:       # of pairs of tokens: one of the two products of attention
+                self.seen.attentions[math.prod(batch), M, b.shape[-1], K, 0, False] += 1
+            else:
+                self._product(name, M, b.shape[1], K)
+        elif packet is aten.convolution:
+            weight = args[1]
+            self._product(name, out.numel() // out.shape[1], len(weight), weight[0].numel())
+        elif "scaled_dot_product" in func.__name__ and "backward" not in func.__name__:
+            q, k, v = args[:3]
+            causal = next((bool(one) for one, spec in zip(args, func._schema.arguments)
+                           if spec.name == "is_causal"), kwargs.get("is_causal", False))
+            B, T, E = q.shape[0] * q.shape[1], *q.shape[2:]
+            self.seen.attentions[B, T, k.shape[2], E, v.shape[3], causal] += 1
+        elif func.namespace != "prim" and not (
+                packet is aten._to_copy and self._is_weight(args[0])):
+            args = (out, *args[1:]) if packet.__name__ in LOOK_UP else args
+            made, read = ({t.untyped_storage()._cdata: t for t in tree_leaves(one)
+                           if isinstance(t, Tensor)} for one in (out, (args, kwargs)))
+            in_block = any(part.isdigit() for part in name.split("."))
+            if func._schema.is_mutable or packet.__name__ in LOOK_UP or made.keys() - read.keys():
+                self.seen.moved[in_block] += sum(t.nbytes for t in (*made.values(), *read.values()))
+
+    def _is_weight(self, t: Any) -> bool:
+        found = self._find(t) if isinstance(t, Tensor) else None
+        return found is not None and found.row in ("weights", "weight copies")
+
+    def _product(self, name: str, M: int, N: int, K: int) -> None:
+        weight = getattr(self.by_name.get(name), "weight", None)
+        trained = not isinstance(weight, nn.Parameter) or weight.requires_grad
+        self.seen.products[name, M, N, K, trained] += 1
+
+
+# ---- operands as hardware holds them
+
+class OnShapes(Arithmetic):
+    """The bytes of `scaled_mm`, on any device."""
+
+    def why_not(self, name: str, recipe: Recipe, device: torch.device) -> str:
+        return ""
+
+    def cast(self, x: Tensor, cast: Cast, dtype: torch.dtype, *, both: bool = False,
+             **how: Any) -> Scaled:
+        return replace(self._one(x, cast), turned=self._one(x.T, cast) if both else None)
+
+    def _one(self, x: Tensor, cast: Cast) -> Scaled:
+        (rows, columns), (high, wide) = x.shape, cast.block
+        dtype = stored_dtype(format_of(cast.format))
+        packed = 2 if cast.bits == 4 else 1
+        size = -(-rows // (high or rows)), -(-columns // (wide or columns))
+        return Scaled(
+            data=x.new_empty(rows, columns // packed, dtype=dtype),
+            scale=x.new_empty(size, dtype=SCALE_DTYPES[scale_bytes(cast) or 4]),
+            tensor=x.new_empty((), dtype=torch.float32) if SCALES[cast.scale].levels > 1 else None,
+            amax=x.new_empty(1, 1, dtype=torch.float32),
+            nonfinite=x.new_empty((), dtype=torch.int64))
+
+    def taken(self, made: Scaled, cast: Cast, dtype: torch.dtype, *, both: bool = False) -> Scaled:
+        return made
+
+    def shares(self, cast: Cast) -> bool:
+        return cast.transposes or (ALL not in cast.block and cast.rounding != "stochastic")
+
+    def product(self, a: Scaled, b: Scaled, dtype: torch.dtype, bias: Tensor | None = None, *,
+                fast: bool = False) -> Tensor:
+        return a.data.new_empty(len(a.data), len(b.data), dtype=dtype)
+
+
+# ---- blocks
+
+def blocks_of(model: nn.Module) -> int:
+    """Count the modules of the outermost lists: an encoder's and a decoder's together."""
+    return sum(map(len, outermost_lists(model))) or 1
+
+
+def outermost_lists(model: nn.Module) -> Iterator[nn.ModuleList]:
+    inside = ()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not name.startswith(inside):
+            inside += (f"{name}." * bool(name),)
+            yield module
+
+
+def in_block(name: str) -> bool:
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _shard(model: nn.Module, mesh: Any, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 as most loops have it: each block of the outermost lists, then the rest."""
+    for blocks in outermost_lists(model):
+        for block in blocks:
+            if next(block.parameters(), None) is not None:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)

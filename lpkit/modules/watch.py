@@ -13,7 +13,6 @@ at the operands of Linears, and that update's time is left out, too.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
@@ -26,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 from lpkit import hardware
 from lpkit.errors import ConfigError, shown
 from lpkit.measure.telemetry import Sample, Telemetry
-from lpkit.measure.tracking import Footprint, Tracker
+from lpkit.measure.tracking import Footprint, Tracker, allocator_counts
 from lpkit.modules.convert import Converted, head_names
-from lpkit.modules.predict import Prediction, blocks_of
-from lpkit.parallel.fully_sharded import gathered
+from lpkit.modules.predict import Prediction
+from lpkit.modules.step import blocks_of
 from lpkit.predict import cards
 from lpkit.predict.compare import Comparison
 from lpkit.predict.units import duration, quantity
@@ -88,13 +87,12 @@ class Watch:
             self.tracker = self.around.enter_context(
                 Tracker(self.model, self.optimizer, self.device, heads=head_names(self.model),
                         hooked=False))
-            self.tracker.hold(gathered(self.model), "gathered weights")
             self.around.callback(self.model.register_forward_pre_hook(
                 lambda _, *given: self.tracker.hold(tree_leaves(given), "batch"),
                 with_kwargs=True).remove)
         elif looks:
             self.around.enter_context(self.telemetry.watch(self.updates))
-        self.begun = self._now()
+        self.begun = hardware.now(self.device)
 
     def _before(self, *_: Any) -> None:
         if self.tracker is not None:
@@ -105,29 +103,21 @@ class Watch:
     def _after(self, *_: Any) -> None:
         """End an update."""
         if self.timed:
-            self.seconds.append(self._now() - self.begun)
+            self.seconds.append(hardware.now(self.device) - self.begun)
         if self.tracker is not None:
             self.tracker.at_update(-1)
         self.around.close()
         if self.tracker is not None:
-            counts = {} if self.device.type != "cuda" else {
-                "counted_bytes": hardware.peak_bytes(self.device),
-                "reserved_bytes": torch.cuda.max_memory_reserved(self.device)}
-            self.footprint = self.tracker.footprint(where=self.where, **counts)
+            self.footprint = self.tracker.footprint(where=self.where,
+                                                    **allocator_counts(self.device))
         self.updates += 1
         self._begin()
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     # ---- answers
 
     @property
     def where(self) -> str:
-        return (torch.cuda.get_device_name(self.device) if self.device.type == "cuda"
-                else hardware.cpu_name())
+        return hardware.device_name(self.device)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -151,8 +141,8 @@ class Watch:
 
     def _seen(self) -> Footprint:
         if self.footprint is None:
-            raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have ended; "
-                              f"train on")
+            raise ConfigError(f"bytes are counted in update {TRACKED}, and {self.updates} have "
+                              f"ended; train on")
         return self.footprint
 
     def reconcile(self, predicted: Prediction) -> Comparison:
@@ -166,10 +156,12 @@ class Watch:
         paths. Raises ConfigError before the second update has ended."""
         count = sum(p.numel() for p in self.model.parameters())
         if predicted is not None and predicted.parameters != count:
-            raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} parameters, "
-                              f"and the watched model has {count:,}; predict the watched model")
+            raise ConfigError(f"the prediction is of a model of {predicted.parameters:,} "
+                              f"parameters, and the watched model has {count:,}; predict the "
+                              f"watched model")
         write = predicted.card if predicted is not None else partial(cards.write, model={
-            "name": type(self.model).__name__, "parameters": count, "layers": blocks_of(self.model)})
+            "name": type(self.model).__name__, "parameters": count,
+            "layers": blocks_of(self.model)})
         return write(path, device=self.where, peak_bytes=self._seen().peak_bytes,
                      step_seconds=self.step_seconds, updates=self.updates, timed=len(self.seconds))
 
@@ -180,7 +172,8 @@ class Watch:
                  f"peak {quantity(self.peak_bytes, 'bytes')} in {self.footprint.phase}, "
                  f"{self.footprint.module or 'the model'}"]
         if self.seconds:
-            words.append(f"a step took {duration(self.step_seconds)} (median of {len(self.seconds)})")
+            words.append(f"a step took {duration(self.step_seconds)} "
+                         f"(median of {len(self.seconds)})")
         if self.uncalled:
             words.append(f"NOT CALLED, so not under the recipe: {', '.join(self.uncalled)}")
         return "; ".join(words)

@@ -1,8 +1,8 @@
 """Attention: kinds (which keys a query sees) by backends (who computes it).
 
 `lpkit.techniques.attention` has the rows of the kinds, `lpkit.techniques.attention_backends` those
-of the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition, does.
-Here are the softmax kinds.
+of the backends. A backend is any `contracts.Attend`: it computes what `plain`, the definition,
+does. Here are the softmax kinds.
 """
 
 import math
@@ -114,7 +114,7 @@ def backend(name: str, model: ModelConfig) -> Attend:
 
 
 def able_backend(model: ModelConfig) -> Attend:
-    """Return PyTorch's own attention, or the first backend that computes the attention of `model`."""
+    """Return PyTorch's own attention, or the first backend that computes that of `model`."""
     asked = Attending(model=model)
     return backend(next(one for one in ("sdpa", *ATTENTION) if not why_not(one, asked)), model)
 

@@ -242,6 +242,12 @@ class Stored:
         return sum(part.nbytes for part in self.parts)
 
 
+def _rounded(x: Tensor, scale: Tensor, least: float, most: float) -> Tensor:
+    """x (..., n) in units of its scale (...), rounded; 0 where the scale is 0."""
+    units = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
+    return units.round().clamp(least, most)
+
+
 class Int8(Stored):
     """Codes (E,) int8 and a scale in bfloat16, which has float32's range. Off by at most half a
     scale, 1/254 of the largest."""
@@ -249,8 +255,7 @@ class Int8(Stored):
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         most, x = FORMATS["int8"].largest, x.float()
         scale = (x.abs().amax(-1) / most).bfloat16()
-        codes = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
-        return codes.round().clamp(-most, most).to(torch.int8), scale
+        return _rounded(x, scale, -most, most).to(torch.int8), scale
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         return (codes * scale[..., None].float()).to(self.dtype)
@@ -274,8 +279,7 @@ class Int4(Stored):
         most, least = 2**self.format.bits - 1, x.amin(-1).bfloat16()
         x = x - least[..., None].float()
         scale = (x.amax(-1).clamp_min(0) / most).bfloat16()
-        codes = torch.where(scale[..., None] > 0, x / scale[..., None].float(), 0.0)
-        codes = codes.round().clamp(0, most).to(torch.uint8).flatten(-2)[..., :self.E]
+        codes = _rounded(x, scale, 0, most).to(torch.uint8).flatten(-2)[..., :self.E]
         low, high = F.pad(codes, (0, self.E % 2)).chunk(2, dim=-1)
         return low | high << 4, scale, least
 

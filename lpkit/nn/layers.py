@@ -21,7 +21,7 @@ def linear(config: ModelConfig, name: str) -> nn.Linear:
 
 
 # A layer names the kernels that it calls (`lpkit.techniques.kernels`) in `kernels`, by attribute.
-# What stands there is PyTorch's own; `lpkit.execution.kernels` may put another version in its place.
+# PyTorch's own stand there; `lpkit.execution.kernels` may put other versions in their place.
 
 class LayerNorm(nn.LayerNorm):
     kernels: ClassVar = {"normalise": "layer-norm", "add_normalise": "add-layer-norm"}

@@ -1,8 +1,9 @@
 """Attention by libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
 
-Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does; what
-it cannot, the row says. A library is imported when it is called. Signatures are those of torch
-2.11 and newer (`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`).
+Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does;
+the row says what it cannot. A library is imported when it is called. Signatures are those of torch
+2.11 and newer (`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105
+(`flash_attn_interface.py`).
 Packed documents lie one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.

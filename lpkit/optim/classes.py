@@ -31,8 +31,9 @@ def optimizer(name: str) -> type[torch.optim.Optimizer]:
                 if key not in ("name", "clip", "groups")}
     if "beta1" in defaults:
         defaults["betas"] = tuple(map(defaults.pop, BETAS))
+    rule = resolve_name(row.kernel or row.implementation)
     own = {"name": name, "row": row, "of_row": defaults, "__doc__": row.why,
-           "__module__": "lpkit.optim", "rule": staticmethod(resolve_name(row.kernel or row.implementation))}
+           "__module__": "lpkit.optim", "rule": staticmethod(rule)}
     return type(name.title().replace("-", ""), (_OfRow,), own)
 
 

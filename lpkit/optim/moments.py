@@ -55,18 +55,27 @@ class BlockwiseInt8(Float32):
 
 def to_blocks(x: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """float32 of any shape -> codes (uint8, like x), the largest magnitude of each block of 256."""
-    flat = x.flatten()
-    blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scale = blocks.abs().amax(1)
-    ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    codes = torch.bucketize(ratio, midpoints(signed).to(x.device), out_int32=True).to(torch.uint8)
-    return codes.flatten()[:len(flat)].view(x.shape), scale
+    codes, scale = nearest(blocks_of(x.flatten(), BLOCK), midpoints(signed).to(x.device))
+    return codes.flatten()[:x.numel()].view(x.shape), scale
 
 
 def from_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     values = levels(signed).to(codes.device)[codes.flatten().int()]
-    blocks = F.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK).mul_(scale[:, None])
+    blocks = blocks_of(values, BLOCK).mul_(scale[:, None])
     return blocks.flatten()[:codes.numel()].view(codes.shape)
+
+
+def blocks_of(flat: Tensor, size: int) -> Tensor:
+    """(n,) -> (blocks, size). The last block is filled up with zeros."""
+    return F.pad(flat, (0, -len(flat) % size)).view(-1, size)
+
+
+def nearest(blocks: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide each block (blocks, size) by its largest magnitude -> codes, uint8, of the nearest
+    values, and the magnitudes. `between`: the midpoints of the ascending values."""
+    scale = blocks.abs().amax(1)
+    ratio = blocks / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+    return torch.bucketize(ratio, between, out_int32=True).to(torch.uint8), scale
 
 
 @cache

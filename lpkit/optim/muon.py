@@ -29,8 +29,8 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 def apart(whole: Tensor, parameter: Parameter, settings: MomentumSettings) -> tuple[Tensor, ...]:
-    """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k and
-    v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
+    """Returns views (groups, rows, n) of the matrices that are fused in a parameter (m, n): q, k
+    and v, or a gate and what it gates. Raises ConfigError for what is no matrix."""
     if len(parameter.shape) != 2:
         raise ConfigError(f"optimizer={settings.name} updates matrices, and {parameter.name} has "
                           f"the shape {parameter.shape}; give it another rule, after the other "

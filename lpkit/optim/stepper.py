@@ -3,8 +3,8 @@
 A parameter at a time: its slots are fetched while the one before is updated, and decoded; the rule
 changes float32 numbers in place; slots are encoded and written back. A weight of 16 bits is widened
 for its update and rounded stochastically (`rounding`). Slots that are stored as float32 beside
-float32 weights give the bits of the rule itself. On a GPU all of it is one kernel (`one_pass`) where
-there is one, and PyTorch has none for these weights.
+float32 weights give the bits of the rule itself. On a GPU all of it is one kernel (`one_pass`)
+where there is one, and PyTorch has none for these weights.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@
     send             1              from one rank to another
 
 which is the least, and what a ring sends (Thakur et al. 2005,
-https://doi.org/10.1177/1094342005051521). Exact: tests/parallel/test_messages.py holds all of an update, as
-notebooks/lessons/ranks/messages.py adds them up, to what `lpkit.measure.messages` counts.
+https://doi.org/10.1177/1094342005051521). Exact: tests/parallel/test_messages.py holds all of an
+update, as notebooks/lessons/ranks/messages.py adds them up, to the counts of
+`lpkit.measure.tracking.MessageCount`.
 `lpkit.predict.time` has the seconds.
 """
 

@@ -174,11 +174,11 @@ def _needs_bf16(config: Any, recipe: Recipe) -> str:
 
 PARAM_DTYPE = {
     "fp32": ParamDtype(why="every update is exact to float32", param_bytes=4,
-                       implementation="lpkit.memory.parameters:as_built"),
+                       implementation="lpkit.memory.update:as_built"),
     "bf16": ParamDtype(
         why="weights, gradients and residual stream in 2 bytes",
         source="Zamirai et al. 2020, arXiv:2010.06192", param_bytes=2, residual_bytes=2,
-        problem=_needs_bf16, implementation="lpkit.memory.parameters:in_bf16"),
+        problem=_needs_bf16, implementation="lpkit.memory.update:in_bf16"),
 }
 
 

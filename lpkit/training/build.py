@@ -325,13 +325,12 @@ def transformed(model: nn.Module, transforms: Iterable[Transform]) -> nn.Module:
 def environment(decisions: Decisions) -> dict[str, Any]:
     """Records where a run's numbers come from: versions, device, choices."""
     device = decisions.device
-    gpu = device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "lpkit": lpkit.__version__, "python": platform.python_version(), "torch": torch.__version__,
         "numpy": version("numpy"), "platform": platform.platform(),
-        "device": torch.cuda.get_device_name(device) if gpu else hardware.cpu_name(),
+        "device": hardware.device_name(device),
         "threads": torch.get_num_threads(), **hardware.provenance(device),
         "chosen": decisions.record,
     }

@@ -40,8 +40,7 @@ from lessons.ranks.rank_exercises import by_hand
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError
-from lpkit.measure.messages import DATA
-from lpkit.measure.tracking import Footprint
+from lpkit.measure.tracking import DATA, Footprint
 from lpkit.measure.updates import Bench
 from lpkit.parallel import replicas
 from lpkit.parallel.meeting import joined

@@ -29,7 +29,7 @@ from lessons.judging.judge import Exercise, adding_to
 from lessons.ranks.messages import sent_bytes
 from lessons.ranks.on_ranks import WORLD, OnRanks
 from lessons.ranks.rank_exercises import by_hand, meet_as
-from lpkit.measure.messages import MessageCount
+from lpkit.measure.tracking import MessageCount
 from lpkit.nn.attention import plain, plain_partial
 from lpkit.parallel import context
 from lpkit.parallel.context import Ring, part

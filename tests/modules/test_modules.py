@@ -24,8 +24,8 @@ from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure.tracking import Tracker
 from lpkit.modules.convert import CONVERTED, KEPT, LEFT, Converted, output_heads
-from lpkit.modules.predict import CLOSE, blocks_of
-from lpkit.modules.step import loss_of
+from lpkit.modules.predict import CLOSE
+from lpkit.modules.step import blocks_of, loss_of
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.linear import ScaledLinear
 from lpkit.presets import preset
@@ -694,8 +694,8 @@ sys.path.insert(0, sys.argv[1])
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 import lpkit
-from lpkit.modules.predict import CLOSE, blocks_of
-from lpkit.modules.step import loss_of
+from lpkit.modules.predict import CLOSE
+from lpkit.modules.step import blocks_of, loss_of
 from tests.modules.others_models import batch_of, model_of
 name, recipe, way = sys.argv[2:5]
 rank, world = int(sys.argv[5]), int(sys.argv[6])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config
-from lpkit.measure.messages import MessageCount
+from lpkit.measure.tracking import MessageCount
 from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
 from lpkit.parallel.cut import Cut

@@ -10,8 +10,8 @@ from lessons.ranks.messages import messages, sent_bytes
 from lpkit import predict_trace
 from lpkit.config import Config
 from lpkit.hardware import room
-from lpkit.measure.messages import MessageCount
 from lpkit.measure.trace import fake_world
+from lpkit.measure.tracking import MessageCount
 from lpkit.nn.transformer import Transformer
 from lpkit.parallel.ranks import all_gather, reduce_scatter
 from lpkit.predict import memory

@@ -27,8 +27,7 @@ from lpkit.contracts import Batch, Choice
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import choose
 from lpkit.measure import ranks as doctor_ranks
-from lpkit.measure.messages import MessageCount
-from lpkit.measure.tracking import Tracker
+from lpkit.measure.tracking import MessageCount, Tracker
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.meeting import joined
 from lpkit.parallel.processes import Place

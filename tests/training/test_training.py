@@ -52,7 +52,7 @@ UPDATES_THEMSELVES = {"bench/fsdp2.py", "bench/nanogpt.py", "training/steps.py",
                        # training.py: the estimate of a rule, which makes no update
                        "measure/matrix.py",
                        # a step of somebody's own loop, on shapes; a race of kernels
-                       "modules/predict.py", "modules/convert.py"}
+                       "modules/step.py", "modules/convert.py"}
 
 
 def test_nobody_else_updates_a_model():

@@ -1,5 +1,5 @@
 """What the ranks of a run send one another in an update: each collective, message by message, as
-tests/parallel/test_messages.py holds it to what `lpkit.measure.messages` counts."""
+tests/parallel/test_messages.py holds it to the counts of `lpkit.measure.tracking.MessageCount`."""
 
 import math
 from collections import Counter
