@@ -224,22 +224,15 @@ ATTENTION: dict[str, Backend] = {
                                      gpu_alone="needs a GPU, or TRITON_INTERPRET=1",
                                      interpreted=True, widest=FLASH_WIDTH, capability=(8, 0),
                                      instead="plain"), source=FLASH_2),
+    # PyTorch does not choose this kernel by itself
+    "sdpa-cudnn": Backend(why="cuDNN's kernel, or none", operations=OPERATIONS + "sdpa",
+                          implementation="lpkit.nn.attention:sdpa_cudnn", assumed=False,
+                          why_not=Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0)),
+                          source="https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/"
+                          "operations/Attention.html"),
 }
-# kernels that PyTorch does not choose by itself
-ATTENTION |= {name: Backend(
-    why=why, why_not=limits, source=source, operations=OPERATIONS + "sdpa", assumed=False,
-    implementation=f"lpkit.nn.library_attention:{name.replace('-', '_')}")
-    for name, why, source, limits in (
-        ("sdpa-cudnn", "cuDNN's kernel, or none",
-         "https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html",
-         Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0))),
-        ("flex", "FlexAttention, compiled for the mask",
-         "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
-         Limits(rule=("causal", *MASKS, "soft_cap", "sinks"), dtypes=("float32", *HALF),
-                gpu_alone="has no backward on a CPU")),
-        ("flash-attn", "the flash-attn package, version 2", FLASH_2,
-         Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
-                package="flash-attn")))}
+
+
 def why_not(name: str, asked: Attending) -> str:
     """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
     computes = KINDS[asked.model.attention.name].operations
