@@ -21,6 +21,7 @@ from lessons.cuda_on_cpu import for_cpu
 from lessons.draws import FP8, LARGEST, normal
 from lessons.figures.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.figures.style import COLOURS
+from lessons.judging.defects import defects
 from lessons.judging.judge import Exercise, adding_to
 from lessons.judging.launches import Launch, blank
 from lessons.judging.puzzles import Puzzle
@@ -29,7 +30,6 @@ from lessons.number_formats import encode, round_to
 from lessons.roofs import attainable_flops, ridge
 from lpkit import hardware
 from lpkit.kernels import cast, norm
-from lpkit.kernels.defects import defects
 from lpkit.kernels.kernel import difference
 from lpkit.predict.units import quantity
 from lpkit.techniques.formats import FORMATS
