@@ -65,45 +65,43 @@ def attention(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
 
 # ---- the kernels
 
-# What a program knows of its sequence b: which pairs count and how they score (None: not asked
-# for), the tiles that it meets, and the sizes of its tiles, which are constants.
-Task = namedtuple("Task", "b T documents window global_tokens table block across scale cap bound "
-                  "tiles counts listed E BLOCK_E BLOCK_Q BLOCK_K")
+# Of a batch's sequence b: which pairs count, and how they score; None: not asked for.
+Told = namedtuple("Told", "b T documents window global_tokens table block across scale cap")
 
 
 @jit
-def _tile(start, place, stride, task, ROWS: tl.constexpr, INSIDE: tl.constexpr):
+def _tile(start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+          INSIDE: tl.constexpr):
     """Rows `place`, place + 1, ... of a matrix (T, E), and zeros beside it. INSIDE: none is below
     it."""
-    row, e = tl.arange(0, ROWS), tl.arange(0, task.BLOCK_E)
+    row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
     where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
-    if INSIDE and task.E == task.BLOCK_E:
+    if INSIDE and E == BLOCK_E:
         tile = tl.load(where)
     elif INSIDE:
-        tile = tl.load(where, mask=(e < task.E)[None, :], other=0.0)
-    elif task.E == task.BLOCK_E:
-        tile = tl.load(where, mask=(place + row < task.T)[:, None], other=0.0)
+        tile = tl.load(where, mask=(e < E)[None, :], other=0.0)
+    elif E == BLOCK_E:
+        tile = tl.load(where, mask=(place + row < T)[:, None], other=0.0)
     else:
-        tile = tl.load(where, mask=(place + row < task.T)[:, None] & (e < task.E)[None, :],
-                       other=0.0)
+        tile = tl.load(where, mask=(place + row < T)[:, None] & (e < E)[None, :], other=0.0)
     return tile
 
 
 @jit
-def _put(tile, start, place, stride, task, ROWS: tl.constexpr):
-    row, e = tl.arange(0, ROWS), tl.arange(0, task.BLOCK_E)
+def _put(tile, start, place, stride, T, E: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr):
+    row, e = tl.arange(0, ROWS), tl.arange(0, BLOCK_E)
     where = start + tl.cast(place, tl.int64) * stride + (row[:, None] * stride + e[None, :])
-    inside = (place + row < task.T)[:, None] & (e < task.E)[None, :]
+    inside = (place + row < T)[:, None] & (e < E)[None, :]
     tl.store(where, tile.to(start.dtype.element_ty), mask=inside)
 
 
 @jit
-def _places(place, task, ROWS: tl.constexpr):
+def _places(place, told, ROWS: tl.constexpr):
     """The places of a tile, and the document of each."""
     places = place + tl.arange(0, ROWS)
     ids = places
-    if task.documents is not None:
-        ids = tl.load(task.documents + task.b * task.T + places, mask=places < task.T, other=-1)
+    if told.documents is not None:
+        ids = tl.load(told.documents + told.b * told.T + places, mask=places < told.T, other=-1)
     return places, ids
 
 
@@ -114,84 +112,86 @@ def _sums(lse, rows, T):
 
 
 @jit
-def _seen(rows, columns, row_ids, column_ids, task, MASKED: tl.constexpr):
+def _seen(rows, columns, row_ids, column_ids, told, MASKED: tl.constexpr):
     """`Rule.sees`, for queries and keys that broadcast."""
     seen = columns <= rows
-    if MASKED and task.window is not None:
-        seen = seen & ((rows - columns < task.window) | (columns < task.global_tokens))
-    if MASKED and task.table is not None:
-        at = (rows // task.block) * task.across + columns // task.block
-        seen = seen & (tl.load(task.table + at, mask=seen & (rows < task.T), other=0) != 0)
-    if MASKED and task.documents is not None:
+    if MASKED and told.window is not None:
+        seen = seen & ((rows - columns < told.window) | (columns < told.global_tokens))
+    if MASKED and told.table is not None:
+        at = (rows // told.block) * told.across + columns // told.block
+        seen = seen & (tl.load(told.table + at, mask=seen & (rows < told.T), other=0) != 0)
+    if MASKED and told.documents is not None:
         seen = seen & (row_ids == column_ids)
     return seen
 
 
 @jit
-def _score(products, task):
+def _score(products, told):
     """Times log2(e). And the share of the cap that is reached."""
-    scores = products * task.scale
+    scores = products * told.scale
     reached = scores
-    if task.cap is not None:
+    if told.cap is not None:
         reached = 1.0 - 2.0 / (tl.exp2(scores) + 1.0)       # tanh
-        scores = task.cap * reached
+        scores = told.cap * reached
     return scores, reached
 
 
 @jit
-def _slope(products, sums, values, deltas, seen, task, MASKED: tl.constexpr):
+def _slope(products, sums, values, deltas, seen, told, MASKED: tl.constexpr):
     """(p, ds) from q k^T and d_out v^T, or from both transposed."""
-    scores, reached = _score(products, task)
+    scores, reached = _score(products, told)
     p = tl.exp2(scores - sums)
     if MASKED:
         p = tl.where(seen, p, 0.0)
     ds = p * (values - deltas)
-    if task.cap is not None:
+    if told.cap is not None:
         ds *= 1.0 - reached * reached
     return p, ds
 
 
 @jit
-def _met(tile, task, BY_KEYS: tl.constexpr):
-    """The tiles that a tile of queries meets, or a tile of keys: of the tiles before `far` (with
-    global tokens), from `low` to `near` and from `whole` to `end` some pairs are left out, from
-    `near` to `whole` none. Where there are lists, these are places in them."""
-    if task.counts is not None:
-        far, end = tl.load(task.counts + 2 * tile), tl.load(task.counts + 2 * tile + 1)
+def _met(tile, told, bound, counts, BY_KEYS: tl.constexpr, BLOCK_Q: tl.constexpr,
+         BLOCK_K: tl.constexpr):
+    """The tiles that one of queries meets, or one of keys: of those before `far` (with global
+    tokens), from `low` to `near` and from `whole` to `end` some pairs are left out, from `near` to
+    `whole` none. Where there are lists, these are places in them."""
+    if counts is not None:
+        far, end = tl.load(counts + 2 * tile), tl.load(counts + 2 * tile + 1)
         low, near, whole = far, far, end
     elif BY_KEYS:
-        start = tile * task.BLOCK_K
-        end = tl.cdiv(task.T, task.BLOCK_Q)
-        far, low = start * 0, start // task.BLOCK_Q
-        near = tl.minimum(tl.cdiv(start + task.BLOCK_K - 1, task.BLOCK_Q), end)
+        start = tile * BLOCK_K
+        end = tl.cdiv(told.T, BLOCK_Q)
+        far, low = start * 0, start // BLOCK_Q
+        near = tl.minimum(tl.cdiv(start + BLOCK_K - 1, BLOCK_Q), end)
         whole = end
-        if task.window is not None:
-            reach = (start + task.BLOCK_K + task.window - 2) // task.BLOCK_Q + 1
-            end = tl.where(start < task.global_tokens, end, tl.minimum(end, reach))
+        if told.window is not None:
+            reach = (start + BLOCK_K + told.window - 2) // BLOCK_Q + 1
+            end = tl.where(start < told.global_tokens, end, tl.minimum(end, reach))
             near = tl.minimum(near, end)
-            whole = tl.maximum(tl.minimum((start + task.window) // task.BLOCK_Q, end), near)
-        if task.documents is not None:
-            end = tl.minimum(end, tl.load(task.bound + task.b * tl.num_programs(1) + tile) + 1)
+            whole = tl.maximum(tl.minimum((start + told.window) // BLOCK_Q, end), near)
+        if told.documents is not None:
+            end = tl.minimum(end, tl.load(bound + told.b * tl.num_programs(1) + tile) + 1)
             near, whole = end, end
     else:
-        start = tile * task.BLOCK_Q
-        end = tl.cdiv(tl.minimum(start + task.BLOCK_Q, task.T), task.BLOCK_K)
-        far, low, near, whole = start * 0, start * 0, start * 0, start // task.BLOCK_K
-        if task.window is not None:
-            low = tl.maximum(start - task.window + 1, 0) // task.BLOCK_K
-            near = tl.cdiv(tl.maximum(start + task.BLOCK_Q - task.window, 0), task.BLOCK_K)
+        start = tile * BLOCK_Q
+        end = tl.cdiv(tl.minimum(start + BLOCK_Q, told.T), BLOCK_K)
+        far, low, near, whole = start * 0, start * 0, start * 0, start // BLOCK_K
+        if told.window is not None:
+            low = tl.maximum(start - told.window + 1, 0) // BLOCK_K
+            near = tl.cdiv(tl.maximum(start + BLOCK_Q - told.window, 0), BLOCK_K)
             near = tl.minimum(near, whole)
-        if task.documents is not None:
-            low = tl.maximum(low, tl.load(task.bound + task.b * tl.num_programs(1) + tile))
+        if told.documents is not None:
+            low = tl.maximum(low, tl.load(bound + told.b * tl.num_programs(1) + tile))
             near, whole = end, end
-        if task.window is not None:
-            far = tl.minimum(tl.cdiv(task.global_tokens, task.BLOCK_K), low)
+        if told.window is not None:
+            far = tl.minimum(tl.cdiv(told.global_tokens, BLOCK_K), low)
     return far, low, near, whole, end
 
 
 @jit
-def _part(step: tl.constexpr, state, own, met, tile, repeats, task, MASKED: tl.constexpr,
-          BY_KEYS: tl.constexpr):
+def _part(step: tl.constexpr, state, own, met, tile, repeats, told, tiles, listed,
+          MASKED: tl.constexpr, BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+          BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     far, low, near, whole, end = met
     count = far + near - low + end - whole if MASKED else whole - near
     # the heads of a group one after the other, in one loop, so that loads go on between them
@@ -202,32 +202,37 @@ def _part(step: tl.constexpr, state, own, met, tile, repeats, task, MASKED: tl.c
             second = i - far
             third = second - (near - low)
             at = tl.where(second < 0, i, tl.where(third < 0, low + second, whole + third))
-        if task.tiles is not None:
-            at = tl.load(task.tiles + tile * task.listed + at)
-        state = step(state, own, at, h, task, MASKED)
+        if tiles is not None:
+            at = tl.load(tiles + tile * listed + at)
+        state = step(state, own, at, h, told, MASKED, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     return state
 
 
 @jit
-def _over(step: tl.constexpr, state, own, tile, repeats, task, BY_KEYS: tl.constexpr):
+def _over(step: tl.constexpr, state, own, tile, repeats, told, bound, tiles, counts, listed,
+          BY_KEYS: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr,
+          BLOCK_K: tl.constexpr):
     """`state` after each tile that this one meets: those with a mask, then those without."""
-    met = _met(tile, task, BY_KEYS)
-    state = _part(step, state, own, met, tile, repeats, task, True, BY_KEYS)
-    if task.documents is None:
-        state = _part(step, state, own, met, tile, repeats, task, False, BY_KEYS)
+    met = _met(tile, told, bound, counts, BY_KEYS, BLOCK_Q, BLOCK_K)
+    state = _part(step, state, own, met, tile, repeats, told, tiles, listed, True, BY_KEYS, E,
+                  BLOCK_E, BLOCK_Q, BLOCK_K)
+    if told.documents is None:
+        state = _part(step, state, own, met, tile, repeats, told, tiles, listed, False, BY_KEYS, E,
+                      BLOCK_E, BLOCK_Q, BLOCK_K)
     return state
 
 
 @jit
-def _attend(state, own, at, h, task, MASKED: tl.constexpr):
+def _attend(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+            BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """One tile of keys."""
     total, top, weight = state
     queries, rows, ids, k, v, k_t, v_t = own
-    place = at * task.BLOCK_K
-    columns, column_ids = _places(place, task, task.BLOCK_K)
-    keys = _tile(k, place, k_t, task, task.BLOCK_K, not MASKED)
-    scores, _ = _score(tl.dot(queries, keys.T, input_precision="ieee"), task)
-    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], task, MASKED)
+    place = at * BLOCK_K
+    columns, column_ids = _places(place, told, BLOCK_K)
+    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    scores, _ = _score(tl.dot(queries, keys.T, input_precision="ieee"), told)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
@@ -235,7 +240,7 @@ def _attend(state, own, at, h, task, MASKED: tl.constexpr):
     shift = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
     p = tl.exp2(scores - shift[:, None])
     before = tl.exp2(top - shift)
-    values = _tile(v, place, v_t, task, task.BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
     total = tl.dot(p.to(values.dtype), values, total * before[:, None], input_precision="ieee")
     return total, higher, weight * before + tl.sum(p, 1)
 
@@ -249,10 +254,9 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place = h // repeats, tile * BLOCK_Q
-    task = Task(b, T, documents, window, global_tokens, table, block, across, scale, cap, bound,
-                tiles, counts, listed, E, BLOCK_E, BLOCK_Q, BLOCK_K)
-    rows, ids = _places(place, task, BLOCK_Q)
-    queries = _tile(q + b * q_b + h * q_h, place, q_t, task, BLOCK_Q, False)
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, told, BLOCK_Q)
+    queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
     total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     weight = tl.zeros((BLOCK_Q,), tl.float32)
@@ -260,24 +264,26 @@ def _forward(q, k, v, documents, sinks, bound, tiles, counts, table, out, lse, q
         top = tl.zeros_like(top) + tl.load(sinks + h).to(tl.float32) * 1.4426950408889634
         weight += 1.0
     own = queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t
-    total, top, weight = _over(_attend, (total, top, weight), own, tile, 1, task, False)
+    total, top, weight = _over(_attend, (total, top, weight), own, tile, 1, told, bound, tiles,
+                               counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
     total = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
-    _put(total, out + (b * T * H + h) * E, place, H * E, task, BLOCK_Q)
+    _put(total, out + (b * T * H + h) * E, place, H * E, T, E, BLOCK_E, BLOCK_Q)
     # weight is 0 where nothing was seen, and its logarithm -inf
     tl.store(lse + head * T + rows, (top + tl.log2(weight)) * 0.6931471805599453, mask=rows < T)
 
 
 @jit
-def _to_queries(state, own, at, h, task, MASKED: tl.constexpr):
+def _to_queries(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr,
+                BLOCK_E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """dq of one tile of keys."""
     queries, rows, ids, k, v, k_t, v_t, grads, sums, deltas = own
-    place = at * task.BLOCK_K
-    columns, column_ids = _places(place, task, task.BLOCK_K)
-    keys = _tile(k, place, k_t, task, task.BLOCK_K, not MASKED)
-    values = _tile(v, place, v_t, task, task.BLOCK_K, not MASKED)
-    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], task, MASKED)
+    place = at * BLOCK_K
+    columns, column_ids = _places(place, told, BLOCK_K)
+    keys = _tile(k, place, k_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    values = _tile(v, place, v_t, told.T, E, BLOCK_E, BLOCK_K, not MASKED)
+    seen = _seen(rows[:, None], columns[None, :], ids[:, None], column_ids[None, :], told, MASKED)
     _, ds = _slope(tl.dot(queries, keys.T, input_precision="ieee"), sums[:, None],
-                   tl.dot(grads, values.T, input_precision="ieee"), deltas[:, None], seen, task,
+                   tl.dot(grads, values.T, input_precision="ieee"), deltas[:, None], seen, told,
                    MASKED)
     return tl.dot(ds.to(keys.dtype), keys, state, input_precision="ieee")
 
@@ -291,36 +297,36 @@ def _backward_queries(q, k, v, documents, bound, tiles, counts, table, out, lse,
     head, tile = tl.program_id(0).to(tl.int64), tl.num_programs(1) - 1 - tl.program_id(1)
     b, h = head // H, head % H
     g, place, at_head = h // repeats, tile * BLOCK_Q, (b * T * H + h) * E
-    task = Task(b, T, documents, window, global_tokens, table, block, across, scale, cap, bound,
-                tiles, counts, listed, E, BLOCK_E, BLOCK_Q, BLOCK_K)
-    rows, ids = _places(place, task, BLOCK_Q)
-    grads = _tile(d_out + at_head, place, H * E, task, BLOCK_Q, False)
-    results = _tile(out + at_head, place, H * E, task, BLOCK_Q, False)
-    delta = tl.sum(grads.to(tl.float32) * results.to(tl.float32), 1)
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    rows, ids = _places(place, told, BLOCK_Q)
+    grads = _tile(d_out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    made = _tile(out + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q, False)
+    delta = tl.sum(grads.to(tl.float32) * made.to(tl.float32), 1)
     tl.store(deltas + head * T + rows, delta, mask=rows < T)
     sums = _sums(lse + head * T, rows, T)
-    queries = _tile(q + b * q_b + h * q_h, place, q_t, task, BLOCK_Q, False)
+    queries = _tile(q + b * q_b + h * q_h, place, q_t, T, E, BLOCK_E, BLOCK_Q, False)
     own = (queries, rows, ids, k + b * k_b + g * k_h, v + b * v_b + g * v_h, k_t, v_t, grads, sums,
            delta)
-    total = tl.zeros((BLOCK_Q, BLOCK_E), tl.float32)
-    total = _over(_to_queries, total, own, tile, 1, task, False)
-    _put(total * slope, dq + at_head, place, H * E, task, BLOCK_Q)
+    total = _over(_to_queries, tl.zeros((BLOCK_Q, BLOCK_E), tl.float32), own, tile, 1, told, bound,
+                  tiles, counts, listed, False, E, BLOCK_E, BLOCK_Q, BLOCK_K)
+    _put(total * slope, dq + at_head, place, H * E, T, E, BLOCK_E, BLOCK_Q)
 
 
 @jit
-def _to_keys(state, own, at, h, task, MASKED: tl.constexpr):
+def _to_keys(state, own, at, h, told, MASKED: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+             BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """dk and dv of one tile of queries; scores are transposed, (keys, queries)."""
     dk, dv = state
     keys, values, columns, ids, q, d_out, lse, deltas, q_h, q_t, out_t = own
-    place, h = at * task.BLOCK_Q, tl.cast(h, tl.int64)
-    rows, row_ids = _places(place, task, task.BLOCK_Q)
-    queries = _tile(q + h * q_h, place, q_t, task, task.BLOCK_Q, False)
-    grads = _tile(d_out + h * task.E, place, out_t, task, task.BLOCK_Q, False)
-    sums = _sums(lse + h * task.T, rows, task.T)
-    delta = tl.load(deltas + h * task.T + rows, mask=rows < task.T, other=0.0)
-    seen = _seen(rows[None, :], columns[:, None], row_ids[None, :], ids[:, None], task, MASKED)
+    place, h = at * BLOCK_Q, tl.cast(h, tl.int64)
+    rows, row_ids = _places(place, told, BLOCK_Q)
+    queries = _tile(q + h * q_h, place, q_t, told.T, E, BLOCK_E, BLOCK_Q, False)
+    grads = _tile(d_out + h * E, place, out_t, told.T, E, BLOCK_E, BLOCK_Q, False)
+    sums = _sums(lse + h * told.T, rows, told.T)
+    delta = tl.load(deltas + h * told.T + rows, mask=rows < told.T, other=0.0)
+    seen = _seen(rows[None, :], columns[:, None], row_ids[None, :], ids[:, None], told, MASKED)
     p, ds = _slope(tl.dot(keys, queries.T, input_precision="ieee"), sums[None, :],
-                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], seen, task,
+                   tl.dot(values, grads.T, input_precision="ieee"), delta[None, :], seen, told,
                    MASKED)
     dv = tl.dot(p.to(grads.dtype), grads, dv, input_precision="ieee")
     return tl.dot(ds.to(queries.dtype), queries, dk, input_precision="ieee"), dv
@@ -335,17 +341,17 @@ def _backward_keys(q, k, v, documents, bound, tiles, counts, table, lse, d_out, 
     groups = H // repeats
     b, g = head // groups, head % groups
     h, place, at_head = g * repeats, tile * BLOCK_K, (b * T * groups + g) * E
-    task = Task(b, T, documents, window, global_tokens, table, block, across, scale, cap, bound,
-                tiles, counts, listed, E, BLOCK_E, BLOCK_Q, BLOCK_K)
-    columns, ids = _places(place, task, BLOCK_K)
-    keys = _tile(k + b * k_b + g * k_h, place, k_t, task, BLOCK_K, False)
-    values = _tile(v + b * v_b + g * v_h, place, v_t, task, BLOCK_K, False)
+    told = Told(b, T, documents, window, global_tokens, table, block, across, scale, cap)
+    columns, ids = _places(place, told, BLOCK_K)
+    keys = _tile(k + b * k_b + g * k_h, place, k_t, T, E, BLOCK_E, BLOCK_K, False)
+    values = _tile(v + b * v_b + g * v_h, place, v_t, T, E, BLOCK_E, BLOCK_K, False)
     own = (keys, values, columns, ids, q + b * q_b + h * q_h, d_out + (b * T * H + h) * E,
            lse + (b * H + h) * T, deltas + (b * H + h) * T, q_h, q_t, H * E)
     none = tl.zeros((BLOCK_K, BLOCK_E), tl.float32)
-    of_keys, of_values = _over(_to_keys, (none, none), own, tile, repeats, task, True)
-    _put(of_keys * slope, dk + at_head, place, groups * E, task, BLOCK_K)
-    _put(of_values, dv + at_head, place, groups * E, task, BLOCK_K)
+    of_keys, of_values = _over(_to_keys, (none, none), own, tile, repeats, told, bound, tiles,
+                               counts, listed, True, E, BLOCK_E, BLOCK_Q, BLOCK_K)
+    _put(of_keys * slope, dk + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
+    _put(of_values, dv + at_head, place, groups * E, T, E, BLOCK_E, BLOCK_K)
 
 
 # ---- the operators
