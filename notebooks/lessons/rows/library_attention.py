@@ -2,7 +2,7 @@
 
     lpkit train cpu-3m system.attention=flex --import lessons.rows.library_attention
 
-With the import, `system.attention=auto` races them on a GPU, too.
+With the import, `system.attention=auto` races them on a GPU, and `lpkit doctor` tries them.
 """
 
 from lpkit.techniques.attention import OPERATIONS
