@@ -8,7 +8,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
@@ -78,7 +77,6 @@ class Limits:
     widest: int = 0                     # head; 0: any. Multiples of `multiple`
     multiple: int = 1
     capability: tuple[int, int] = (0, 0)
-    package: str = ""                   # that has to be installed
     instead: str = ""                   # the row that can; "": the nearest
 
     def __call__(self, asked: Attending) -> str:
@@ -95,8 +93,6 @@ class Limits:
         elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
         if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
-        if asked.here and self.package and not _installed(self.package):
-            yield f"needs the package {self.package}, which is not installed here"
         if asked.capability is not None and asked.capability < self.capability:
             yield "needs compute capability {}.{}, and here is {}.{}".format(*self.capability,
                                                                              *asked.capability)
@@ -139,14 +135,6 @@ def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[...
         return attend(q, k, v, documents, sinks, rule=rule, **how)
 
     return checked
-
-
-@functools.cache
-def _installed(package: str) -> bool:
-    try:
-        return bool(version(package))
-    except PackageNotFoundError:
-        return False
 
 
 def able(asked: Attending) -> list[str]:
