@@ -44,7 +44,7 @@ def swiglu_pytorch(x: Tensor) -> Tensor:
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which under
-    autocast is wider than x's."""
+    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which
+    under autocast is wider than x's."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

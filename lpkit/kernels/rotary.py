@@ -84,5 +84,5 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 
 ROTARY = Kernel(
-    definition=rounded_once(rotate_pytorch), versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
-    examples=_examples, gradients=(0,))
+    definition=rounded_once(rotate_pytorch), examples=_examples, gradients=(0,),
+    versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply})

@@ -98,5 +98,5 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 
 SWIGLU = Kernel(
-    definition=rounded_once(swiglu_pytorch), versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
-    examples=_examples, gradients=(0,))
+    definition=rounded_once(swiglu_pytorch), examples=_examples, gradients=(0,),
+    versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply})

@@ -1,8 +1,8 @@
 """A backend multiplies; `lpkit.techniques.recipes.BACKENDS` has the rows.
 
-`choose` says which backend runs a recipe here and why the others do not. A backend is tried where it
-is, so a reason is the library's or the device's, never a guess by name; and it is imported when it
-is tried.
+`choose` says which backend runs a recipe here and why the others do not. A backend is tried where
+it is, so a reason is the library's or the device's, never a guess by name; and it is imported when
+it is tried.
 """
 
 from __future__ import annotations

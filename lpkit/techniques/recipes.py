@@ -301,8 +301,8 @@ add("int8", _int8, CastSettings(),
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
 
 
-# Who multiplies, `precision.backend`: an implementation is a `lpkit.precision.backends.Backend`. With
-# `auto` the first that can is taken, if it may be.
+# Who multiplies, `precision.backend`: an implementation is a `lpkit.precision.backends.Backend`.
+# With `auto` the first that can is taken, if it may be.
 BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for name, where, why in (
     ("pytorch", "backends:PYTORCH", "recipes that cast nothing: nn.Linear under autocast"),
     ("scaled_mm", "scaled_mm:SCALED_MM", "torch._scaled_mm and F.scaled_mm: tensor cores of Ada, "
