@@ -12,7 +12,6 @@ from pkgutil import resolve_name
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lpkit.config import ModelConfig
 from lpkit.contracts import Attend, Partial
@@ -87,14 +86,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
     places = torch.arange(q.shape[2], device=q.device)
     return F.scaled_dot_product_attention(q, k, v, sees(rule, places, places, documents),
                                           enable_gqa=grouped)
-
-
-@limited("sdpa-cudnn")
-def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
-               sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
-    """cuDNN's kernel. PyTorch raises RuntimeError if this kernel cannot."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa(q, k, v, documents, sinks, rule=rule)
 
 
 class Softmax(nn.Module):

@@ -8,6 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 from lpkit.errors import ConfigError, pick
@@ -77,6 +78,7 @@ class Limits:
     widest: int = 0                     # head; 0: any. Multiples of `multiple`
     multiple: int = 1
     capability: tuple[int, int] = (0, 0)
+    package: str = ""                   # that has to be installed
     instead: str = ""                   # the row that can; "": the nearest
 
     def __call__(self, asked: Attending) -> str:
@@ -93,6 +95,8 @@ class Limits:
         elsewhere = not self.gpu_alone or (self.interpreted and asked.interpreter)
         if asked.device != "gpu" and not elsewhere:
             yield self.gpu_alone
+        if asked.here and self.package and not _installed(self.package):
+            yield f"needs the package {self.package}, which is not installed here"
         if asked.capability is not None and asked.capability < self.capability:
             yield "needs compute capability {}.{}, and here is {}.{}".format(*self.capability,
                                                                              *asked.capability)
@@ -135,6 +139,14 @@ def limited(name: str, attend: Callable[..., Any] | None = None) -> Callable[...
         return attend(q, k, v, documents, sinks, rule=rule, **how)
 
     return checked
+
+
+@functools.cache
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
 
 
 def able(asked: Attending) -> list[str]:
@@ -212,15 +224,22 @@ ATTENTION: dict[str, Backend] = {
                                      gpu_alone="needs a GPU, or TRITON_INTERPRET=1",
                                      interpreted=True, widest=FLASH_WIDTH, capability=(8, 0),
                                      instead="plain"), source=FLASH_2),
-    # PyTorch does not choose this kernel by itself
-    "sdpa-cudnn": Backend(why="cuDNN's kernel, or none", operations=OPERATIONS + "sdpa",
-                          implementation="lpkit.nn.attention:sdpa_cudnn", assumed=False,
-                          why_not=Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0)),
-                          source="https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/"
-                          "operations/Attention.html"),
 }
-
-
+# kernels that PyTorch does not choose by itself
+ATTENTION |= {name: Backend(
+    why=why, why_not=limits, source=source, operations=OPERATIONS + "sdpa", assumed=False,
+    implementation=f"lpkit.nn.library_attention:{name.replace('-', '_')}")
+    for name, why, source, limits in (
+        ("sdpa-cudnn", "cuDNN's kernel, or none",
+         "https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html",
+         Limits(rule=MASKS, widest=256, multiple=8, capability=(8, 0))),
+        ("flex", "FlexAttention, compiled for the mask",
+         "Dong et al. 2024, https://arxiv.org/abs/2412.05496",
+         Limits(rule=("causal", *MASKS, "soft_cap", "sinks"), dtypes=("float32", *HALF),
+                gpu_alone="has no backward on a CPU")),
+        ("flash-attn", "the flash-attn package, version 2", FLASH_2,
+         Limits(rule=("window", "documents", "soft_cap"), widest=256, capability=(8, 0),
+                package="flash-attn")))}
 def why_not(name: str, asked: Attending) -> str:
     """Says why a backend cannot, in one clause, and the nearest that can; empty: it can."""
     computes = KINDS[asked.model.attention.name].operations

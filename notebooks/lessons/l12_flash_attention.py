@@ -35,7 +35,6 @@ from lessons.figures.colours import ANSWER_COLOURS, SYMBOLS, WARNING, lines_of
 from lessons.figures.drawing import BYTES, axis, box, columns, figure, heat, note, rule, scatter
 from lessons.figures.style import COLOURS
 from lessons.judging.judge import Exercise, adding_to
-from lessons.rows import library_attention  # noqa: F401  adds rows
 from lessons.rows import linear_attention as linear_attention
 from lessons.saved import kept
 from lessons.terms import Lettered, letter

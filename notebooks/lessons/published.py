@@ -18,7 +18,6 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lpkit.config import Config, ModelConfig, PrecisionConfig, SystemConfig
 from lpkit.errors import ConfigError, pick
 from lpkit.files import resource

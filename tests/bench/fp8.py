@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lpkit import hardware
 from lpkit.config import Config
 from lpkit.errors import ConfigError

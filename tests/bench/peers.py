@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import lessons.rows.library_attention  # noqa: F401  adds rows
-from lessons.rows.library_attention_torch import flash_attn
 from lpkit.errors import ConfigError
 from lpkit.kernels.choose import compiled, why_not
 from lpkit.kernels.kernel import Version
 from lpkit.kernels.scales import stored_dtype
 from lpkit.nn.attention import sdpa
+from lpkit.nn.library_attention import flash_attn
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import Cast

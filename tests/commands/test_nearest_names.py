@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import lessons.rows.library_attention
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lpkit.cli import COMMANDS
 from lpkit.config import Config

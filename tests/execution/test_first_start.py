@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lessons.rows import library_attention_torch
 from lpkit import cli
 from lpkit.config import Config
 from lpkit.errors import ConfigError
@@ -18,6 +17,7 @@ from lpkit.kernels import choose as choosing
 from lpkit.kernels import cross_entropy as cross_entropy_rows
 from lpkit.kernels import jit
 from lpkit.kernels.choose import choose
+from lpkit.nn import library_attention as library_attention_torch
 from lpkit.optim import one_pass
 from lpkit.techniques.attention_backends import Attending
 from lpkit.techniques.kernels import KERNELS

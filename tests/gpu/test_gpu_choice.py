@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lessons.rows import library_attention_torch
 from lpkit import cli, hardware, machine_facts
 from lpkit.commands import doctor as doctor_command
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import doctor
+from lpkit.nn import library_attention as library_attention_torch
 from lpkit.parallel.ranks import Ranks
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.attention import Rule

@@ -14,7 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.kernels.interpreter import mend

@@ -21,7 +21,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import lessons.rows.library_attention
 import lessons.rows.masked  # noqa: F401  adds rows
 from lpkit import functions
 from lpkit.config import Config, ModelConfig

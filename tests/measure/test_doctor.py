@@ -63,7 +63,7 @@ def test_what_every_torch_can_do_works_here(report):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
 def test_without_a_gpu_the_gpu_rows_say_so(report):
     found = {row["name"]: row for row in report["probes"]}
-    for name in ("tf32", "mxfp8, scaled_mm", "nvfp4, scaled_mm", "sdpa-cudnn", "nccl", "triton",
+    for name in ("tf32", "mxfp8, scaled_mm", "nvfp4, scaled_mm", "flash-attn", "nccl", "triton",
                  "fp8 stores"):
         assert not found[name]["works"] and found[name]["why"] and found[name]["nearest"]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lpkit.commands.doctor import Page
 from lpkit.errors import ConfigError
 from lpkit.measure import matrix, probes

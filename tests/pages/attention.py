@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-import lessons.rows.library_attention
 import lessons.rows.linear_attention
 import lessons.rows.masked  # noqa: F401  adds rows
 from lessons.l12_flash_attention import cell

@@ -4,10 +4,9 @@ they need. Each rule has its source; `lpkit.measure.matrix` tries the machine at
 from functools import cache
 from typing import NamedTuple
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
-from lessons.rows.library_linears_torch import Library
 from lpkit.measure.matrix import backends_of
 from lpkit.precision.backends import BACKENDS
+from lpkit.precision.libraries import Library
 from lpkit.techniques.hardware import (
     FNUZ,
     ISSUE,

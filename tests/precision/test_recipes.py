@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lpkit.config import Config, flat
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError

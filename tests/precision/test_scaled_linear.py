@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
 from lessons.number_formats import round_to, values
 from lpkit.errors import ConfigError
 from lpkit.kernels.cast import Noise

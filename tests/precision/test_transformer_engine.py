@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-import lessons.rows.library_linears  # noqa: F401  adds rows
-from lessons.rows.library_linears_torch import TransformerEngineLinear
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import LowPrecision
+from lpkit.precision.libraries import TransformerEngineLinear
 from lpkit.techniques.recipes import RECIPES
 from lpkit.training.build import made
 from lpkit.training.training import _saved

@@ -122,9 +122,7 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
         assert outside <= {"lessons", "lpkit", "nbformat", "torch", "triton", "anywidget",
                            "ipywidgets", "numpy", "psutil", "safetensors",
-                           "traitlets", "IPython", "PIL", "matplotlib",
-                           # whose Linears and attention are rows
-                           "flash_attn", "torchao", "transformer_engine"}, (path.name, outside)
+                          "traitlets", "IPython", "PIL", "matplotlib"}, (path.name, outside)
 
 
 # a command, its module

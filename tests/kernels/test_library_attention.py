@@ -10,11 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
-import lessons.rows.library_attention  # noqa: F401  adds rows
-from lessons.rows import library_attention_torch as libraries
 from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config, ModelConfig
 from lpkit.errors import ConfigError
+from lpkit.nn import library_attention as libraries
 from lpkit.nn.attention import backend, plain
 from lpkit.nn.transformer import Transformer
 from lpkit.techniques.attention import Rule

@@ -1,5 +1,6 @@
 """Linears of libraries for recipes as they are: NVIDIA's te.Linear under one te.autocast, and
-torchao's Float8Linear and INT8 Linear, where they are installed. `library_linears.py` has the rows.
+torchao's Float8Linear and INT8 Linear, where they are installed. `lpkit.techniques.recipes.BACKENDS`
+has the rows.
 """
 
 from __future__ import annotations

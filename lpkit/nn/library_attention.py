@@ -1,8 +1,10 @@
-"""FlexAttention and flash-attn as backends of attention; `library_attention.py` has their rows.
+"""Attention by libraries: PyTorch's kernels by name, FlexAttention, flash-attn.
 
-A library is imported when it is called. Signatures are those of torch 2.11 and newer
-(`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105 (`flash_attn_interface.py`). Packed
-documents are one after the other.
+Each is a row of `lpkit.techniques.attention_backends` and computes what `attention.plain` does;
+the row says what it cannot. A library is imported when it is called. Signatures are those of torch
+2.11 and newer (`tests/gpu/test_oldest_torch.py`), flash-attn at 0251105
+(`flash_attn_interface.py`).
+Packed documents lie one after the other.
 
 Shapes: q (B, H, T, E), k and v (B, G, T, E), documents (B, T), sinks (H,); the result is like q.
 """
@@ -16,15 +18,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lpkit.kernels import jit
-from lpkit.nn.attention import CAUSAL
+from lpkit.nn.attention import CAUSAL, sdpa
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import limited
 
 EAGER_MASK = 1024       # tokens, up to which a mask is not worth the seconds of compiling it
 
+
+@limited("sdpa-cudnn")
+def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
+               sinks: Tensor | None = None, *, rule: Rule = CAUSAL) -> Tensor:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):       # PyTorch raises if this kernel cannot
+        return sdpa(q, k, v, documents, sinks, rule=rule)
+
+
+# FlexAttention
 
 @limited("flex")
 def flex(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None,
