@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 FOLDERS = ("notebooks", *(f"notebooks/lessons{room}" for room in ("", "/figures", "/judging", "/ranks",
                                                                   "/rows")),
-           "notebooks/hosting", "notebooks/experiments", "data/measured", "data/published")
+           "notebooks/hosting", "notebooks/hosting/commands", "notebooks/experiments", "data/measured", "data/published")
 BESIDE = {f"lpkit.{folder}".replace("/", "."): folder for folder in FOLDERS}
 
 setup(

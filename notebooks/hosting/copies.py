@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hosting.notebooks import MOST_BYTES, by_name, parse, tagged
 from lessons import way_back
 from lpkit import files
-from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
 from lpkit.errors import ConfigError, named, shown
 
 if TYPE_CHECKING:

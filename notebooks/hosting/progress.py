@@ -11,7 +11,6 @@ is reported later begins anew. A line that a kill cut off was never acknowledged
 Sources: JupyterHub 6, `HubOAuthenticated`; MDN, Content-Security-Policy.
 """
 
-import argparse
 import contextlib
 import csv
 import io
@@ -28,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from hosting import room as rooms
-from hosting.room import FOLDER, cut
+from hosting.room import cut
 from lpkit import records
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import locked, move_into, sync, whole_file
+from lpkit.files import locked, move_into, sync
 from lpkit.processes import tell
-from lpkit.tables import text_table
 
 TEXTS = ("id", "kind", "notebook", "name", "verdict", "unit")
 NUMBERS = ("attempts", "seconds", "value", "factor", "measured", "time")
@@ -236,46 +234,7 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
             last, told = line, time.monotonic()
 
 
-# ---- lpkit progress
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--room", type=Path, default=FOLDER, metavar="DIR",
-                        help=f"folder of the room (default {FOLDER})")
-    parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="read these files "
-                        "instead, for rooms without a hub: learners have them in their data "
-                        "directories, as lpkit/learner.json or lpkit/course/learner.json")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all reports as a table")
-    parser.add_argument("--delete", action="store_true", help="delete all reports of the room and "
-                        "the random names of its learners")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.collect and args.delete:
-        raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
-    store = Store(args.room)
-    if not args.collect and not (args.room / "room.json").exists():
-        raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, or "
-                          f"files of learners with --collect")
-    events = [event for path in args.collect for event in collected(path)] if args.collect else \
-        store.events()
-    if args.csv:
-        with whole_file(args.csv) as temporary:
-            temporary.write_text(table(events))
-    return {"problems": store.problems, "reports": len(events), "learners": len({one["pseudonym"] for one in events}),
-            "exercises": stops(events), "csv": str(args.csv or ""),
-            "deleted": store.delete() if args.delete else 0}
-
-
-def text(result: dict[str, Any]) -> str:
-    lines = [*result["problems"], f"{result['reports']} reports of {result['learners']} learners"]
-    if result["exercises"]:
-        lines += ["", text_table([("exercise", "right", "not yet"), *(
-            (name, str(one["right"]), str(one["not_yet"])) for name, one in
-            result["exercises"].items())])]
-    lines += [f"wrote all reports to {named(result['csv'])}"] if result["csv"] else []
-    lines += [f"deleted {result['deleted']} reports"] if result["deleted"] else []
-    return "\n".join(lines)
-
+# ---- What stops learners, and files that they hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """By exercise: how many learners have it right, and how many tried and have not; what stops most

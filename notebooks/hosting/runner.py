@@ -1,12 +1,10 @@
-"""Run notebooks without a browser: declared parameters only, and a record of what happened that
-survives a crash.
+"""Run notebooks without a browser, and keep a record of what happened that survives a crash.
 
-nbclient runs the cells. papermill, which does, too, would execute the *names* of parameters as
-code, take "false" for a true value, write `completed` over every cell of a kernel that was killed,
-and take a notebook that leaves half-way with `sys.exit(0)` for one that succeeded. So this module
-reads what the cell tagged `parameters` declares from its syntax tree, converts what was asked by
-annotation, counts the cells that ran, and keeps its own record: NAME.json beside NAME.ipynb,
-replaced whole at the start, as each cell begins and at the end. Seconds and bytes throughout.
+nbclient runs the cells. papermill, which does, too, would write `completed` over every cell of a
+kernel that was killed, and take a notebook that leaves half-way with `sys.exit(0)` for one that
+succeeded. So this module counts the cells that ran, and keeps its own record: NAME.json beside
+NAME.ipynb, replaced whole at the start, as each cell begins and at the end. Seconds and bytes
+throughout.
 
 A notebook claims something: `with claim("..."):` in its cell tagged `claim` says it in one line,
 and the asserts within hold it. Such a cell is also tagged `raises-exception`: the cells below it
@@ -18,60 +16,40 @@ import ast
 import contextlib
 import copy
 import dataclasses
-import io
-import itertools
 import json
 import os
 import platform
-import re
 import signal
 import sys
 import threading
 import time
-import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hosting.notebooks import claim, read, tagged
+from hosting.parameters import INJECTED, choose, grid, parameters, with_parameters
+from lessons.claims import cards, verdict
+from lessons.figures import WIDGET_MIME
 from lpkit import processes
-from lpkit.config import key_and_value
-from lpkit.course.claims import cards, verdict
-from lpkit.errors import ConfigError, named, nearest, pick, shown
-from lpkit.files import read_text, resource, write_atomically
+from lpkit.errors import ConfigError
+from lpkit.files import write_atomically
 from lpkit.machine_facts import cores, status_bytes, versions
-from lpkit.values import convert
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 FORMAT = "lpkit-notebook-run"
-INJECTED = "injected-parameters"
-SET = "# Parameters"        # how the cell opens that sets them, papermill's too
-TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no space in the type
 SAMPLE_SECONDS = 0.1
 UNFINISHED = ("asked", "running")
-MOST_BYTES = 1 << 28        # of a notebook
-WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
-KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 PEAK_HOW = ("resident bytes of the kernel and its children, sampled every 0.1 s, shared pages "
             "counted in each; at least the kernel's own VmHWM")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """One line of a parameters cell: `steps: int = 200  # updates`, or, since papermill's own
-    reader takes no quotes in an annotation, `name = "a"  # type: Literal["a","b"] a name`."""
-
-    kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
-    annotation: str         # as written
-    default: Any
-    comment: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,251 +70,6 @@ class Job:
     def record(self) -> Path:
         return self.out / f"{self.label}.json"
 
-
-# --- what a notebook declares
-
-def course() -> list[Path]:
-    """The notebooks of the course, in order: `notebooks/` here, or the project's own."""
-    for place in (Path.cwd() / "notebooks", resource("notebooks")):
-        if place.is_dir():
-            return sorted(place.glob("*.ipynb"))
-    raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the "
-                      "path of a notebook")
-
-
-def find(name: str) -> Path:
-    """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the
-    nearest name."""
-    if name.endswith(".ipynb") or os.sep in name:
-        if not Path(name).is_file():
-            raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
-                              f"the course")
-        return Path(name).resolve()
-    return by_name(course(), name)
-
-
-def by_name(paths: Iterable[Path], name: str) -> Path:
-    """The one of this stem, of the number that opens it, or of the rest. Raises ConfigError, with
-    all numbers for a number."""
-    known: dict[str, Path] = {}
-    for path in paths:
-        number, _, rest = path.stem.partition("_")
-        known |= {path.stem: path, number: path, rest or number: path}
-    if name.isdecimal():
-        known = {number: path for number, path in known.items() if number.isdecimal()}
-    return pick(known, name, "notebook")
-
-
-def read(path: Path) -> "NotebookNode":
-    book = parse(read_text(path, MOST_BYTES), path.name)
-    kernel = book.metadata.get("kernelspec", {}).get("name")
-    if kernel != "python3":
-        raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
-                          f"here")
-    return book
-
-
-def parse(text: str, name: str) -> "NotebookNode":
-    """Raises ConfigError, with the `name` of the file, for what is no notebook."""
-    # jsonschema can do without it, and it takes longer to import than all the rest
-    sys.modules.setdefault("rfc3987_syntax", None)
-    import nbformat
-
-    try:
-        return nbformat.reads(text, as_version=4)
-    # of JSON that is anything else, nbformat raises what it stumbles over
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
-            nbformat.ValidationError) as error:
-        why = named(str(error).partition("\n")[0])
-        raise ConfigError(f"{named(name)} is not a notebook: {why}") from None
-
-
-def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
-    """The code cells that carry `tag`."""
-    return [cell for cell in book.cells if cell.cell_type == "code"
-            and tag in cell.metadata.get("tags", [])]
-
-
-def parameters(book: "NotebookNode") -> dict[str, Parameter]:
-    """Returns what the parameters cell declares, line by line, unexecuted. Raises ConfigError for a
-    second such cell, which would undo what is asked."""
-    cells = tagged(book, "parameters")
-    if len(cells) > 1:
-        raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
-    found = declared("".join(cell.source for cell in cells))
-    choose(found, {name: parameter.default for name, parameter in found.items()})
-    return found
-
-
-def declared(source: str) -> dict[str, Parameter]:
-    """Parse a parameters cell. Raises ConfigError with the line that is more than a declaration.
-    Whether a default is of its type is left to `choose`."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError as error:
-        raise ConfigError(
-            f"the parameters cell does not parse: line {error.lineno}: {error.msg}") from None
-    comments = {token.start[0]: token.string.lstrip("#").strip()
-                for token in tokenize.generate_tokens(io.StringIO(source).readline)
-                if token.type == tokenize.COMMENT}
-    found = {}
-    for node in tree.body:
-        if ast.unparse(node) == "from typing import Literal":    # the annotations need it
-            continue
-        comment = comments.get(node.end_lineno, "")
-        match node:
-            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr()):
-                pass
-            case ast.Assign(targets=[ast.Name(id=name)]) if typed := TYPE_COMMENT.match(comment):
-                annotation, comment = _annotation(typed[1]), typed[2]
-            case _:
-                raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment` "
-                                  f"and `name = literal  # type: ... comment`, not "
-                                  f"`{ast.unparse(node)}`")
-        kind = _kind(annotation)
-        try:
-            default = ast.literal_eval(node.value)      # reads a literal, runs nothing
-        except ValueError:
-            raise ConfigError(f"the default of {name} must be a literal, not "
-                              f"`{ast.unparse(node.value)}`") from None
-        found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
-                                comment=comment)
-    return found
-
-
-def _annotation(text: str) -> ast.expr:
-    try:
-        return ast.parse(text, mode="eval").body
-    except SyntaxError:
-        raise ConfigError(f"the type comment `{text}` is no annotation") from None
-
-
-def _kind(node: ast.expr) -> Any:
-    """An annotation's type from its syntax, by a table of names. Nothing is evaluated."""
-    match node:
-        case ast.Name(id=name) if name in KINDS:
-            return KINDS[name]
-        case ast.Constant(value=None):
-            return type(None)
-        case ast.BinOp(op=ast.BitOr()):
-            return _kind(node.left) | _kind(node.right)
-        case ast.Subscript(value=ast.Name(id="Literal")):
-            choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-            if all(isinstance(choice, ast.Constant) for choice in choices):
-                return Literal[tuple(choice.value for choice in choices)]
-        case ast.Subscript(value=ast.Name(id="tuple"),
-                           slice=ast.Tuple(elts=[kind, ast.Constant(value=last)])):
-            if last is Ellipsis:
-                return tuple[_kind(kind), ...]
-    raise ConfigError(f"the annotation `{ast.unparse(node)}` is none of {', '.join(KINDS)}, None, "
-                      f"Literal[...], tuple[..., ...] or a union of these")
-
-
-def claim(book: "NotebookNode") -> str:
-    """Returns what the notebook claims, in one line. Raises ConfigError for a cell tagged `claim`
-    that holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something
-    else is true."""
-    return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
-
-
-def _claimed(source: str) -> str:
-    try:
-        body = ast.parse(source).body
-    except SyntaxError:
-        body = []
-    for node in body:
-        match node:
-            case ast.With(items=[ast.withitem(context_expr=ast.Call(
-                    func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
-                    if any(isinstance(held, ast.Assert) for held in node.body):
-                return said
-    raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; it "
-                      f"must be plain Python with an `assert` of its own in a `with claim(...):`")
-
-
-# --- what was asked
-
-def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
-           tier: str | None = None) -> dict[str, Any]:
-    """Returns every declared parameter with its value. Only declared names pass; text is converted
-    by annotation."""
-    if tier is not None:
-        if "tier" not in known:
-            raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
-                              "its size")
-        if asked.get("tier", tier) != tier:
-            raise ConfigError(f"--tier {tier} and tier={asked['tier']} contradict each other; give "
-                              f"one")
-        asked = {**asked, "tier": tier}
-    values = {name: parameter.default for name, parameter in known.items()}
-    for name, value in asked.items():
-        if name not in known:
-            raise ConfigError(f"this notebook has no parameter {shown(name)}; "
-                              + (nearest(name, known) if known else "it declares none"))
-        values[name] = convert(value, known[name].kind, name)
-        try:
-            ast.literal_eval(repr(values[name]))        # reads a literal, runs nothing
-        except ValueError:
-            raise ConfigError(f"{name} cannot be {shown(values[name])}: a parameter is a finite "
-                              f"number, text, true/false, none or a list") from None
-    return values
-
-
-def begin() -> None:
-    """Make `lessons` importable from any folder, and check this notebook's parameters.
-
-    A copy of the lessons in the kernel's own folder comes first. papermill sets any name to any
-    value, and so may a person: this reads the declared and the set names from the cells that ran,
-    and converts text. Raises ConfigError."""
-    from IPython import get_ipython
-
-    if (place := str(resource("notebooks"))) not in sys.path:
-        sys.path.append(place)
-
-    shell, known, names = get_ipython(), {}, []
-    for source in shell.history_manager.input_hist_raw:
-        if source.startswith(SET):
-            names += [node.id for node in ast.walk(ast.parse(source))
-                      if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-        else:
-            with contextlib.suppress(ConfigError):      # any other cell
-                known |= declared(source)
-    asked = {name: shell.user_ns[name] for name in (*names, *known) if name in shell.user_ns}
-    shell.user_ns.update(choose(known, asked))
-
-
-def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
-    """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations. A repeated key makes a
-    grid, and so do commas, unless the parameter itself is text or a tuple."""
-    axes: dict[str, list[str]] = {}
-    for setting in settings:
-        key, value = key_and_value(setting)
-        kinds = (kind := known[key].kind if key in known else str, *get_args(kind))
-        whole = str in kinds or tuple in map(get_origin, kinds)
-        parts = [value] if whole else value.split(",")
-        axes.setdefault(key, []).extend(part.strip() for part in parts)
-    return [dict(zip(axes, point)) for point in itertools.product(*axes.values())]
-
-
-def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "NotebookNode":
-    """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
-    papermill's: that turns a tuple into text and warns about annotations that it cannot parse.
-    What an earlier run set, in a notebook that is its output, is gone."""
-    from nbformat.v4 import new_code_cell
-
-    known = parameters(book)
-    values = choose(known, asked)
-    lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
-    book, earlier = copy.deepcopy(book), tagged(book, INJECTED)
-    book.cells = [cell for cell in book.cells if cell not in earlier]
-    if lines:
-        at = book.cells.index(tagged(book, "parameters")[0]) + 1
-        book.cells.insert(at, new_code_cell("\n".join([SET, *lines]),
-                                            id=INJECTED, metadata={"tags": [INJECTED]}))
-    return book
-
-
-# --- running
 
 def plan(path: Path, settings: Iterable[str] = (), *, tier: str | None = None,
          out: Path) -> list[Job]:
@@ -552,7 +285,7 @@ def _supervise(children: processes.Children, share: Mapping[str, str],
             for field, value in dataclasses.asdict(job).items()}
     # The modules are looked for where this process finds them, and not in the current folder.
     code = (f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from lpkit.course import notebooks; sys.exit(notebooks.work({str(folder)!r}))")
+            f"from hosting import runner; sys.exit(runner.work({str(folder)!r}))")
     with children.start(
             [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},
             env=os.environ | share) as keeper:
@@ -648,16 +381,3 @@ def without_widgets(notebook: dict) -> dict:
             if set(output.get("data", {})) - {WIDGET_MIME, "text/plain"}:
                 output["data"].pop(WIDGET_MIME, None)
     return notebook
-
-
-# --- what there is
-
-def describe(path: Path) -> dict[str, Any]:
-    """Describes one notebook for `--list`: its title, claim and parameters, JSON-ready."""
-    book = read(path)
-    listed = [{"name": name, "annotation": p.annotation, "default": p.default,
-               "comment": p.comment} for name, p in parameters(book).items()]
-    headings = [line.lstrip("# ").strip() for cell in book.cells if cell.cell_type == "markdown"
-                for line in cell.source.splitlines() if line.startswith("# ")]
-    return {"name": path.stem, "title": next(iter(headings), ""), "claim": claim(book),
-            "parameters": listed}
