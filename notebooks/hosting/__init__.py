@@ -9,9 +9,9 @@
     lpkit pack        binder/offline.py
 
 `lpkit.cli` imports the file of a command, `lpkit.begin` imports `hosting.parameters`, and nothing
-else in `lpkit` or in the lessons imports this package. It is beside the notebooks: a checkout and an
-installed wheel have it, and a learner's copies do not. A learner's kernel needs `parameters` alone:
-the kernel's end of the reports is `lessons.reports`.
+else in `lpkit` or in the lessons imports this package. It is beside the notebooks: a checkout and
+an installed wheel have it, and a learner's copies do not. A learner's kernel needs `parameters`
+alone: the kernel's end of the reports is `lessons.reports`.
 """
 
 import signal
@@ -25,10 +25,10 @@ from lpkit import processes
 
 def python(module: str) -> list[str]:
     """Returns the words that run `main` of a module in a new Python process, which finds the
-    course's own `hosting` and `lessons` first, and looks for nothing in the current folder. The
-    environment stays as it is, since kernels inherit it."""
-    place = str(Path(__file__).parents[1])
-    return [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {place!r}); "
+    course's own `hosting` and `lessons` first, and then what this process finds: nothing in the
+    current folder. The environment stays as it is, since kernels inherit it."""
+    places = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {places!r}; "
                                         f"from {module} import main; main()"]
 
 

@@ -202,8 +202,8 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
         if text == before:
             return None
         files.write_atomically(was, text)       # it is said once
-        return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated", "notes": [
-            f"you and the course both changed it: yours stays; {way_back(path)}"]}
+        return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated",
+                "notes": [f"you and the course both changed it: yours stays; {way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
         if old != text:
             files.write_atomically(place, text)

@@ -1,8 +1,8 @@
 """The parameters of a notebook: what its cell tagged `parameters` declares, and what is asked for.
 
-papermill would execute the *names* of parameters as code, and take "false" for a true value. So this
-module reads the declarations from the syntax tree, takes declared names only, and converts text by
-annotation.
+papermill would execute the *names* of parameters as code, and take "false" for a true value. So
+this module reads the declarations from the syntax tree, takes declared names only, and converts
+text by annotation.
 """
 
 import ast

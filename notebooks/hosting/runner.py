@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hosting import python
 from hosting.notebooks import claim, read, tagged
 from hosting.parameters import INJECTED, choose, grid, parameters, with_parameters
 from lessons.claims import cards, verdict
@@ -147,9 +148,11 @@ class Attempt:
     def written(self) -> str:
         """The notebook as it is now. Without the kernel a widget's view is an error message; the
         figures lie beside it."""
+        import nbformat     # which `read` has imported: an end that is asked for is quick
+
         for _ in range(50):
             with contextlib.suppress(RuntimeError):     # its thread has changed a dict meanwhile
-                return self.writes(without_widgets(self.executed))
+                return nbformat.writes(without_widgets(self.executed))
         raise OSError(f"{self.job.output.name} is never whole")
 
     def cell_starts(self, cell: "NotebookNode", cell_index: int) -> None:
@@ -170,19 +173,16 @@ class Attempt:
                                    content.get("evalue", ""))
 
     def run(self) -> dict[str, Any]:
-        import nbformat
         from jupyter_client import AsyncKernelManager
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-        # now: an end that is asked for must be quick
-        self.writes = nbformat.writes
         manager = AsyncKernelManager(kernel_name="python3",
                                      connection_file=str(self.folder / "kernel.json"))
         if manager.has_trait("transport_encryption"):       # ipykernel warns where it has none
             manager.transport_encryption = "auto"
         env = os.environ | {
-            "PYTHONOPTIMIZE": "",       # with it Python drops every assert, and with them every claim
+            "PYTHONOPTIMIZE": "",   # with it Python drops every assert, and with them every claim
             # what a person guessed and solved is neither shown here nor written
             "XDG_DATA_HOME": str(self.folder / "data")}
         self.job.out.mkdir(parents=True, exist_ok=True)
@@ -198,21 +198,21 @@ class Attempt:
         try:
             with self.kernel.measured(), contextlib.suppress(CellExecutionError):
                 client.execute(env=env, cleanup_kc=True)
-            ending = self.failure or self.verdict()
+            ending = self.failure or self.completed()
         except DeadKernelError:
             ending = _failed(self.record, "DeadKernelError", f"the kernel died while cell "
                              f"{self.record['cell']} ran{self.kernel.cause_of_death()}")
-        except RuntimeError as error:       # the kernel did not start
+        except Exception as error:
             ending = _failed(self.record, type(error).__name__, str(error))
-        except Exception as error:          # a full disk: not the notebook's, and not an interrupt
-            ending = _failed(self.record, type(error).__name__, str(error))
-            raise
+            if not isinstance(error, RuntimeError):     # no kernel that did not start: a full disk
+                raise
         finally:
             self.end(**ending)
         return self.record
 
-    def verdict(self) -> dict[str, Any]:
-        """No cell failed; but one may have left the notebook, or have been skipped by its tag."""
+    def completed(self) -> dict[str, Any]:
+        """Returns the ending of a run in which no cell failed. A cell may have left the notebook, or
+        its tag may have skipped it."""
         sources = {cell.id: cell.source.strip() for cell in self.book.cells}
         missing = [number for number, id in enumerate(self.code, 1)
                    if id not in self.ran and sources[id]]
@@ -227,7 +227,7 @@ class Attempt:
 def _asked(job: Job) -> dict[str, Any]:
     """The record of a run that has not begun."""
     packages = versions(("lpkit", "torch", "ipykernel", "nbclient"))
-    found = {name: version or "not installed" for name, version in packages.items()}
+    installed = {name: version or "not installed" for name, version in packages.items()}
     return {"format": FORMAT, "version": 1, "notebook": job.path.stem, "label": job.label,
             "status": "asked", "claim": "", "claims": [], "result": "", "why": "",
             "tier": job.values.get("tier"), "asked": dict(job.asked),
@@ -235,7 +235,7 @@ def _asked(job: Job) -> dict[str, Any]:
             "cell": 0, "cells": 0, "ran": 0, "line": "", "error": None,
             "peak_rss_bytes": 0, "peak_rss_how": PEAK_HOW, "output": str(job.output),
             "record": str(job.record), "pid": os.getpid(),
-            "versions": {"python": platform.python_version(), **found}}
+            "versions": {"python": platform.python_version(), **installed}}
 
 
 def _failed(record: dict[str, Any], kind: str, message: str,
@@ -281,14 +281,10 @@ def _supervise(children: processes.Children, share: Mapping[str, str],
     job.out.mkdir(parents=True, exist_ok=True)
     _save(job, record)
     job.output.unlink(missing_ok=True)      # of an earlier run: this record is not about it
-    told = {field: str(value) if isinstance(value, Path) else value
-            for field, value in dataclasses.asdict(job).items()}
-    # The modules are looked for where this process finds them, and not in the current folder.
-    code = (f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from hosting import runner; sys.exit(runner.work({str(folder)!r}))")
-    with children.start(
-            [sys.executable, "-P", "-c", code], folder, files={"job": repr(told)},
-            env=os.environ | share) as keeper:
+    fields = {field: str(value) if isinstance(value, Path) else value
+              for field, value in dataclasses.asdict(job).items()}
+    with children.start([*python("hosting.runner"), folder], folder, files={"job": repr(fields)},
+                        env=os.environ | share) as keeper:
         exit_code = keeper.wait()
     # read anew: it is the process's own by now
     record = json.loads(job.record.read_text())
@@ -300,19 +296,19 @@ def _supervise(children: processes.Children, share: Mapping[str, str],
     return record
 
 
-def work(folder: str) -> int:
-    """The process of one job, which its keeper ends with SIGTERM. The kernel is left to the keeper
-    then: nothing is waited for. Returns the exit code."""
-    told = ast.literal_eval(Path(folder, "job").read_text())    # reads literals, runs nothing
-    told |= {name: Path(told[name]) for name in ("path", "out")}
-    attempt = Attempt(Job(**told), Path(folder), processes.tell)
+def main() -> None:
+    """Do one job, whose private folder is the argument of this process. Its keeper ends it with
+    SIGTERM. The kernel is left to the keeper then: nothing is waited for."""
+    folder = Path(sys.argv[1])
+    fields = ast.literal_eval((folder / "job").read_text())     # reads literals, runs nothing
+    fields |= {name: Path(fields[name]) for name in ("path", "out")}
+    attempt = Attempt(Job(**fields), folder, processes.tell)
 
     def stop() -> None:
         attempt.end(status="killed")
         os._exit(128 + signal.SIGTERM)
 
     processes.hear(attempt.run, stop)
-    return 0
 
 
 def _now() -> str:

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> str:
-    lines = [f"Your copies of the course are in {named(result['root'])}", *_changed(result["changes"])]
+    lines = [f"Your copies of the course are in {named(result['root'])}",
+             *_changed(result["changes"])]
     if "url" not in result:
         return "\n".join(lines)
     lines += ["JupyterLab is open on", f"    {result['url']}"]

@@ -35,8 +35,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
     store = Store(args.room)
     if not args.collect and not (args.room / "room.json").exists():
-        raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, or "
-                          f"files of learners with --collect")
+        raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, "
+                          f"or files of learners with --collect")
     events = [event for path in args.collect for event in collected(path)] if args.collect else \
         store.events()
     if args.csv:
