@@ -148,7 +148,7 @@ class Attempt:
     def written(self) -> str:
         """The notebook as it is now. Without the kernel a widget's view is an error message; the
         figures lie beside it."""
-        import nbformat     # which `read` has imported: an end that is asked for is quick
+        import nbformat  # which `read` has imported: an end that is asked for is quick
 
         for _ in range(50):
             with contextlib.suppress(RuntimeError):     # its thread has changed a dict meanwhile
