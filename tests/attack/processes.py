@@ -48,7 +48,7 @@ NURSERY = """
 import json, os, signal, sys, time
 sys.modules["rfc3987_syntax"] = None            # slow to import, and not needed
 import nbformat
-from lpkit import cli
+from lpkit import cli, processes
 cli.module_of("lab")         # finds hosting
 cli.module_of("notebook")
 {prelude}

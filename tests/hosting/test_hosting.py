@@ -26,7 +26,6 @@ def test_a_process_of_hosting_imports_the_courses_own_modules(tmp_path, monkeypa
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     done = subprocess.run([*python("probe"), "-f", "one"], cwd=tmp_path, capture_output=True,
                           text=True, check=True)
     ours = [str(Path(NOTEBOOKS, name, "__init__.py")) for name in ("hosting", "lessons")]

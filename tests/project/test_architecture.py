@@ -164,8 +164,7 @@ def test_importing_does_not_import_torch():
 
 # those that import no torch
 @pytest.mark.parametrize("name", ["Config", "Run", "begin", "launch", "preset", "start",
-                                  "start_each",
-                                  "train"])
+                                  "start_each", "train"])
 def test_any_name_of_the_package_may_be_the_first(name):
     """A circle of imports shows where nothing has been imported before."""
     subprocess.run([sys.executable, "-c", f"import lpkit; lpkit.{name}"], check=True)
