@@ -267,7 +267,7 @@ def test_a_recorded_copy_is_used_until_its_notebook_changes(tmp_path, monkeypatc
     book = new_notebook(cells=[new_code_cell("steps = 3", metadata={"tags": ["parameters"]}),
                                new_code_cell("print(steps)")])
     nbformat.write(book, tmp_path / "05_small.ipynb")
-    book.cells.insert(1, new_code_cell("steps = 5", metadata={"tags": [build.notebooks.INJECTED]}))
+    book.cells.insert(1, new_code_cell("steps = 5", metadata={"tags": [build.INJECTED]}))
     book.cells[2].outputs = [new_output("display_data",
         {build.PLOTLY: {"data": []}, "image/png": "AAAA", "text/plain": "a figure"})]
     nbformat.write(book, executed / "05_small.ipynb")
