@@ -1,13 +1,15 @@
-"""What a wheel holds: the package, and inside it the notebooks, and the measured and published figures, that lie beside it here.
+"""What a wheel holds: the package, and inside it the notebooks, and the measured and published
+figures, that are beside it here.
 
-Everything else is in pyproject.toml. `lpkit.files.resource` finds either place, so the folders of figures travel whole.
+Everything else is in pyproject.toml. `lpkit.files.resource` finds either place, so the folders of
+figures travel whole.
 """
 
 from setuptools import find_packages, setup
 
-FOLDERS = ("notebooks", *(f"notebooks/lessons{room}" for room in ("", "/figures", "/judging", "/ranks",
-                                                                  "/rows")),
-           "notebooks/hosting", "notebooks/experiments", "data/measured", "data/published")
+ROOMS = ("lessons", "lessons/figures", "lessons/judging", "lessons/ranks", "lessons/rows",
+         "hosting", "hosting/commands", "experiments")
+FOLDERS = ("notebooks", *(f"notebooks/{room}" for room in ROOMS), "data/measured", "data/published")
 BESIDE = {f"lpkit.{folder}".replace("/", "."): folder for folder in FOLDERS}
 
 setup(

@@ -11,7 +11,6 @@ the plotly.js which the plotly package ships, copied into the site: interactive,
 
 import argparse
 import html
-import importlib
 import json
 import re
 import shutil
@@ -27,15 +26,19 @@ import nbformat
 import ziamath
 from nbformat.v4 import new_output
 
-from lpkit.cli import COMMANDS
-from lpkit.commands.notebook import text as table
-from lpkit.course import notebooks
-from lpkit.errors import ConfigError
-
 DOCS = Path(__file__).resolve().parent
 NOTEBOOKS = DOCS.parent / "notebooks"
-PLOTLY = "application/vnd.plotly.v1+json"
-WIDGET = "application/vnd.jupyter.widget-view+json"
+sys.path.insert(0, str(NOTEBOOKS))
+
+from hosting import notebooks, runner  # beside the notebooks  # noqa: E402
+from hosting.commands.notebook import text as table  # noqa: E402
+from hosting.parameters import INJECTED  # noqa: E402
+from lessons.figures import PLOTLY_MIME as PLOTLY  # noqa: E402
+from lessons.figures import WIDGET_MIME as WIDGET  # noqa: E402
+from lessons.judging.index import exercises  # noqa: E402
+from lpkit.cli import COMMANDS, module_of  # noqa: E402
+from lpkit.errors import ConfigError  # noqa: E402
+
 FIGURE = """\
 <div class="lpkit-room"><div class="lpkit-title">{title}</div>
 <div class="lpkit-box"><div class="lpkit-figure" id="{name}" style="min-height:{height}px"></div></div></div>
@@ -120,8 +123,8 @@ def execute(paths: list[Path], executed: Path) -> None:
     """Run the notebooks at tier cpu. Errors: ConfigError, when one of them did not hold."""
     if not paths:
         return
-    jobs = [job for path in paths for job in notebooks.plan(path, tier="cpu", out=executed)]
-    records = notebooks.run_all(jobs, say=lambda line: print(line, file=sys.stderr))
+    jobs = [job for path in paths for job in runner.plan(path, tier="cpu", out=executed)]
+    records = runner.run_all(jobs, say=lambda line: print(line, file=sys.stderr))
     print(table({"runs": records}), file=sys.stderr)
     bad = [f"{record['label']}, cell {record['cell']}: {(record['error'] or {}).get('message', record['status'])}"
            for record in records if record["status"] != "done"]
@@ -156,7 +159,7 @@ def changed(path: Path, copy: Path) -> bool:
     """Is `copy` absent, or an executed copy of other cells than the notebook has now?"""
     def sources(book: Path) -> list[tuple[str, str]]:
         return [(cell.cell_type, cell.source) for cell in nbformat.read(book, as_version=4).cells
-                if notebooks.INJECTED not in cell.metadata.get("tags", ())]
+                if INJECTED not in cell.metadata.get("tags", ())]
 
     return not (copy.exists() and copy.with_suffix(".json").exists() and path.exists() and sources(path) == sources(copy))
 
@@ -220,9 +223,6 @@ def planner(source: Path) -> str:
 
 def way(executed: list[Path]) -> str:
     """The notebooks in order, with the questions of the README and what each takes."""
-    sys.path.append(str(NOTEBOOKS))
-    from lessons.judging.index import exercises  # they lie beside the notebooks
-
     EXERCISES = exercises()
     readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     questions = dict(re.findall(r"^\| \[(\w+)\]\(notebooks/.+?\) \| (.+?) \|$", readme, re.MULTILINE))
@@ -254,7 +254,7 @@ def options() -> str:
     """The help of every command, from the parsers themselves."""
     parts = []
     for name, what in COMMANDS.items():
-        command = importlib.import_module(f"lpkit.commands.{name}")
+        command = module_of(name)
         parser = argparse.ArgumentParser(prog=f"lpkit {name}", description=command.__doc__,
                                          formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=110))
         command.arguments(parser)

@@ -22,9 +22,9 @@ DOCS = Path(__file__).resolve().parent
 NOTEBOOKS = DOCS.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
-from lessons.figures import still  # beside the notebooks  # noqa: E402
-from lessons.figures.figure import PLOTLY_MIME  # noqa: E402
-from lpkit.course import notebooks  # noqa: E402
+from hosting import runner  # beside the notebooks  # noqa: E402
+from hosting.parameters import INJECTED  # noqa: E402
+from lessons.figures import PLOTLY_MIME, still  # noqa: E402
 from lpkit.errors import ConfigError  # noqa: E402
 
 
@@ -88,7 +88,7 @@ def is_current(path: Path, copy: Path) -> bool:
     """Has the executed copy the code cells of the notebook?"""
     def code(book: Path) -> list[str]:
         return [cell.source for cell in nbformat.read(book, as_version=4).cells
-                if cell.cell_type == "code" and notebooks.INJECTED not in cell.metadata.get("tags", ())]
+                if cell.cell_type == "code" and INJECTED not in cell.metadata.get("tags", ())]
 
     return copy.exists() and code(path) == code(copy)
 
@@ -140,8 +140,8 @@ def main(argv: list[str] | None = None) -> int:
             row = MAIN[number]
             copy = next((folder / path.name for folder in args.folders if (folder / path.name).exists()), DOCS / "executed" / path.name)
             if copy.parent not in args.folders and not is_current(path, copy):
-                [job] = notebooks.plan(path, tier=row.tier, out=DOCS.parent / "build" / "pictures")
-                [record] = notebooks.run_all([job], say=lambda line: print(line, file=sys.stderr))
+                [job] = runner.plan(path, tier=row.tier, out=DOCS.parent / "build" / "pictures")
+                [record] = runner.run_all([job], say=lambda line: print(line, file=sys.stderr))
                 if record["status"] != "done":
                     raise ConfigError(f"{path.name} ended as {record['status']}: {record['error']}")
                 copy = job.output

@@ -6,7 +6,7 @@ Importing this package imports no dependency, not even torch: the names below lo
 __version__ = "0.1.0"
 
 _WHERE = {name: f"lpkit.{module}" for module, names in {
-    "config": "Config", "presets": "preset", "training.runs": "Run", "training.launch": "launch",
+    "beside": "begin", "config": "Config", "presets": "preset", "training.runs": "Run", "training.launch": "launch",
     "training.background": "train start start_each", "training.sampling": "sample",
     "measure.trace": "predict_trace reconcile", "modules.parts": "keep_activations optimizer",
     "modules.advise": "advise", "modules.convert": "convert unconvert", "modules.watch": "watch",

@@ -8,13 +8,15 @@ sentence; 129, 130, 143 hung up, interrupted, terminated. A traceback is a fault
 import argparse
 import contextlib
 import errno
-import importlib
 import json
 import os
 import signal
 import sys
+from importlib import import_module
+from types import ModuleType
 
 from lpkit import __version__, errors
+from lpkit.beside import beside
 from lpkit.commands import say
 from lpkit.errors import ConfigError, named, nearest, out_of_memory, pick, printable, shown
 from lpkit.signals import POLITE, heard_by
@@ -49,6 +51,7 @@ COMMANDS = {
     "pack": "write one file that installs lpkit and the course without a network",
     "bench": "run benchmarks of the kit and of its peers in the same process",
 }
+HOSTED = {"lab", "room", "progress", "notebook", "slides", "pack"}     # files of `hosting.commands`
 MOST_CHARACTERS = 600       # of what argparse says, which repeats its input whole
 WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or choose another folder"),
@@ -67,6 +70,13 @@ def usage() -> str:
     table = text_table(COMMANDS.items(), indent="  ")
     return (f"usage: lpkit COMMAND [...] [--json]\n\n{table}\n\n"
             f"`lpkit COMMAND --help` explains COMMAND; --json prints one JSON object.")
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of a command. Raises ConfigError where the notebooks that it needs are not
+    there."""
+    return beside(f"hosting.commands.{name}") if name in HOSTED else \
+        import_module(f"lpkit.commands.{name}")
 
 
 def complain(sentence: object, code: int = 2) -> int:
@@ -132,7 +142,7 @@ def _main(argv: list[str]) -> int:
     name = argv[0]
     if name not in COMMANDS:
         return complain(f"there is no command {shown(name)}; {nearest(name, COMMANDS)}")
-    command = importlib.import_module(f"lpkit.commands.{name}")
+    command = module_of(name)
     parser = _Parser(prog=f"lpkit {name}", description=command.__doc__,
                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true",

@@ -150,9 +150,10 @@ def tests(names: list[str], environment: dict[str, str]) -> dict[str, list[str]]
 
 def claims(path: Path, environment: dict[str, str]) -> list[str]:
     """Why the claim of this notebook fails, by seed, at the smoke size."""
-    from lpkit.course import notebooks
+    from hosting import notebooks
+    from hosting.parameters import parameters
 
-    seeded = "seed" in notebooks.parameters(notebooks.read(path))
+    seeded = "seed" in parameters(notebooks.read(path))
     settings = ["seed=" + ",".join(map(str, SEEDS))] if seeded else []
     with tempfile.TemporaryDirectory() as folder:
         words = ["-m", "lpkit", "notebook", str(path), *settings, "--tier", "smoke", "--json"]
@@ -169,7 +170,7 @@ def claims(path: Path, environment: dict[str, str]) -> list[str]:
 
 
 def main() -> int:
-    from lpkit.course import notebooks
+    from hosting import notebooks
 
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)

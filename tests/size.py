@@ -1,5 +1,5 @@
-"""Count the project: `python -m tests.size`. Lines and code tokens of the package, the lessons and
-the tests, and the largest modules of the package.
+"""Count the project: `python -m tests.size`. Lines and code tokens of the package, the lessons,
+hosting and the tests, and the largest modules of the package.
 
 A code token is a token of Python without comments, docstrings, line ends and indents. Python 3.12
 and later count each piece of an f-string; the figures of docs/log.md are of 3.11.
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("lpkit", "notebooks/lessons", "tests")
+FOLDERS = ("lpkit", "notebooks/lessons", "notebooks/hosting", "tests")
 COLUMNS = 100
 LARGEST = 15
 BLANK = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import nbformat
 
-from lpkit.course import notebooks
+from hosting import notebooks
+from hosting.parameters import with_parameters
 
 
 def copy_of(path: Path) -> nbformat.NotebookNode:
     """nbval takes `raises-exception` for leave to fail: in a copy nothing may."""
-    book = notebooks.with_parameters(notebooks.read(path), {"tier": "smoke"})
+    book = with_parameters(notebooks.read(path), {"tier": "smoke"})
     for cell in notebooks.tagged(book, "raises-exception"):
         cell.metadata.tags.remove("raises-exception")
     return book

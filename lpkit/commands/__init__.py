@@ -13,15 +13,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from lpkit.config import Config, parse_settings
 from lpkit.errors import ConfigError, named
-from lpkit.files import resource
 from lpkit.predict.time import with_step
 from lpkit.presets import PRESETS, resolve
 from lpkit.techniques import machines
@@ -58,18 +55,6 @@ def _there(package: str) -> bool:
         return find_spec(package.replace("-", "_")) is not None
     except ImportError:
         return False
-
-
-def hosting(name: str) -> ModuleType:
-    """A module of notebooks/hosting, which the commands for learners and teachers call."""
-    return beside(f"hosting.{name}")
-
-
-def beside(name: str) -> ModuleType:
-    """A module of the folder of notebooks, such as lessons.catalogue."""
-    if (place := str(resource("notebooks"))) != sys.path[0]:
-        sys.path.insert(0, place)
-    return import_module(name)
 
 
 def opened(path: Path) -> Any:

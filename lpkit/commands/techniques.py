@@ -4,7 +4,8 @@ settings of each row and their defaults. A row below `--import MODULE` needs the
 import argparse
 from typing import Any
 
-from lpkit.commands import beside, options
+from lpkit.beside import beside
+from lpkit.commands import options
 from lpkit.errors import pick
 from lpkit.techniques.outside import TABLES
 

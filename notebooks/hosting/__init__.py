@@ -1,14 +1,17 @@
-"""Hosting: what the commands for learners and teachers do. No other part of `lpkit` imports it.
+"""Hosting: what the commands for notebooks, learners and teachers do.
 
-    command           function of this package
-    lpkit lab         lab.run        copies.py, server.py
-    lpkit room        opening.run    room.py, hub.py (JupyterHub's configuration), desk.py (one lab)
-    lpkit progress    progress.run   the service of reports is in the same module
-    lpkit slides      slides.run
+    command           its modules, which `run` of commands/NAME.py calls
+    lpkit lab         lab.py, server.py, copies.py
+    lpkit room        room.py, hub.py (JupyterHub's configuration), desk.py (one lab)
+    lpkit progress    progress.py, which is also the service of reports
+    lpkit notebook    runner.py, notebooks.py, parameters.py
+    lpkit slides      slides.py
+    lpkit pack        binder/offline.py
 
-A command file of `lpkit/commands/` gets its module by `lpkit.commands.hosting`. The package lies
-beside the notebooks: a checkout and an installed wheel have it, and a learner's copies do not.
-A learner's kernel needs nothing of it: the kernel's end of the reports is `lessons.reports`.
+`lpkit.cli` imports the file of a command, `lpkit.begin` imports `hosting.parameters`, and nothing
+else in `lpkit` or in the lessons imports this package. It is beside the notebooks: a checkout and
+an installed wheel have it, and a learner's copies do not. A learner's kernel needs `parameters`
+alone: the kernel's end of the reports is `lessons.reports`.
 """
 
 import signal
@@ -22,10 +25,10 @@ from lpkit import processes
 
 def python(module: str) -> list[str]:
     """Returns the words that run `main` of a module in a new Python process, which finds the
-    course's own `hosting` and `lessons` first, and looks for nothing in the current folder. The
-    environment stays as it is, since kernels inherit it."""
-    place = str(Path(__file__).parents[1])
-    return [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {place!r}); "
+    course's own `hosting` and `lessons` first, and then what this process finds: nothing in the
+    current folder. The environment stays as it is, since kernels inherit it."""
+    places = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {places!r}; "
                                         f"from {module} import main; main()"]
 
 

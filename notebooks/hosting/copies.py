@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hosting.notebooks import MOST_BYTES, by_name, parse, tagged
 from lessons import way_back
 from lpkit import files
-from lpkit.course.notebooks import MOST_BYTES, by_name, parse, tagged
 from lpkit.errors import ConfigError, named, shown
 
 if TYPE_CHECKING:
@@ -202,8 +202,8 @@ def _lesson(folder: Path, path: Path) -> dict[str, Any] | None:
         if text == before:
             return None
         files.write_atomically(was, text)       # it is said once
-        return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated", "notes": [
-            f"you and the course both changed it: yours stays; {way_back(path)}"]}
+        return {"notebook": str(here.relative_to(folder).with_suffix("")), "done": "updated",
+                "notes": [f"you and the course both changed it: yours stays; {way_back(path)}"]}
     for place, old in ((here, mine), (was, before)):
         if old != text:
             files.write_atomically(place, text)

@@ -2,8 +2,8 @@
 brought up to date, and then it becomes the hub's single-user JupyterLab.
 
 What the lab of one person does for quiet (`hosting.lab`) holds here, too. Kernels have sockets
-in a folder of the learner's own: a port that is free when a kernel is given it may be another's once
-Python has started, where thirty start at once, and ports of 127.0.0.1 are everybody's.
+in a folder of the learner's own: a port that is free when a kernel is given it may be another's
+once Python has started, where thirty start at once, and ports of 127.0.0.1 are everybody's.
 """
 
 import json

@@ -1,10 +1,11 @@
 """JupyterHub's configuration file for `lpkit room`; LPKIT_ROOM names the room.
 
-`Desk` starts a learner's lab as a Unix user of its own. If this machine allows control groups (either
-version), all kernels of a lab together have the learner's share of memory and an equal weight of the
-processors. Else each process has the limit (RLIMIT_DATA, which counts what a process allocated and
-not what CUDA reserves), and the hub's log says so. Each lab writes into a log of its own, and its
-state into `labs.json`: the map, the teacher's terminal and the learner's page show failures from there.
+`Desk` starts a learner's lab as a Unix user of its own. If this machine allows control groups
+(either version), all kernels of a lab together have the learner's share of memory and an equal
+weight of the processors. Else each process has the limit (RLIMIT_DATA, which counts what a process
+allocated and not what CUDA reserves), and the hub's log says so. Each lab writes into a log of its
+own, and its state into `labs.json`: the map, the teacher's terminal and the learner's page show
+failures from there.
 Sources: JupyterHub 6, `LocalProcessSpawner`; cgroups(7); getrlimit(2).
 """
 
@@ -92,7 +93,8 @@ class Desk(LocalProcessSpawner):
             furnish(self.home, uid, Path(self.folder, "shared"))
             (path := rooms.log_path(Path(self.folder), self.user.name)).unlink(missing_ok=True)
             with path.open("ab") as log:
-                self.popen_kwargs = {"pass_fds": (self.listener.fileno(),), "stdout": log, "stderr": log}
+                self.popen_kwargs = {"pass_fds": (self.listener.fileno(),), "stdout": log,
+                                     "stderr": log}
                 address = await self._sit_down()
                 if self.proc.poll() is not None:
                     self.log.warning("%s's lab ended while it started; starting it once more",
@@ -131,7 +133,8 @@ class Desk(LocalProcessSpawner):
             self._note("")
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield what the learner's page shows as text while the lab starts, until the hub closes this."""
+        """Yield the text that the learner's page shows while the lab starts, until the hub closes
+        this."""
         while True:
             seconds = time.monotonic() - (self._began or time.monotonic())
             line = rooms.last_line(Path(self.folder), self.user.name)
@@ -141,8 +144,8 @@ class Desk(LocalProcessSpawner):
 
     @cached_property
     def listener(self) -> socket.socket:
-        """The socket of the learner's server. The hub holds it as long as it sends anybody there, so
-        no other user can take the port of a server that has died."""
+        """The socket of the learner's server. The hub holds it as long as it sends anybody there,
+        so no other user can take the port of a server that has died."""
         return socket.create_server((LOCAL, 0), backlog=128)
 
     async def _sit_down(self) -> tuple[str, int]:
@@ -168,8 +171,9 @@ class Desk(LocalProcessSpawner):
     def user_env(self, env: dict[str, str]) -> dict[str, str]:
         room, home = self.room, str(self.home)
         threads = str(room.threads)
-        mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name, "SHELL": "/bin/bash",
-                "TMPDIR": f"{home}/tmp", "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
+        mine = {"HOME": home, "USER": self.user.name, "LOGNAME": self.user.name,
+                "SHELL": "/bin/bash", "TMPDIR": f"{home}/tmp",
+                "PATH": os.pathsep.join((f"{sys.prefix}/bin", os.defpath)),
                 "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads,
                 "LPKIT_IDLE_SECONDS": str(room.idle_seconds),
                 "JUPYTER_RUNTIME_DIR": f"{rooms.SOCKETS}/{self.member.uid}",
@@ -230,7 +234,8 @@ def _limited(group: Path, file: str = "", most: int = 0) -> Path:
     return group / "cgroup.procs"
 
 
-def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int, own_network: bool) -> None:
+def sit_down(uid: int, home: Path, groups: list[Path], memory_bytes: int,
+             own_network: bool) -> None:
     """In the new process, before it becomes the learner's server."""
     if own_network and not leave_network():
         os.write(2, b"no network namespace can be made here: learners share the machine's ports\n")

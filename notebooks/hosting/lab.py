@@ -14,10 +14,8 @@ site, another host name and a write without the XSRF token are not.
 Sources: Jupyter Server 2.21 (security, config path), JupyterLab 4 (setting overrides).
 """
 
-import argparse
 import contextlib
 import http.client
-import json
 import os
 import secrets
 import socket
@@ -28,11 +26,9 @@ import webbrowser
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hosting import serve_until_told
 from lpkit import processes
-from lpkit.errors import ConfigError, named
+from lpkit.errors import ConfigError
 
 FIRST = "00_start_here.ipynb"      # of a work folder (hosting.copies)
 LOCAL = "127.0.0.1"
@@ -194,68 +190,3 @@ def _prove(server: Server) -> None:
 def has_display() -> bool:
     return (sys.platform in ("darwin", "win32")
             or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")))
-
-
-# ---- lpkit lab
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Serves until Ctrl-C, SIGTERM or SIGHUP. The one object is printed when the lab answers."""
-    # here, since the process of each learner in a room imports this module
-    from lpkit.commands import needs
-
-    needs("lpkit lab", "jupyterlab", "jupyter-server", "nbformat", "ipykernel")
-    from hosting import copies
-    from lessons.judging.solutions import shown_when
-
-    shown_when()        # kernels inherit the word: refuse a wrong one here
-    root, children = copies.work_folder(args.course), processes.Children()
-    changes = copies.update(root) if args.reset is None else [copies.reset(root, args.reset)]
-    if args.update or args.reset is not None:
-        return {"root": str(root), "changes": changes,
-                "exit_code": int(any(change["done"] == "left" for change in changes))}
-
-    def serving() -> int:
-        with serve(root, port=args.port, children=children) as server:
-            if args.port not in (0, server.port):
-                print(f"port {args.port} is taken; using {server.port}", file=sys.stderr)
-            found = {"url": server.url, "port": server.port, "root": str(root),
-                     "changes": changes, "token_file": str(server.token_file),
-                     "log": str(server.log_path),
-                     "tunnel": f"ssh -N -L {server.port}:127.0.0.1:{server.port} "
-                               f"USER@THIS_MACHINE"}
-            print(json.dumps(found) if args.json else text(found), flush=True)
-            if has_display() and not args.no_browser:
-                server.open_browser()
-            code = server.process.wait()    # also when someone shuts the lab down from its menu
-            if code and not children.over:
-                print(f"JupyterLab ended with exit code {code}; the end of its log:\n"
-                      f"{server.process.stdout.read()}", file=sys.stderr)
-            return code
-
-    serve_until_told(serving, children.end, "stopped")
-
-
-def text(result: dict[str, Any]) -> str:
-    lines = [f"Your copies of the course are in {named(result['root'])}", *_changed(result["changes"])]
-    if "url" not in result:
-        return "\n".join(lines)
-    lines += ["JupyterLab is open on", f"    {result['url']}"]
-    lines += ["From another computer: keep this running there, then open the same URL in its "
-              "browser:", f"    {result['tunnel']}"]
-    return "\n".join([*lines, f"Log: {named(result['log'])}. Ctrl-C stops the lab."])
-
-
-def _changed(changes: list[dict[str, Any]]) -> list[str]:
-    """One line for the changes that ask for nothing, then each of the others with its notes."""
-    plain: dict[str, list[str]] = {}
-    lines = []
-    for change in changes:
-        if not change["notes"] and "backup" not in change:
-            plain.setdefault(change["done"], []).append(change["notebook"])
-            continue
-        now = f", and yours is {change['backup']} now" if "backup" in change else ""
-        lines += [f"    {change['done']}: {change['notebook']}{now}",
-                  *(f"        {note}" for note in change["notes"])]
-    words = [f"{done}: {', '.join(names) if len(names) <= 3 else f'{len(names)} notebooks'}"
-             for done, names in plain.items()]
-    return [f"    {'; '.join(words)}"] * bool(words) + lines

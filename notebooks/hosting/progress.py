@@ -1,4 +1,5 @@
-"""The service of a room that keeps what learners report, under pseudonyms, and shows it to the teacher.
+"""The service of a room that keeps what learners report, under pseudonyms, and shows it to the
+teacher.
 
     POST report       a learner's reports, kept when the answer is 200: on the Unix socket alone, of
                       whose other end the kernel tells the user. No token travels
@@ -6,12 +7,11 @@
     GET  now          all reports: the teacher's; a learner gets the own ones
     GET  csv          the same as a table: the teacher's
 
-`progress.jsonl` has no names; `pseudonyms.json` has. `lpkit progress --delete` removes both, and what
-is reported later begins anew. A line that a kill cut off was never acknowledged, and is sent again.
+`progress.jsonl` has no names; `pseudonyms.json` has. `lpkit progress --delete` removes both, and
+later reports begin new files. A line that a kill cut off was never acknowledged, and is sent again.
 Sources: JupyterHub 6, `HubOAuthenticated`; MDN, Content-Security-Policy.
 """
 
-import argparse
 import contextlib
 import csv
 import io
@@ -28,17 +28,16 @@ from pathlib import Path
 from typing import Any
 
 from hosting import room as rooms
-from hosting.room import FOLDER, cut
+from hosting.room import cut
 from lpkit import records
 from lpkit.errors import ConfigError, DamagedError, named
-from lpkit.files import locked, move_into, sync, whole_file
+from lpkit.files import locked, move_into, sync
 from lpkit.processes import tell
-from lpkit.tables import text_table
 
 TEXTS = ("id", "kind", "notebook", "name", "verdict", "unit")
 NUMBERS = ("attempts", "seconds", "value", "factor", "measured", "time")
-FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "seconds", "value", "unit",
-          "factor", "measured", "held", "time")
+FIELDS = ("pseudonym", "kind", "notebook", "name", "verdict", "attempts", "seconds", "value",
+          "unit", "factor", "measured", "held", "time")
 NEEDED = {"exercise": {"name", "verdict"}, "guess": {"name"}, "claim": {"name", "verdict"}}
 MOST_BYTES = 1 << 17        # of a request: of `reports.AT_ONCE` reports
 MOST_KEPT = 1 << 30         # of all reports
@@ -49,7 +48,8 @@ CHAIN = "progress"          # names the chain of lines
 LOOK_SECONDS = 1.0          # between looks at the states of labs
 TELL_SECONDS = 5.0          # between lines of progress
 LATE_SECONDS = 60.0         # a lab that starts for longer is named
-FIRST = "amber azure bold brisk calm clear coral eager early fair fleet gold green jade keen kind".split()
+FIRST = ("amber azure bold brisk calm clear coral eager early fair fleet gold green jade keen "
+         "kind").split()
 SECOND = ("alder badger birch crane dune ember fern finch fjord grove harbor heron iris larch lark "
           "lynx maple marsh meadow newt otter owl pine plover quartz reed robin sage stone swift "
           "teal wren").split()
@@ -61,23 +61,26 @@ class Store:
 
     def __init__(self, folder: Path):
         self.path, self.names = folder / "progress.jsonl", folder / "pseudonyms.json"
-        self._known: dict[str, set[str]] = {}       # ids by pseudonym, of the file as `_seen` has it
+        self._known: dict[str, set[str]] = {}   # ids by pseudonym, of the file as `_seen` has it
         self._seen: tuple[int, int] | None = None
         self.problems: list[str] = []
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the reports in the order in which they came, without lines that a kill cut off. `problems`
-        has a sentence for each line that is altered or lost, and for pseudonyms whose name is lost."""
+        """Returns the reports in the order in which they came, without lines that a kill cut off.
+        `problems` has a sentence for each line that is altered or lost, and for pseudonyms whose
+        name is lost."""
         names = self._names()
         head = [(named(self.names), *names["lines"])] if "lines" in names else []
         if self._is_none():
-            self.problems = [f"{named(self.path)} is not a file of reports; the next report sets it aside"]
+            self.problems = [f"{named(self.path)} is not a file of reports; the next report sets "
+                             f"it aside"]
             return []
         events, self.problems = records.read_lines(self.path, CHAIN, head)
         events = [one for one in events if one.keys() >= {"pseudonym", "id", "kind"}]
         known = set(names["names"].values())
         if lost := {str(one["pseudonym"]) for one in events} - known:
-            self.problems.append(f"{named(self.names)} lacks the names of {', '.join(sorted(lost))}")
+            self.problems.append(f"{named(self.names)} lacks the names of "
+                                 f"{', '.join(sorted(lost))}")
         return events
 
     def pseudonyms(self) -> dict[str, str]:
@@ -85,8 +88,8 @@ class Store:
         return self._names()["names"]
 
     def _names(self) -> dict[str, Any]:
-        """Returns the record of the pseudonyms: `names`, and in `lines` the number and the checksum of the
-        last report, so that a lost end shows."""
+        """Returns the record of the pseudonyms: `names`, and in `lines` the number and the checksum
+        of the last report, so that a lost end shows."""
         if not os.path.lexists(self.names):
             return {"names": {}}
         try:
@@ -100,7 +103,8 @@ class Store:
             return {"names": {}}
 
     def _is_none(self) -> bool:
-        """Returns True where a pipe, a link, a folder or something endless lies in the place of the reports."""
+        """Returns True where a pipe, a link, a folder or something endless is in the place of the
+        reports."""
         return os.path.lexists(self.path) and (self.path.is_symlink() or not self.path.is_file()
                                                or self.path.stat().st_size > MOST_KEPT)
 
@@ -122,7 +126,8 @@ class Store:
         with locked(self.path.with_suffix(".lock")):
             if self._is_none():
                 move_into(self.path.parent / "damaged", self.path)
-                tell(f"lpkit: {named(self.path)} is not a file of reports; it was moved to damaged/, and a new file begins")
+                tell(f"lpkit: {named(self.path)} is not a file of reports; it was moved to "
+                     f"damaged/, and a new file begins")
             who, mine = self.pseudonym(name), []
             self._look()
             ids = self._known.setdefault(who, set())
@@ -171,7 +176,8 @@ def checked(report: Any) -> dict[str, Any]:
         raise ConfigError(f"a report is a JSON object of kind {', '.join(NEEDED)}")
     kept = {key: report[key] for key in (*TEXTS, *NUMBERS, "held") if report.get(key) is not None}
     needed = {"id", "notebook"} | NEEDED[report["kind"]]
-    if wrong := [key for key, value in kept.items() if not fits(key, value)] or needed - kept.keys():
+    wrong = [key for key, value in kept.items() if not fits(key, value)] or needed - kept.keys()
+    if wrong:
         raise ConfigError(f"a report has {', '.join(sorted(needed))}, texts of at most {MOST_TEXT} "
                           f"characters and finite numbers; {', '.join(sorted(wrong))} is not so")
     return kept
@@ -187,8 +193,8 @@ def fits(key: str, value: Any) -> bool:
 
 
 def table(events: Iterable[Mapping[str, Any]]) -> str:
-    """CSV. A spreadsheet would take a text that begins with = + - @ for a formula: such has a ' before
-    it (OWASP, CSV injection)."""
+    """Returns CSV. A spreadsheet would take a text that begins with = + - @ for a formula: such a
+    text has a ' before it (OWASP, CSV injection)."""
     out = io.StringIO()
     writer = csv.DictWriter(out, FIELDS, extrasaction="ignore")
     writer.writeheader()
@@ -210,7 +216,8 @@ def troubles(folder: Path) -> dict[str, str]:
             late[name] = lab["reason"]
         elif lab["state"] == "starting" and seconds > LATE_SECONDS:
             line = rooms.last_line(folder, name) or "(none)"
-            late[name] = f"The lab has been starting for {seconds:.0f} s. The last line of its log: {line}"
+            late[name] = (f"The lab has been starting for {seconds:.0f} s. The last line of its "
+                          f"log: {line}")
     return late
 
 
@@ -229,57 +236,21 @@ def watch(room: rooms.Room, hub: subprocess.Popen) -> int:
         count = Counter(lab["state"] for lab in labs.values())
         line, seconds = f"{count['open']} of {len(room.members)} labs are open", 0.0
         if starting := count["starting"]:
-            seconds = max(time.time() - lab["since"] for lab in labs.values() if lab["state"] == "starting")
-            line += f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up to {seconds:.0f} s"
-        if line != last and (not starting or time.monotonic() - told > max(TELL_SECONDS, seconds / 5)):
+            seconds = time.time() - min(lab["since"] for lab in labs.values()
+                                        if lab["state"] == "starting")
+            line += (f"; {starting} more {'has' if starting == 1 else 'have'} been starting for up "
+                     f"to {seconds:.0f} s")
+        due = told + max(TELL_SECONDS, seconds / 5)
+        if line != last and (not starting or time.monotonic() > due):
             tell(line)
             last, told = line, time.monotonic()
 
 
-# ---- lpkit progress
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--room", type=Path, default=FOLDER, metavar="DIR",
-                        help=f"folder of the room (default {FOLDER})")
-    parser.add_argument("--collect", type=Path, nargs="+", metavar="FILE", help="read these files "
-                        "instead, for rooms without a hub: learners have them in their data "
-                        "directories, as lpkit/learner.json or lpkit/course/learner.json")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write all reports as a table")
-    parser.add_argument("--delete", action="store_true", help="delete all reports of the room and "
-                        "the random names of its learners")
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    if args.collect and args.delete:
-        raise ConfigError("--delete deletes the reports of a room; leave it out with --collect")
-    store = Store(args.room)
-    if not args.collect and not (args.room / "room.json").exists():
-        raise ConfigError(f"there is no room in {named(args.room)}; give its folder with --room, or "
-                          f"files of learners with --collect")
-    events = [event for path in args.collect for event in collected(path)] if args.collect else \
-        store.events()
-    if args.csv:
-        with whole_file(args.csv) as temporary:
-            temporary.write_text(table(events))
-    return {"problems": store.problems, "reports": len(events), "learners": len({one["pseudonym"] for one in events}),
-            "exercises": stops(events), "csv": str(args.csv or ""),
-            "deleted": store.delete() if args.delete else 0}
-
-
-def text(result: dict[str, Any]) -> str:
-    lines = [*result["problems"], f"{result['reports']} reports of {result['learners']} learners"]
-    if result["exercises"]:
-        lines += ["", text_table([("exercise", "right", "not yet"), *(
-            (name, str(one["right"]), str(one["not_yet"])) for name, one in
-            result["exercises"].items())])]
-    lines += [f"wrote all reports to {named(result['csv'])}"] if result["csv"] else []
-    lines += [f"deleted {result['deleted']} reports"] if result["deleted"] else []
-    return "\n".join(lines)
-
+# ---- What stops learners, and files that they hand in
 
 def stops(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """By exercise: how many learners have it right, and how many tried and have not; what stops most
-    of them first."""
+    """Returns by exercise how many learners have it right, and how many tried and have not; the
+    exercise that stops most learners is first."""
     right: dict[str, dict[str, bool]] = {}
     for one in events:
         if one["kind"] == "exercise":
@@ -298,9 +269,9 @@ def collected(path: Path) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"there is no file {named(path)}")
     learner, who = read(path), path.parent.name if path.stem == "learner" else path.stem
     for name, one in learner.exercises.items():
-        yield {"pseudonym": who, "kind": "exercise", "notebook": name.partition(".")[0], "name": name,
-               "verdict": "right" if one.right else "wrong", "attempts": one.attempts,
-               "time": one.first_right or ""}
+        yield {"pseudonym": who, "kind": "exercise", "notebook": name.partition(".")[0],
+               "name": name, "verdict": "right" if one.right else "wrong",
+               "attempts": one.attempts, "time": one.first_right or ""}
     for guess in learner.guesses:
         yield {"pseudonym": who, "kind": "guess", "notebook": guess.name.partition(".")[0],
                "name": guess.name, "value": guess.value, "unit": guess.unit, "factor": guess.factor,
@@ -328,22 +299,24 @@ def main() -> None:
             return (one for one in store.events() if all_of_them or one["pseudonym"] == mine)
 
         def set_default_headers(self) -> None:
-            self.set_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; "
-                            "script-src 'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'")
+            self.set_header("Content-Security-Policy",
+                            "default-src 'none'; style-src 'unsafe-inline'; script-src "
+                            "'unsafe-inline'; connect-src 'self'; frame-ancestors 'none'")
 
     class Map(Handler):
         @web.authenticated
         def get(self) -> None:
-            _ = self.xsrf_token     # a cookie, which the page gives back as a header with each question
+            _ = self.xsrf_token     # a cookie; each question of the page has it as a header
             self.write(page)
 
     class Now(Handler):
         @web.authenticated
         def get(self) -> None:
             late = troubles(store.path.parent)
-            self.write({"events": list(self.visible()), "teacher": self.who == teacher, "title": title,
-                        "you": store.pseudonyms().get(self.who),
-                        "troubles": {name: why for name, why in late.items() if self.who in (teacher, name)}})
+            self.write({"events": list(self.visible()), "teacher": self.who == teacher,
+                        "title": title, "you": store.pseudonyms().get(self.who),
+                        "troubles": {name: why for name, why in late.items()
+                                     if self.who in (teacher, name)}})
 
     class Table(Handler):
         @web.authenticated
@@ -359,7 +332,8 @@ def main() -> None:
             end = self.request.connection.stream.socket
             if end.family != socket.AF_UNIX:
                 raise web.HTTPError(403)
-            _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            peer = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, uid, _ = struct.unpack("3i", peer)
             members = rooms.read(store.path.parent).members
             if (name := {one.uid: name for name, one in members.items()}.get(uid)) is None:
                 raise web.HTTPError(403)

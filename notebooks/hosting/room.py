@@ -92,8 +92,8 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
     refuse_missing(authenticator)
     for name in (teacher, *names):
         if not NAME.fullmatch(name):
-            raise ConfigError(f"{shown(name)} cannot be a learner's name; use up to 32 small letters, "
-                              f"digits, - and _, and begin with a letter")
+            raise ConfigError(f"{shown(name)} cannot be a learner's name; use up to 32 small "
+                              f"letters, digits, - and _, and begin with a letter")
     folder = files.own_folder(folder).resolve()
     for place, mode in (("", 0o711), ("hub", 0o700), ("hub/labs", 0o700), ("shared", 0o755),
                         ("learners", 0o711)):
@@ -110,8 +110,8 @@ def opened(folder: Path, names: Sequence[str], *, teacher: str = Room.teacher,
     share = (usable - HUB_BYTES) // learners
     if share < LEAST_BYTES:
         most = (usable - HUB_BYTES) // LEAST_BYTES
-        raise ConfigError(f"{learners} learners would have {share >> 20} MiB each, and a lab with one "
-                          f"kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
+        raise ConfigError(f"{learners} learners would have {share >> 20} MiB each, and a lab with "
+                          f"one kernel takes {LEAST_BYTES >> 20}; this machine has room for {most}")
     room = Room(folder=str(folder), teacher=teacher, members=members, memory_bytes=share,
                 threads=max(1, machine_facts.cores() // learners), gpus=machine_facts.gpus(),
                 proxy=_proxy(proxy), authenticator=authenticator, title=cut(title or folder.name),
@@ -144,8 +144,8 @@ def cut(text: str) -> str:
 
 
 def labs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the labs of an open room by the learner's name: `state` ("starting", "open", "failed"),
-    `since` (seconds since 1970), and the `reason` of a failure."""
+    """Return the labs of an open room by the learner's name: `state` ("starting", "open" or
+    "failed"), `since` (seconds since 1970), and the `reason` of a failure."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads((folder / "hub" / "labs.json").read_text())
     return {}
@@ -192,10 +192,11 @@ def new_code() -> str:
 
 def refuse_what_cannot_be() -> None:
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
-        raise ConfigError("a room keeps learners apart as Unix users, for which it must be opened by "
-                          "root of a Linux machine: `sudo lpkit room ...`; for one person there is "
-                          "`lpkit lab`")
-    for place in {sys.prefix, sys.base_prefix, str(files.PACKAGE), str(files.resource("notebooks"))}:
+        raise ConfigError("a room keeps learners apart as Unix users, for which it must be opened "
+                          "by root of a Linux machine: `sudo lpkit room ...`; for one person there "
+                          "is `lpkit lab`")
+    for place in {sys.prefix, sys.base_prefix, str(files.PACKAGE),
+                  str(files.resource("notebooks"))}:
         refuse_closed(Path(place), "what learners run")
 
 
@@ -204,7 +205,9 @@ def refuse_missing(authenticator: str) -> None:
     known = {one.name for one in entry_points(group="jupyterhub.authenticators")}
     module, _, name = authenticator.rpartition(".")
     with contextlib.suppress(ImportError, AttributeError):
-        if authenticator in {"", *known} or getattr(import_module(module or "builtins"), name, None):
+        if authenticator in {"", *known}:
+            return
+        if getattr(import_module(module or "builtins"), name, None):
             return
     raise ConfigError(f"there is no authenticator {shown(authenticator)} here, and a class of a "
                       f"package would be module.Class; {nearest(authenticator, known)}")
@@ -215,16 +218,17 @@ def refuse_closed(place: Path, what: str) -> None:
     for folder in (place, *place.parents):
         if not folder.stat().st_mode & 0o001:
             raise ConfigError(f"{what} lies in {named(place)}, and learners may not pass through "
-                              f"{named(folder)}; `chmod o+x {named(folder)}` lets them pass, or move "
-                              f"it to a place such as /opt")
+                              f"{named(folder)}; `chmod o+x {named(folder)}` lets them pass, or "
+                              f"move it to a place such as /opt")
 
 
 def _proxy(asked: str) -> str:
     """The path of configurable-http-proxy. Raises ConfigError where there is none."""
     if found := shutil.which(asked or "configurable-http-proxy"):
         return found
-    raise ConfigError(f"{shown(asked) if asked else 'configurable-http-proxy'}, the hub's door, is not "
-                      f"on this machine; `npm install -g configurable-http-proxy` brings it")
+    name = shown(asked) if asked else "configurable-http-proxy"
+    raise ConfigError(f"{name}, the hub's door, is not on this machine; `npm install -g "
+                      f"configurable-http-proxy` brings it")
 
 
 @contextlib.contextmanager

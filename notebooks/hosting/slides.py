@@ -10,18 +10,15 @@ import html
 import json
 import re
 import secrets
-from argparse import Namespace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from lpkit.commands import needs
-from lpkit.course import notebooks
-from lpkit.course.notebooks import WIDGET_MIME
+from lessons.claims import cards
+from lessons.figures import PLOTLY_MIME, WIDGET_MIME
 from lpkit.errors import ConfigError, named
-from lpkit.files import cache_dir, own_folder, read_text, write_atomically
+from lpkit.files import cache_dir, read_text
 
-PLOTLY_MIME = "application/vnd.plotly.v1+json"
 LEFT_OUT = ("## By hand", "## Exercises", "## Further reading")     # sections
 PROSE = 420         # characters of a cell, in whole paragraphs
 LIBRARIES = {       # file of an npm package: its SHA-256 at the version that FETCH names
@@ -33,23 +30,6 @@ LIBRARIES = {       # file of an npm package: its SHA-256 at the version that FE
         "a4354ff94fd868aea0cc6eaaa79a57fda0588646fc46ee3700a349ee0a11cbe6",
 }
 FETCH = "npm install --prefix {} reveal.js@4.6.0 mathjax@3.2.2"
-
-
-def run(args: Namespace) -> dict[str, Any]:
-    needs("lpkit slides", "nbconvert", "nbformat", "plotly")
-    name = notebooks.find(args.notebook).stem
-    path = args.executed / f"{name}.ipynb"
-    if not path.is_file():
-        raise ConfigError(f"there is no {named(path)}; run `lpkit notebook {name} --tier smoke "
-                          f"--out {args.executed}` first")
-    html_text, out = page(notebooks.read(path), name), args.out / f"{name}.slides.html"
-    own_folder(args.out)
-    write_atomically(out, html_text)
-    return {"notebook": name, "out": str(out)}
-
-
-def text(result: dict[str, Any]) -> str:
-    return f"wrote {named(result['out'])}; open it in a browser; arrow keys change slides"
 
 
 def page(book: Any, name: str) -> str:
@@ -140,7 +120,7 @@ def _without_last_sentence(source: str) -> str:
 
 def _shown(output: Any) -> str:
     data = output.get("data", {})
-    if claim := output.get("metadata", {}).get("lpkit_claim"):
+    for claim in cards([output]):
         why = f"<small>{html.escape(claim['why'])}</small>" if claim["why"] else ""
         return (f"<div class='claim {html.escape(claim['state'])}'>{html.escape(claim['claim'])}"
                 f"<small>here: {html.escape(claim['state'])}</small>{why}</div>")

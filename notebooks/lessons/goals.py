@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from IPython.display import display
 
-from lpkit.course.claims import FAILS, HOLDS, LOOKS, UNDECIDED, card
+from lessons.claims import FAILS, HOLDS, LOOKS, UNDECIDED, card
 
 WORDS = {HOLDS: "The goal is reached", FAILS: "The goal failed",
          UNDECIDED: "This machine cannot tell whether the goal is reached"}

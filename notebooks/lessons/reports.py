@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 from typing import Any
 
-from lpkit.course import claims
+from lessons import claims
 from lpkit.files import data_dir, locked, own_folder, write_atomically
 
 AGAIN_SECONDS = 2.0     # until the next try, and then longer
@@ -49,7 +49,7 @@ def report(kind: str, **facts: Any) -> None:
 
 
 def claim(sentence: str) -> AbstractContextManager[None]:
-    """Returns the claim of `lpkit.course.claims`; its verdict is reported as its card is shown."""
+    """Returns the claim of `lessons.claims`; its verdict is reported as its card is shown."""
     return claims.claim(sentence, lambda state: report("claim", name=sentence, verdict=state))
 
 

@@ -5,6 +5,7 @@ A notebook imports them from here in one line, and the rest from the module of i
 
 from IPython.display import HTML
 
+from lessons.claims import cannot_tell
 from lessons.figures.comparison import comparison_figure
 from lessons.figures.explorer import Explorer
 from lessons.figures.figure import Figure
@@ -13,7 +14,6 @@ from lessons.judging.learner import check, keep
 from lessons.judging.questions import Guess, Pick
 from lessons.reading import source
 from lessons.reports import claim
-from lpkit.course.claims import cannot_tell
 from lpkit.predict.compare import Comparison, Row
 from lpkit.tables import html_table
 

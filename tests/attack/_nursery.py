@@ -156,9 +156,10 @@ def warm() -> None:
     import lpkit.measure.advice
     import lpkit.training.loop
     import lpkit.training.sampling  # noqa: F401
-    from lpkit.course import notebooks
+    from hosting import notebooks
+    from hosting.commands.notebook import describe
 
-    notebooks.describe(notebooks.find("00"))    # what reads a notebook is imported then
+    describe(notebooks.find("00"))    # what reads a notebook is imported then
     torch.set_num_threads(1)
 
 

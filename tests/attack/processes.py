@@ -48,11 +48,9 @@ NURSERY = """
 import json, os, signal, sys, time
 sys.modules["rfc3987_syntax"] = None            # slow to import, and not needed
 import nbformat
-from lpkit import cli
-from lpkit.commands import lab, notebook      # they find hosting
-from hosting import copies
-from lpkit import processes
-from lpkit.course import notebooks
+from lpkit import cli, processes
+cli.module_of("lab")         # finds hosting
+cli.module_of("notebook")
 {prelude}
 signal.signal(signal.SIGINT, signal.SIG_DFL)    # Python's own is lost in what runs after a fork
 signal.signal(signal.SIGHUP, signal.SIG_DFL)    # and what nohup began, ignores this

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lpkit import processes, records
+from lpkit.beside import beside
 from lpkit.claims import runs, sweep
 from lpkit.claims.protocol import Claim
 from lpkit.claims.settle import Settling
-from lpkit.commands import hosting
 from lpkit.config import Config, flat
 from lpkit.contracts import StepRecord
 from lpkit.presets import preset
@@ -176,7 +176,7 @@ class Reports(Kind):
     name, quiet = "reports", ("replace",)       # of pseudonyms, which are the same
 
     def make(self) -> None:
-        self.values, self.progress = {}, hosting("progress")
+        self.values, self.progress = {}, beside("hosting.progress")
         (self.folder / "room.json").touch()
         store = self.progress.Store(self.folder)
         for i in range(LEARNERS * EACH):

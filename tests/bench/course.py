@@ -18,8 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from hosting import notebooks, runner
 from lessons.judging import puzzles
-from lpkit.course import notebooks
 from lpkit.errors import pick
 from lpkit.processes import tell
 from tests.bench.harness import ROUNDS, Result, paired
@@ -78,8 +78,8 @@ def _seconds(path: Path) -> float:
     """Of one run, with its kernel's start. A claim about time may fail beside others; what it took
     to the end counts."""
     with tempfile.TemporaryDirectory() as out:
-        jobs = notebooks.plan(path, [], tier="cpu", out=Path(out))
-        (record,) = notebooks.run_all(jobs)
+        jobs = runner.plan(path, [], tier="cpu", out=Path(out))
+        (record,) = runner.run_all(jobs)
     if record["status"] != "done":
         raise RuntimeError(f"{path.stem} did not run to its end: {record['error']}")
     return record["seconds"]

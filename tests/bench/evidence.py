@@ -77,7 +77,7 @@ def _tests(on: torch.device) -> Commands:
     """The kernels', which compute on a GPU where there is one, and the GPU's own; none where this
     is no checkout. By several processes where pytest-xdist is there: most of it is compilation. A
     CPU's interpreter takes minutes for the kernels': there they are only found."""
-    found = {path.stem: path for path in sorted(TESTS.glob("test_*.py"))}
+    found = {path.stem: path for path in sorted(TESTS.rglob("test_*.py"))}
     marked = [name for name, path in found.items()
               if re.search(r"^pytestmark.*mark\.gpu|^@pytest\.mark\.gpu|pytest\.mark\.gpu, pytest",
                            path.read_text(), re.M)]

@@ -2,7 +2,6 @@
 twice."""
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -163,7 +162,7 @@ def test_all_of_it_fits_into_half_an_hour_and_is_commands_that_exist(monkeypatch
             if words[:2] == ("-m", "lpkit"):
                 parser = argparse.ArgumentParser()
                 parser.add_argument("--json", action="store_true")
-                importlib.import_module(f"lpkit.commands.{words[2]}").arguments(parser)
+                cli.module_of(words[2]).arguments(parser)
                 asked = parser.parse_args(words[3:])
                 if words[2] == "train":
                     assert resolve(*target_and_asked(asked)).tokens_per_step > 0

@@ -2,7 +2,6 @@
 either."""
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -45,7 +44,7 @@ def answer(capsys, monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("lpkit.training.background.train", stop)
-    monkeypatch.setattr("lpkit.course.notebooks.run_all", stop)
+    monkeypatch.setattr("hosting.runner.run_all", stop)
     monkeypatch.setattr("lpkit.measure.row", lambda config, command: stop(config), raising=False)
 
     def ask(*words):
@@ -84,7 +83,7 @@ def test_a_run_that_goes_on_takes_a_setting_without_a_target(answer):
 def parsers(name):
     """What reads the words of a command, and of each of its subcommands."""
     parser = cli._Parser(prog=f"lpkit {name}")
-    importlib.import_module(f"lpkit.commands.{name}").arguments(parser)
+    cli.module_of(name).arguments(parser)
     below = [action.choices for action in parser._actions
              if isinstance(action, argparse._SubParsersAction)]
     return {name: parser, **{f"{name} {sub}": one for choices in below

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 import lessons.rows.optimizers  # noqa: F401  ten rules more
+from hosting.notebooks import by_name
 from lpkit.cli import COMMANDS
 from lpkit.config import Config
-from lpkit.course.notebooks import by_name
 from lpkit.errors import ConfigError, nearest, pick
 from lpkit.names import alike
 from lpkit.presets import PRESETS

@@ -13,7 +13,7 @@ import nbformat
 import pytest
 import torch
 
-from lessons import goals, signals
+from lessons import claims, goals, signals
 from lessons import l19_is_it_progress as chance
 from lessons import l22_blocks as blocks
 from lessons import l23_less_of_the_model as less
@@ -22,7 +22,6 @@ from lessons.l06_fp8_training import LiveRuns
 from lessons.race import race_figure
 from lpkit import records
 from lpkit.config import Config
-from lpkit.course import claims
 from lpkit.predict.evidence import MEASURED
 from tests.course.test_notebooks import BOOKS
 

@@ -20,6 +20,8 @@ import torch
 from papermill.inspection import inspect_notebook
 
 import lpkit
+from hosting import notebooks
+from hosting.parameters import parameters
 from lessons import goals
 from lessons import l04_scaling_recipes as outliers
 from lessons import l14_data_parallel_and_zero as ranks
@@ -36,7 +38,6 @@ from lessons.figures import drawing
 from lessons.l03_number_formats import listed
 from lessons.rows.depth import Progressive, progressive
 from lpkit.config import Config
-from lpkit.course import notebooks
 from lpkit.optim import muon
 from lpkit.predict import CATALOGUE, memory, quantity
 from lpkit.predict.plan import plan
@@ -101,7 +102,7 @@ def test_parameters_first_and_commented(book):
     first = code_of(book)[0]
     assert (first.metadata.get("tags") == ["parameters"]
             and notebooks.tagged(book, "parameters") == [first])
-    found = notebooks.parameters(book)
+    found = parameters(book)
     assert (found["tier"].annotation == "Literal['smoke', 'cpu', 'gpu']"
             and found["tier"].default == "cpu")
     assert all(parameter.comment for parameter in found.values()), "say after each parameter what it is, and its unit"
@@ -114,7 +115,7 @@ def test_papermill_reads_the_parameters_as_the_kit_does(path):
                      ast.literal_eval(p["default"]), p["help"])
               for name, p in inspect_notebook(path).items()}
     ours = {name: (p.annotation, p.default, p.comment)
-            for name, p in notebooks.parameters(notebooks.read(path)).items()}
+            for name, p in parameters(notebooks.read(path)).items()}
     assert theirs == ours and list(theirs) == list(ours)
 
 

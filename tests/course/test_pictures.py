@@ -11,9 +11,9 @@ import nbformat
 import pytest
 from PIL import Image
 
+from hosting import notebooks
 from lessons.figures import still
 from lessons.figures.figure import PLOTLY_MIME, plain
-from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS
 

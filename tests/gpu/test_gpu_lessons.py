@@ -21,6 +21,7 @@ import torch
 import torch._dynamo
 
 import lpkit
+from hosting import notebooks
 from lessons import l02_where_the_time_goes as roofs_of_a_step
 from lessons import l03_number_formats as linear_operands
 from lessons import l06_fp8_training as recipe_race
@@ -32,7 +33,6 @@ from lessons.race import race_figure
 from lessons.terms import Lettered, letter
 from lpkit import hardware
 from lpkit.config import Config
-from lpkit.course import notebooks
 from lpkit.measure import attention as attention_cells
 from lpkit.measure import trace
 from lpkit.nn.attention import backend

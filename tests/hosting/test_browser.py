@@ -297,7 +297,8 @@ def test_run_all_goes_past_a_guess_which_counts_no_more(notebook):
 def test_run_all_goes_on_after_a_claim_that_fails(lab):
     opening, folder = lab
     path = write_notebook(folder / "claim.ipynb",
-                         ["from lpkit.course.claims import claim\nwith claim('two is more than "
+                         ["from lpkit import begin\nbegin()\nfrom lessons.claims import claim\n"
+                           "with claim('two is more than "
                           "three'):\n"
                                                   "    assert 2 > 3, 'it is less'", "print('went "
                                                       "on')"])
@@ -316,7 +317,7 @@ def test_run_all_goes_on_after_a_claim_that_fails(lab):
 
 THEMED = ["""
 import lpkit
-from lpkit.course.claims import claim
+from lessons.claims import claim
 from lessons.judging.learner import check
 from lessons.judging.index import exercises
 from lpkit.errors import ConfigError

@@ -13,9 +13,9 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from hosting import copies
+from hosting.commands import lab as lab_command
 from lessons.judging.attempts import asked
 from lpkit import cli, files
-from lpkit.commands import lab as lab_command
 from lpkit.errors import ConfigError
 from tests import processors
 

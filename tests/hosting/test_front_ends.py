@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_notebook
 from papermill.__main__ import papermill
 
-from lpkit.course import notebooks
-from lpkit.course.claims import FAILS, cards
+from hosting import notebooks
+from lessons.claims import FAILS, cards
 from tests import NOTEBOOKS, smoke_copies
 
 ROOT, BIN = Path(NOTEBOOKS).parent, Path(sys.executable).parent
@@ -72,7 +72,7 @@ def test_the_lessons_of_the_kernels_own_folder_come_first(whose, tmp_path, monke
     """docs/slides_and_grading.md says so of papermill's --cwd."""
     book = new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3",
         "language": "python"}}, cells=[
-        new_code_cell("from lpkit.course.notebooks import begin\nbegin()\nimport "
+        new_code_cell("from lpkit import begin\nbegin()\nimport "
                       "lessons\nprint(lessons.__path__[0])")])
     nbformat.write(book, tmp_path / "a.ipynb")
     (tmp_path / "mine" / "lessons").mkdir(parents=True)

@@ -19,8 +19,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hosting import opening, progress
+from hosting import progress
 from hosting import room as rooms
+from hosting.commands import room as room_command
 from lessons import reports
 from lpkit import cli, records, turns
 from lpkit.errors import ConfigError
@@ -275,7 +276,7 @@ def test_a_room_that_cannot_be_is_refused_in_a_sentence(monkeypatch, tmp_path, c
         assert cli.main(["room", *words]) == 2
         return capsys.readouterr().err
 
-    monkeypatch.setattr("hosting.opening.needs", lambda *_: None)
+    monkeypatch.setattr("hosting.commands.room.needs", lambda *_: None)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in said("anna") and "lpkit lab" in said("anna")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
@@ -506,19 +507,19 @@ def test_warming_prints_how_long_it_takes_and_what_went_wrong(tmp_path, monkeypa
                                      ">&2\nexit $ENDS\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(opening, "TELL_SECONDS", 0.1)
+    monkeypatch.setattr(room_command, "TELL_SECONDS", 0.1)
     monkeypatch.setenv("ENDS", "3")
     (tmp_path / "shared").mkdir()
     room = rooms.Room(folder=str(tmp_path), members={}, memory_bytes=1, threads=1, gpus=0, port=1)
     with pytest.raises(ConfigError,
                        match="'cpu-3m' could not be prepared: no kernel for this processor"):
-        opening.warm(room, ["cpu-3m"])
+        room_command.warm(room, ["cpu-3m"])
     assert "preset cpu-3m (1 of 1), 0 s" in capsys.readouterr().err
     monkeypatch.setenv("ENDS", "0")
-    opening.warm(room, ["a", "b"])
+    room_command.warm(room, ["a", "b"])
     said = capsys.readouterr().err
     assert said.count("preset a (1 of 2), 0 s") > 1 and "preset b (2 of 2), 1 s" in said
-    opening.warm(room, ["a", "b"])      # once per room
+    room_command.warm(room, ["a", "b"])     # once per room
     assert capsys.readouterr().err == ""
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lpkit
+from hosting.parameters import choose, parameters
 from lessons import l14_data_parallel_and_zero as data_parallel
 from lessons.figures.figure import plain
 from lessons.figures.step_bytes import stacked_figure
@@ -29,7 +30,6 @@ from lessons.l15_multi_gpu_fp8 import gathers_view
 from lessons.ranks import rank_exercises
 from lessons.ranks.messages import messages
 from lpkit import cli
-from lpkit.course.notebooks import choose, parameters
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import predict_trace
 from lpkit.parallel.processes import Processes

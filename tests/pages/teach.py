@@ -20,8 +20,8 @@ from pathlib import Path
 
 import nbformat
 
+from hosting.parameters import Parameter, parameters
 from lessons.judging.judge import Exercise
-from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from tests.lessons.judging.course import EXERCISES
 from tests.pages import markdown_table
@@ -42,7 +42,7 @@ class Book:
     exercises: Mapping[str, Exercise]
     later: Mapping[str, Exercise]
     guesses: tuple[str, ...]
-    parameters: Mapping[str, notebooks.Parameter]
+    parameters: Mapping[str, Parameter]
     words: Mapping[str, int]    # of text, by the heading of the section; "": above the first
 
     @property
@@ -80,7 +80,7 @@ def read(path: Path) -> Book:
         later={name: one for name, one in own.items() if name in later},
         words=words_of(book),
         guesses=tuple(re.findall(r'= keep\("\d\d\.(\w+)"', source)),
-        parameters=notebooks.parameters(book))
+        parameters=parameters(book))
 
 
 def words_of(book: nbformat.NotebookNode) -> dict[str, int]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lpkit import cli
 from tests.path import circles, entered, imported_by, imports
 
 ROOT = Path(__file__).parents[2] / "lpkit"
@@ -46,15 +47,15 @@ MAY_IMPORT = {
                        "parallel", "precision", "predict", "techniques", "training"},
     "claims": BASE | {"datasets", "predict", "presets", "techniques", "training"},
     "parallel": BASE | {"kernels", "precision", "techniques"},
-    "course": BASE,
-    "cli": BASE | {"commands", "training"},
+    "beside": {"errors", "files"},
+    "cli": BASE | {"beside", "commands", "training"},
     "__main__": {"cli"},
 }
 EVERYTHING = {"commands"}          # nobody imports it but the command line
 WITHOUT_TORCH = ["config", "contracts", "errors", "files", "machine_facts", "names", "plain_yaml",
                  "processes", "records", "signals", "tables", "timing", "turns", "values",
                  "techniques", "predict", "presets", "training.runs", "exchange.families",
-                 "course.notebooks", "cli",
+                 "beside", "cli",
                  "parallel.processes", "training.launch", "claims.protocol", "claims.settle",
                  "claims.runs", "measure.probes", "commands.doctor"]
 # From what anybody stands on to what nobody does: a room imports itself and those before it.
@@ -63,7 +64,7 @@ LAYERS = ["names", "errors", "turns", "signals", "machine_facts", "timing", "pro
           "contracts", "presets", "predict", "kernels", "hardware", "precision", "nn", "optim",
           "memory", "functions", "datasets", "parallel", "execution", "training", "exchange",
           "measure", "modules", "claims",
-          "course", "commands", "cli", "__main__"]
+          "beside", "commands", "cli", "__main__"]
 PATH_LINES = 10_450
 UPDATE_FUNCTIONS, UPDATE_FILES = 109, 25        # 90 and 18
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p != ROOT / "__init__.py"]
@@ -125,34 +126,24 @@ def test_lessons_stand_on_the_package_and_it_on_none_of_them():
                           "traitlets", "IPython", "PIL", "matplotlib"}, (path.name, outside)
 
 
-# a command, its module
-HOSTED = {"lab": "lab", "room": "opening", "progress": "progress", "slides": "slides"}
-
-
-def test_the_commands_that_host_people_are_the_only_doors_to_hosting():
-    """Each takes one module; a lesson takes none, since a learner's kernel needs nothing of it."""
+def test_two_doors_lead_to_hosting():
+    """`lpkit.cli` imports the file of a hosted command, and `lpkit.begin` the check of a notebook's
+    parameters. A lesson imports nothing of hosting."""
     place = ROOT.parent / "notebooks"
     lessons = sorted((place / "lessons").rglob("*.py"))
     assert not [path for path in (*FILES, *lessons) for name in imported(path)
                 if name.split(".")[0] == "hosting"]
-    doors = {path.stem: ast.unparse(node.args[0]) for path in FILES
-             for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
-             and ast.unparse(node.func).split(".")[-1] == "hosting"}
-    assert doors == {command: repr(module) for command, module in HOSTED.items()}
-    texts = {path.stem: node.value for path in FILES
+    doors = {(path.stem, node.value) for path in FILES
              for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and str(node.value).startswith("hosting.")}
-    assert texts == {"__init__": "hosting."}        # of `lpkit.commands.hosting` itself
-    for command, module in HOSTED.items():
-        taken = {node.attr
-                 for node in ast.walk(ast.parse((ROOT / "commands" / f"{command}.py").read_text()))
-                 if isinstance(node, ast.Attribute) and ast.unparse(node.value) == module}
-        assert "run" in taken and taken <= {"run", "text", "arguments", "PORT"}, (command, taken)
-    for path in (place / "hosting").glob("*.py"):
+    assert doors == {("cli", "hosting.commands."), ("beside", "hosting.parameters")}
+    commands = {path.stem for path in (place / "hosting" / "commands").glob("*.py")}
+    assert commands == {"__init__", *cli.HOSTED} and cli.HOSTED <= cli.COMMANDS.keys()
+    for path in (place / "hosting").rglob("*.py"):
         outside = {name.split(".")[0] for name in imported(path)} - sys.stdlib_module_names
-        assert outside <= {"hosting", "lessons", "lpkit", "jupyter_server", "jupyterhub",
-                           "nbconvert",
-                          "nbformat", "psutil", "tornado", "traitlets"}, (path.name, outside)
+        assert (outside <= {"hosting", "lessons", "lpkit", "IPython", "jupyter_client",
+                            "jupyter_server", "jupyterhub", "nbclient", "nbconvert", "nbformat",
+                            "psutil", "tornado", "traitlets"}), (path.name, outside)
 
 
 @pytest.mark.parametrize("room", ["techniques", "predict"])
@@ -163,18 +154,17 @@ def test_rows_and_predictions_need_the_standard_library_alone(room):
 
 
 def test_importing_does_not_import_torch():
-    code = (f"import sys, lpkit.commands; [__import__('lpkit.' + room) for room in "
-            f"{WITHOUT_TORCH}]; "
-            f"[lpkit.commands.hosting(one) for one in {[*HOSTED.values(), 'copies', 'desk']}]; "
-            f"print('torch' in sys.modules)")
+    code = (f"import sys, lpkit.cli; [__import__('lpkit.' + room) for room in {WITHOUT_TORCH}]; "
+            f"[lpkit.cli.module_of(name) for name in {sorted(cli.HOSTED)}]; "
+            f"import hosting.desk, hosting.parameters; print('torch' in sys.modules)")
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True,
                           text=True, check=True)
     assert done.stdout == "False\n"
 
 
 # those that import no torch
-@pytest.mark.parametrize("name", ["Config", "Run", "launch", "preset", "start", "start_each",
-                                  "train"])
+@pytest.mark.parametrize("name", ["Config", "Run", "begin", "launch", "preset", "start",
+                                  "start_each", "train"])
 def test_any_name_of_the_package_may_be_the_first(name):
     """A circle of imports shows where nothing has been imported before."""
     subprocess.run([sys.executable, "-c", f"import lpkit; lpkit.{name}"], check=True)

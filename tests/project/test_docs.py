@@ -23,6 +23,7 @@ from tests import NOTEBOOKS
 from tests.pages import recipes
 
 DOCS = Path(__file__).parents[2] / "docs"
+CLAIM = "from lpkit import begin\nbegin()\nfrom lessons.claims import claim\n"
 CELLS = {
     "parameters": 'from typing import Literal\n\ntier: Literal["smoke", "cpu", "gpu"] = "cpu"  # '
                  'how large\nsteps: int = 3  # updates',
@@ -40,7 +41,7 @@ CELLS = {
     "table": "HTML(html_table(['a head of many words'] * 6, [['unbreakable_' * 3] * 6], "
             "caption='numbers ' * 20))",
     "control": "ipywidgets.IntSlider(description='width')",
-    "claim": "from lpkit.course.claims import claim\nwith claim('Three steps are three'):\n    "
+    "claim": CLAIM + "with claim('Three steps are three'):\n    "
             "assert steps == 3",
 }
 
@@ -266,7 +267,7 @@ def test_a_recorded_copy_is_used_until_its_notebook_changes(tmp_path, monkeypatc
     book = new_notebook(cells=[new_code_cell("steps = 3", metadata={"tags": ["parameters"]}),
                                new_code_cell("print(steps)")])
     nbformat.write(book, tmp_path / "05_small.ipynb")
-    book.cells.insert(1, new_code_cell("steps = 5", metadata={"tags": [build.notebooks.INJECTED]}))
+    book.cells.insert(1, new_code_cell("steps = 5", metadata={"tags": [build.INJECTED]}))
     book.cells[2].outputs = [new_output("display_data",
         {build.PLOTLY: {"data": []}, "image/png": "AAAA", "text/plain": "a figure"})]
     nbformat.write(book, executed / "05_small.ipynb")
@@ -365,7 +366,7 @@ def test_the_page_of_commands_names_every_key(tmp_path, capsys):
     from lpkit.cli import main
 
     cells = {"parameters": CELLS["parameters"],
-             "claim": "from lpkit.course.claims import claim\nwith claim('Three'):\n    assert "
+             "claim": CLAIM + "with claim('Three'):\n    assert "
                       "steps == 3"}
     page = (DOCS / "commands.md").read_text()
     for words in (["predict", "gpt2-124m"], ["notebook", str(write(tmp_path / "05_a.ipynb", cells)),
@@ -378,7 +379,7 @@ def test_the_page_of_commands_names_every_key(tmp_path, capsys):
 
 def test_no_page_for_a_notebook_that_does_not_hold(tmp_path):
     cells = {"parameters": CELLS["parameters"],
-             "claim": "from lpkit.course.claims import claim\nwith claim('Four'):\n    assert "
+             "claim": CLAIM + "with claim('Four'):\n    assert "
                       "steps == 4, 'not four'"}
     with pytest.raises(ConfigError, match="05_bad, cell 2: not four"):
         build.execute([write(tmp_path / "05_bad.ipynb", cells)], tmp_path / "executed")

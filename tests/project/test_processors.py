@@ -53,7 +53,6 @@ KNOWN = {
     "claims.runs:code": "names a record", "hardware:device_name": "describes",
     "measure.probes:facts": "describes",
     "claims.runs:finished": "counts runs at a time",
-    "course.notebooks:run_all": "counts runs at a time",
     "training.launch:spread": "refuses more processes than cores",
     "machine_facts:cores": "asks for others", "machine_facts:cpu_name": "asks for others",
     "machine_facts:cpu_flags": "asks for others",

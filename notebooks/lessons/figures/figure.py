@@ -28,14 +28,13 @@ import numpy as np
 import traitlets
 from IPython.display import display
 
+from lessons.figures import PLOTLY_MIME, WIDGET_MIME
 from lessons.figures.still import picture
 from lessons.figures.style import TEMPLATE
-from lpkit.course.notebooks import WIDGET_MIME
 from lpkit.errors import ConfigError
 from lpkit.files import resource
 
 MAX_POINTS = 5000   # per trace; twenty quick redraws of 20k points take a browser 8 s
-PLOTLY_MIME = "application/vnd.plotly.v1+json"
 BESIDE = resource("notebooks") / "lessons" / "figures"      # a learner's folder has copies of modules alone
 CONFIG = {"displaylogo": False, "displayModeBar": "hover", "scrollZoom": False,
           "modeBarButtons": [["zoom2d", "pan2d", "resetScale2d", "toImage"]]}

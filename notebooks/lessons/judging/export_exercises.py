@@ -25,9 +25,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_raw_
 from lessons.judging import index
 from lessons.judging.judge import Exercise
 from lessons.judging.puzzles import Puzzle
-from lpkit.course import notebooks
-from lpkit.errors import ConfigError
-from lpkit.files import own_folder, write_atomically
+from lpkit.errors import ConfigError, pick
+from lpkit.files import own_folder, resource, write_atomically
 
 CHECK = re.compile(r"\n*^check\(EXERCISES\[\"(?P<name>[\w.]+)\"\], (?P<function>\w+)\)\s*$", re.M)
 TODO = "raise NotImplementedError"
@@ -145,8 +144,10 @@ def _notebook(cells: list[Any]) -> Any:
 
 
 def export(name: str, out: Path) -> list[Path]:
-    path = notebooks.find(name)
-    book, number = notebooks.read(path), path.stem.partition("_")[0]
+    course = {key: path for path in sorted(resource("notebooks").glob("*.ipynb"))
+              for key in (path.stem, path.stem.partition("_")[0])}
+    path = pick(course, name, "notebook")
+    book, number = nbformat.read(path, as_version=4), path.stem.partition("_")[0]
     if not any(asked(book)):
         raise ConfigError(f"{path.stem} has no exercises to export")
     made = {out / "nbgrader" / "source" / number / f"{number}.ipynb": nbgrader(book, number),

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hosting.runner import without_widgets
 from lessons.figures import still, ticks
 from lessons.figures.explorer import Explorer
 from lessons.figures.figure import PLOTLY_MIME, WIDGET_MIME, Figure, plain
-from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS
 

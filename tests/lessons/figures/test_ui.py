@@ -18,7 +18,8 @@ import numpy as np
 import plotly.graph_objects as go
 import pytest
 
-from lessons.figures import style, waiting
+from hosting.runner import without_widgets
+from lessons.figures import WIDGET_MIME, style, waiting
 from lessons.figures.colours import ANSWER_COLOURS, FORMAT_COLOURS, ROLE_COLOURS, WARNING, lines_of
 from lessons.figures.comparison import comparison_figure
 from lessons.figures.explorer import Explorer
@@ -32,7 +33,6 @@ from lessons.l13_efficient_attention import cost_figure
 from lessons.l14_data_parallel_and_zero import overlap_figure
 from lessons.roofs import intensity_of
 from lpkit.contracts import StepRecord
-from lpkit.course.notebooks import WIDGET_MIME, without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict import CATALOGUE, Comparison
 from lpkit.predict.compare import Row

@@ -11,8 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from hosting import notebooks
 from lessons.judging import export_exercises as e
-from lpkit.course import notebooks
 from tests import NOTEBOOKS, processors
 from tests.lessons.judging.course import EXERCISES
 

@@ -15,6 +15,7 @@ import traitlets
 from ipywidgets import HTML, Widget
 
 from hosting import copies
+from hosting.runner import without_widgets
 from lessons import l20_optimizers
 from lessons.figures.explorer import Explorer
 from lessons.figures.figure import PLOTLY_MIME, WIDGET_MIME, plain
@@ -25,7 +26,6 @@ from lessons.judging.learner import check
 from lessons.judging.questions import TIED, Guess, Pick
 from lessons.judging.your_progress import progress, progress_figure
 from lessons.rivals import rivals
-from lpkit.course.notebooks import without_widgets
 from lpkit.errors import ConfigError
 from lpkit.predict.compare import Comparison, Row, off_by
 from tests import NOTEBOOKS

@@ -1,4 +1,14 @@
-"""The command `lpkit room`: open a room, and print the state of its labs until it is closed."""
+"""Open a room: a JupyterHub on this machine for a workshop, with a lab for each learner.
+
+  lpkit room --learners 30                       make learner01 to learner30, and their codes
+  lpkit room anna ben --folder /srv/friday       make anna and ben; the folder opens the room again
+  lpkit room --learners 30 --address 0.0.0.0 --tls cert.pem key.pem
+
+Each learner has a Unix user, a home, and a share of the memory and threads. Print codes.csv in the
+folder of the room: it has the names and codes. This terminal prints how many labs are open and
+names labs that do not start. Ctrl-C ends all labs; homes stay.
+LPKIT_SOLUTIONS sets when exercises show a solution: always, attempted (default) or solved.
+"""
 
 import argparse
 import contextlib
@@ -48,8 +58,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
                         "which is executed after the room's own")
     parser.add_argument("--idle-seconds", type=int, default=3600, metavar="S",
                         help="end a lab that is idle for S seconds (default 3600)")
-    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET", help="presets to "
-                        "prepare before learners come (default cpu-3m)")
+    parser.add_argument("--warm", nargs="*", default=["cpu-3m"], metavar="PRESET",
+                        help="presets to prepare before learners come (default cpu-3m)")
     parser.add_argument("--proxy", default="", metavar="PATH", help="path of "
                         "configurable-http-proxy, if it is not on PATH")
 
@@ -58,11 +68,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     needs("lpkit room", "jupyterhub", "jupyterlab")
     solutions.shown_when()      # labs inherit the word: refuse a wrong one here
     if args.address not in ("127.0.0.1", "localhost") and not (args.tls or args.no_tls):
-        raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give --tls "
-                          f"CERT KEY, stay at 127.0.0.1 behind a tunnel, or give --no-tls")
+        raise ConfigError(f"at {args.address} codes would cross the network unencrypted; give "
+                          f"--tls CERT KEY, stay at 127.0.0.1 behind a tunnel, or give --no-tls")
     if args.authenticator and not args.teacher:     # a stranger there may be called "teacher"
-        raise ConfigError(f"with --authenticator {args.authenticator}, the user with the teacher's name "
-                          f"controls the room; give your user name there as --teacher NAME")
+        raise ConfigError(f"with --authenticator {args.authenticator}, the user with the teacher's "
+                          f"name controls the room; give your user name there as --teacher NAME")
     if len(args.title) > rooms.MOST_TEXT or not args.title.isprintable():
         raise ConfigError(f"--title must have at most {rooms.MOST_TEXT} printable characters, got "
                           f"{shown(args.title)}")
@@ -71,8 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise ConfigError(f"there is no file {named(path)}")
     digits = len(str(args.learners))
     names = [*args.names, *(f"learner{n:0{digits}}" for n in range(1, args.learners + 1))]
-    room = rooms.opened(args.folder, names, teacher=args.teacher or rooms.Room.teacher, port=args.port,
-                        address=args.address,
+    room = rooms.opened(args.folder, names, teacher=args.teacher or rooms.Room.teacher,
+                        port=args.port, address=args.address,
                         tls=[str(Path(path).resolve()) for path in args.tls],
                         proxy=args.proxy, authenticator=args.authenticator,
                         config=args.config and str(Path(args.config).resolve()),
@@ -86,13 +96,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     def serve() -> int:
         with rooms.serve(room, children) as keeper:
-            found = {"title": room.title, "url": rooms.url(room), "folder": room.folder, "codes": str(codes),
-                     "learners": len(room.members) - 1, "memory_bytes": room.memory_bytes,
-                     "threads": room.threads, "gpus": room.gpus}
+            found = {"title": room.title, "url": rooms.url(room), "folder": room.folder,
+                     "codes": str(codes), "learners": len(room.members) - 1,
+                     "memory_bytes": room.memory_bytes, "threads": room.threads, "gpus": room.gpus}
             print(json.dumps(found) if args.json else text(found), flush=True)
             if (code := progress.watch(room, keeper)) and not children.over:
-                print(f"the hub ended with exit code {code}; `lpkit room --folder {room.folder}` opens the room "
-                      f"again. The end of its log:\n{keeper.stdout.read()}", file=sys.stderr)
+                print(f"the hub ended with exit code {code}; `lpkit room --folder {room.folder}` "
+                      f"opens the room again. The end of its log:\n{keeper.stdout.read()}",
+                      file=sys.stderr)
             return code
 
     serve_until_told(serve, children.end, "the room is closed")
@@ -100,7 +111,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def warm(room: rooms.Room, presets: Sequence[str]) -> None:
     """Run one step of each preset, once per room, so that no learner waits for tokens, verified
-    kernels and compilers. Print the seconds while it runs. Raises ConfigError with the run's error."""
+    kernels and compilers. Print the seconds while it runs. Raises ConfigError with the run's
+    error."""
     shared, begun = Path(room.folder, "shared"), time.monotonic()
     for number, preset in enumerate(presets, 1):
         done = shared / f".{preset}"
@@ -125,6 +137,8 @@ def warm(room: rooms.Room, presets: Sequence[str]) -> None:
 def text(result: dict[str, Any]) -> str:
     return (f"The room {result['title']} is open for {result['learners']} learners at\n"
             f"    {result['url']}\n"
-            f"The names and codes of the learners and of the teacher are in {named(result['codes'])}.\n"
-            f"Each learner has {result['memory_bytes'] / 1e9:.1f} GB of memory and {result['threads']} "
-            f"thread(s). Homes are in {named(result['folder'])}/learners. Ctrl-C closes the room.")
+            f"The names and codes of the learners and of the teacher are in "
+            f"{named(result['codes'])}.\n"
+            f"Each learner has {result['memory_bytes'] / 1e9:.1f} GB of memory and "
+            f"{result['threads']} thread(s). Homes are in {named(result['folder'])}/learners. "
+            f"Ctrl-C closes the room.")

@@ -30,5 +30,5 @@ def run(args: Namespace) -> dict:
 
 
 def text(result: dict) -> str:
-    return (f"{named(result['file'])}: {result['bytes'] / 1e6:,.0f} MB, torch {result['torch']}, for "
-            f"Python {result['python']} on {result['platform']}\nSHA-256 {result['sha256']}")
+    return (f"{named(result['file'])}: {result['bytes'] / 1e6:,.0f} MB, torch {result['torch']}, "
+            f"for Python {result['python']} on {result['platform']}\nSHA-256 {result['sha256']}")

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from papermill.__main__ import papermill
 
+from hosting import notebooks, parameters, runner
+from hosting.commands import notebook as command
 from lessons.judging import learner
 from lpkit import processes
-from lpkit.commands import notebook as command
-from lpkit.course import notebooks
 from lpkit.errors import ConfigError
 from tests import NOTEBOOKS, smoke_copies
 from tests.attack import patience
@@ -34,14 +34,21 @@ compiled: bool = False  # torch.compile
 name: str = "a"  # any text
 widths: tuple[int, ...] = (64, 128)  # of the model
 threads: int | None = None  # None: all'''
-TAKEN = notebooks.declared(PARAMETERS)
+TAKEN = parameters.declared(PARAMETERS)
 
 
 HOLDS = """\
-from lpkit.course.claims import claim
+from lessons.claims import claim
 with claim("Few steps are enough"):
     {}
 """
+
+
+@pytest.fixture(autouse=True)
+def kernels_find_the_lessons(monkeypatch):
+    """These notebooks call no `begin`, which would make the lessons importable."""
+    places = [os.environ.get("PYTHONPATH", ""), NOTEBOOKS]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
 
 
 def write(path: Path, *cells: str, parameters: str = PARAMETERS,
@@ -58,9 +65,9 @@ def write(path: Path, *cells: str, parameters: str = PARAMETERS,
 
 
 def go(path: Path, *settings: str, out: Path, tier: str | None = None) -> dict:
-    (job,) = notebooks.plan(path, settings, tier=tier, out=out)
+    (job,) = runner.plan(path, settings, tier=tier, out=out)
     with tempfile.TemporaryDirectory() as folder:
-        return notebooks.Attempt(job, Path(folder), lambda line: None).run()
+        return runner.Attempt(job, Path(folder), lambda line: None).run()
 
 
 def printed(path: Path) -> str:
@@ -76,7 +83,7 @@ def test_declarations_are_read_with_their_comments():
     assert (steps.kind, steps.annotation, steps.default, steps.comment) == (int, "int", 3,
         "updates")
     assert TAKEN["threads"].kind == int | None and TAKEN["widths"].kind == tuple[int, ...]
-    same = notebooks.declared('tier = "cpu"  # type: Literal["smoke","cpu","gpu"] how large')
+    same = parameters.declared('tier = "cpu"  # type: Literal["smoke","cpu","gpu"] how large')
     assert same["tier"] == TAKEN["tier"], "a type comment is an annotation"
 
 
@@ -97,7 +104,7 @@ def test_declarations_are_read_with_their_comments():
 ])
 def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, said):
     with pytest.raises(ConfigError, match=said):
-        notebooks.parameters(new_notebook(cells=[new_code_cell(source,
+        parameters.parameters(new_notebook(cells=[new_code_cell(source,
             metadata={"tags": ["parameters"]})]))
 
 
@@ -109,7 +116,7 @@ def test_a_parameters_cell_that_is_more_than_declarations_is_refused(source, sai
     ("threads", "2", 2), ("tier", "smoke", "smoke"),
 ])
 def test_conversion_by_annotation(name, text, value):
-    got = notebooks.choose(TAKEN, {name: text})[name]
+    got = parameters.choose(TAKEN, {name: text})[name]
     assert got == value and type(got) is type(value)
 
 
@@ -125,29 +132,29 @@ def test_conversion_by_annotation(name, text, value):
 ])
 def test_what_was_not_declared_is_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
-        notebooks.choose(TAKEN, asked)
+        parameters.choose(TAKEN, asked)
 
 
 def test_tier_twice():
-    assert notebooks.choose(TAKEN, {"tier": "smoke"}, "smoke")["tier"] == "smoke"
+    assert parameters.choose(TAKEN, {"tier": "smoke"}, "smoke")["tier"] == "smoke"
     with pytest.raises(ConfigError, match="contradict"):
-        notebooks.choose(TAKEN, {"tier": "smoke"}, "cpu")
+        parameters.choose(TAKEN, {"tier": "smoke"}, "cpu")
     with pytest.raises(ConfigError, match="declares no parameter `tier`"):
-        notebooks.choose({}, {}, "cpu")
+        parameters.choose({}, {}, "cpu")
 
 
 def test_a_grid_is_commas_or_a_repeated_key():
-    points = notebooks.grid(TAKEN, ["lr=1e-3, 3e-4", "steps=1", "steps=2", "name=a,b",
+    points = parameters.grid(TAKEN, ["lr=1e-3, 3e-4", "steps=1", "steps=2", "name=a,b",
                                     "widths=8,16"])
     assert [(p["lr"], p["steps"]) for p in points] == [("1e-3", "1"), ("1e-3", "2"), ("3e-4", "1"),
         ("3e-4", "2")]
     assert {p["name"] for p in points} == {"a,b"} and {p["widths"] for p in points} == {"8,16"}
-    assert notebooks.grid(TAKEN, []) == [{}]
+    assert parameters.grid(TAKEN, []) == [{}]
 
 
 def test_injected_values_are_literals_that_read_back(tmp_path):
     values = {"name": '"); import os; os.abort() #', "lr": 0.1, "widths": (8, 16)}
-    book = notebooks.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")), values)
+    book = parameters.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")), values)
     (cell,) = notebooks.tagged(book, "injected-parameters")
     scope = {}
     exec(cell.source, scope)
@@ -215,15 +222,13 @@ def test_a_claim_that_fails(tmp_path):
                  claim=HOLDS.format("assert steps < 3, f'{steps} are too many'"))
     record = go(book, out=tmp_path / "out")
     assert record["status"] == "failed"
-    assert record["error"] == {"cell": 3, "line": "from lpkit.course.claims import claim",
+    assert record["error"] == {"cell": 3, "line": "from lessons.claims import claim",
                                "kind": "AssertionError", "message": "3 are too many"}
     assert Path(record["output"]).exists()
 
 
 def test_what_a_person_guessed_is_neither_seen_nor_changed_by_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setenv("PYTHONPATH",
-                       os.pathsep.join([NOTEBOOKS, *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert learner.update(lambda mine: mine.with_attempt("00.uniform_loss", right=False)) == ""
     before = learner.file().read_bytes()
     path = write(tmp_path / "a.ipynb",
@@ -235,7 +240,7 @@ def test_what_a_person_guessed_is_neither_seen_nor_changed_by_a_run(tmp_path, mo
 
 
 CLAIM = """\
-from lpkit.course.claims import claim
+from lessons.claims import claim
 with claim("Few steps <are> enough"):
     assert steps < 3, f"{steps} are too many"
     assert steps == 0
@@ -255,7 +260,7 @@ def test_a_claim_that_fails_fails_the_notebook_and_the_rest_of_it_runs(tmp_path)
     assert notebooks.claim(notebooks.read(path)) == "Few steps <are> enough"
     record = go(path, out=tmp_path / "out")
     assert (record["status"], record["ran"], record["cells"]) == ("failed", 2, 3)
-    assert record["error"] == {"cell": 2, "line": "from lpkit.course.claims import claim",
+    assert record["error"] == {"cell": 2, "line": "from lessons.claims import claim",
                                "kind": "AssertionError",
                               "message": "3 are too many"}
     *_, cell, after = nbformat.read(record["output"], as_version=4).cells
@@ -273,7 +278,7 @@ def test_a_claim_that_fails_fails_the_notebook_and_the_rest_of_it_runs(tmp_path)
 
 
 UNDECIDED = """\
-from lpkit.course.claims import cannot_tell, claim
+from lessons.claims import cannot_tell, claim
 with claim("Few steps are enough"):
     assert steps < 5, "too many"
     cannot_tell(steps == 3, "others took 40% of the cores")
@@ -336,7 +341,7 @@ def test_papermill_and_nbval_fail_where_a_claim_fails(tmp_path):
 def test_papermill_alone_says_what_is_wrong_with_parameters(tmp_path, monkeypatch, options, said):
     """A notebook's second cell calls begin; papermill warns of an unknown name, and takes any
     value. Its command, in this process."""
-    sets = "from lpkit.course.notebooks import begin\n\nbegin()"
+    sets = "from lpkit import begin\n\nbegin()"
     write(tmp_path / "a.ipynb", sets, "print([steps, compiled, widths])")
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(papermill, ["a.ipynb", "out.ipynb", "--no-progress-bar", *options])
@@ -377,7 +382,7 @@ def test_skipped_and_unheard_asserts_do_not_hold_a_claim(tmp_path, monkeypatch):
                                    "with claim(said):\n    assert steps"])
 def test_a_claim_that_nothing_holds_is_refused(tmp_path, claim):
     with pytest.raises(ConfigError, match="holds nothing"):
-        notebooks.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")
+        runner.plan(write(tmp_path / "a.ipynb", claim=claim), out=tmp_path / "out")
 
 
 def test_two_claims_are_both_said_and_both_held(tmp_path):
@@ -395,16 +400,16 @@ def test_two_cells_of_parameters_are_refused(tmp_path):
     book.cells.append(new_code_cell("steps: int = 7", metadata={"tags": ["parameters"]}))
     nbformat.write(book, path)
     with pytest.raises(ConfigError, match="2 cells are tagged `parameters`"):
-        notebooks.plan(path, ["steps=5"], out=tmp_path / "out")
+        runner.plan(path, ["steps=5"], out=tmp_path / "out")
 
 
 def test_an_output_that_is_run_again_takes_what_is_asked_now(tmp_path):
-    book = notebooks.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")),
+    book = parameters.with_parameters(notebooks.read(write(tmp_path / "a.ipynb")),
                                      {"steps": 5, "lr": 0.1})
-    again = notebooks.with_parameters(book, {"steps": 7})
-    assert ([cell.source for cell in notebooks.tagged(again, notebooks.INJECTED)]
+    again = parameters.with_parameters(book, {"steps": 7})
+    assert ([cell.source for cell in notebooks.tagged(again, parameters.INJECTED)]
             == ["# Parameters\nsteps = 7"])
-    assert notebooks.tagged(notebooks.with_parameters(book, {}), notebooks.INJECTED) == []
+    assert notebooks.tagged(parameters.with_parameters(book, {}), parameters.INJECTED) == []
 
 
 def test_a_killed_kernel(tmp_path):
@@ -421,42 +426,42 @@ def test_a_killed_kernel(tmp_path):
 def test_what_lies_in_the_output_folder_is_kept(tmp_path):
     book, other = write(tmp_path / "a.ipynb"), write(tmp_path / "b" / "a.ipynb")
     with pytest.raises(ConfigError, match="not the output of a run"):
-        notebooks.plan(book, out=tmp_path)
+        runner.plan(book, out=tmp_path)
     with pytest.raises(ConfigError, match="not the output of a run"):
-        notebooks.plan(book, out=other.parent)
+        runner.plan(book, out=other.parent)
     with pytest.raises(ConfigError, match="is a file"):
-        notebooks.plan(book, out=book)
+        runner.plan(book, out=book)
     out = tmp_path / "out"
     out.mkdir()
-    record = {"format": notebooks.FORMAT, "notebook": "a", "status": "done", "pid": 1}
+    record = {"format": runner.FORMAT, "notebook": "a", "status": "done", "pid": 1}
     for text, said in [("{", "not a record of a"),
                        (json.dumps(record | {"notebook": "c"}), "not a record of a"),
                        ("[]", "not a record of a"), (json.dumps(record | {"status": "running"}),
                            "still writing")]:
         (out / "a.json").write_text(text)
         with pytest.raises(ConfigError, match=said):
-            notebooks.plan(book, out=out)
+            runner.plan(book, out=out)
     (out / "a.json").write_text(json.dumps(record))
-    assert len(notebooks.plan(book, out=out)) == 1
+    assert len(runner.plan(book, out=out)) == 1
 
 
 def test_an_output_folder_that_cannot_be(tmp_path):
     book = write(tmp_path / "a.ipynb")
     with pytest.raises(ConfigError, match=r"cannot write to .*another --out"):
-        notebooks.run_all(notebooks.plan(book, out=book / "below"))
+        runner.run_all(runner.plan(book, out=book / "below"))
 
 
 def test_what_is_killed_before_it_began_leaves_no_earlier_output(tmp_path, monkeypatch):
     """The record would say `killed` beside the figures of another run."""
     book, out = write(tmp_path / "a.ipynb"), tmp_path / "out"
-    jobs = notebooks.plan(book, ["steps=1,2,3"], out=out)
+    jobs = runner.plan(book, ["steps=1,2,3"], out=out)
     out.mkdir()
     for job in jobs:
         job.output.write_text("of an earlier run")
     children = processes.Children()
     monkeypatch.setattr(children, "start", lambda *args, **options: children.end()
                         or subprocess.Popen(["false"]))
-    records = notebooks.run_all(jobs, children=children)
+    records = runner.run_all(jobs, children=children)
     assert [record["status"] for record in records] == ["killed", "asked", "asked"]
     assert [path.name for path in sorted(out.iterdir())] == ["a-001.json", "a-002.ipynb",
         "a-003.ipynb"]
@@ -484,7 +489,7 @@ def test_a_full_disk_leaves_the_old_record_whole(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        notebooks.write_atomically(path, "new")
+        runner.write_atomically(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

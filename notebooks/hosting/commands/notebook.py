@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hosting import notebooks, runner
+from hosting.parameters import parameters
+from lpkit import processes
 from lpkit.commands import a_folder, needs, settings, target_and_asked
 from lpkit.config import parse_settings
 from lpkit.errors import ConfigError, shown
@@ -41,13 +44,10 @@ def arguments(parser):
 def run(args) -> dict[str, Any]:
     all_of_them = ("nbclient", "nbformat", "ipykernel", "ipywidgets", "plotly")
     needs("lpkit notebook", *(["nbformat"] if args.list else all_of_them))
-    from lpkit import processes
-    from lpkit.course import notebooks
-
     name, asked = target_and_asked(args)
     if args.list:
         paths = [notebooks.find(name)] if name else notebooks.course()
-        return {"notebooks": [notebooks.describe(path) for path in paths]}
+        return {"notebooks": [describe(path) for path in paths]}
     if args.all and (name or asked):
         raise ConfigError(f"--all takes no name or setting; leave out {shown(name or asked[0])}")
     if not args.all and not name:
@@ -57,16 +57,27 @@ def run(args) -> dict[str, Any]:
         raise ConfigError("the course is empty: there is no .ipynb in notebooks/")
     at_once, jobs = _processes(args.on), []
     for path in paths:
-        jobs += notebooks.plan(path, asked, tier=args.tier, out=args.out)
+        jobs += runner.plan(path, asked, tier=args.tier, out=args.out)
     children = processes.Children()
     records, heard = processes.hear(
-        lambda: notebooks.run_all(jobs, at_once=at_once, say=processes.tell, children=children),
+        lambda: runner.run_all(jobs, at_once=at_once, say=processes.tell, children=children),
         children.end)
     if heard:
         sys.exit(128 + heard)
     bad = any(record["status"] != "done" for record in records)
     result = records[0] if len(records) == 1 and not args.all else {"runs": records}
     return {**result, "exit_code": int(bad)}
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Describes one notebook for `--list`: its title, claim and parameters, JSON-ready."""
+    book = notebooks.read(path)
+    listed = [{"name": name, "annotation": p.annotation, "default": p.default,
+               "comment": p.comment} for name, p in parameters(book).items()]
+    headings = [line.lstrip("# ").strip() for cell in book.cells if cell.cell_type == "markdown"
+                for line in cell.source.splitlines() if line.startswith("# ")]
+    return {"name": path.stem, "title": next(iter(headings), ""),
+            "claim": notebooks.claim(book), "parameters": listed}
 
 
 def _processes(on: str | None) -> int:

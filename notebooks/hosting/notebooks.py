@@ -1,0 +1,100 @@
+"""Find and read notebooks, those of the course and others. Nothing of a notebook is executed."""
+
+import ast
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lpkit.errors import ConfigError, named, pick, shown
+from lpkit.files import read_text, resource
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+MOST_BYTES = 1 << 28        # of a notebook
+
+
+def course() -> list[Path]:
+    """The notebooks of the course, in order: `notebooks/` here, or the project's own."""
+    for place in (Path.cwd() / "notebooks", resource("notebooks")):
+        if place.is_dir():
+            return sorted(place.glob("*.ipynb"))
+    raise ConfigError("there is no notebooks/ folder here; run this in the repository, or give the "
+                      "path of a notebook")
+
+
+def find(name: str) -> Path:
+    """'00_start_here', '00', 'start_here' or a path -> the file. Raises ConfigError with the
+    nearest name."""
+    if name.endswith(".ipynb") or os.sep in name:
+        if not Path(name).is_file():
+            raise ConfigError(f"there is no notebook {shown(name)}; `lpkit notebook --list` shows "
+                              f"the course")
+        return Path(name).resolve()
+    return by_name(course(), name)
+
+
+def by_name(paths: Iterable[Path], name: str) -> Path:
+    """The one of this stem, of the number that opens it, or of the rest. Raises ConfigError, with
+    all numbers for a number."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        number, _, rest = path.stem.partition("_")
+        known |= {path.stem: path, number: path, rest or number: path}
+    if name.isdecimal():
+        known = {number: path for number, path in known.items() if number.isdecimal()}
+    return pick(known, name, "notebook")
+
+
+def read(path: Path) -> "NotebookNode":
+    book = parse(read_text(path, MOST_BYTES), path.name)
+    kernel = book.metadata.get("kernelspec", {}).get("name")
+    if kernel != "python3":
+        raise ConfigError(f"{path.name} asks for the kernel {kernel!r}; only python3 is started "
+                          f"here")
+    return book
+
+
+def parse(text: str, name: str) -> "NotebookNode":
+    """Raises ConfigError, with the `name` of the file, for what is no notebook."""
+    # jsonschema can do without it, and it takes longer to import than all the rest
+    sys.modules.setdefault("rfc3987_syntax", None)
+    import nbformat
+
+    try:
+        return nbformat.reads(text, as_version=4)
+    # of JSON that is anything else, nbformat raises what it stumbles over
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError,
+            nbformat.ValidationError) as error:
+        why = named(str(error).partition("\n")[0])
+        raise ConfigError(f"{named(name)} is not a notebook: {why}") from None
+
+
+def tagged(book: "NotebookNode", tag: str) -> list["NotebookNode"]:
+    """The code cells that carry `tag`."""
+    return [cell for cell in book.cells if cell.cell_type == "code"
+            and tag in cell.metadata.get("tags", [])]
+
+
+def claim(book: "NotebookNode") -> str:
+    """Returns what the notebook claims, in one line. Raises ConfigError for a cell tagged `claim`
+    that holds nothing: it is not Python alone (`%%script`), or asserts nothing unless something
+    else is true."""
+    return "; ".join(_claimed(cell.source) for cell in tagged(book, "claim"))
+
+
+def _claimed(source: str) -> str:
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        body = []
+    for node in body:
+        match node:
+            case ast.With(items=[ast.withitem(context_expr=ast.Call(
+                    func=ast.Name(id="claim"), args=[ast.Constant(value=str(said))]))]) \
+                    if any(isinstance(held, ast.Assert) for held in node.body):
+                return said
+    raise ConfigError(f"the cell tagged `claim` that opens with {source[:40]!r} holds nothing; it "
+                      f"must be plain Python with an `assert` of its own in a `with claim(...):`")

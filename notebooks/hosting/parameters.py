@@ -1,0 +1,192 @@
+"""The parameters of a notebook: what its cell tagged `parameters` declares, and what is asked for.
+
+papermill would execute the *names* of parameters as code, and take "false" for a true value. So
+this module reads the declarations from the syntax tree, takes declared names only, and converts
+text by annotation.
+"""
+
+import ast
+import contextlib
+import copy
+import io
+import itertools
+import re
+import tokenize
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+from hosting.notebooks import tagged
+from lpkit.config import key_and_value
+from lpkit.errors import ConfigError, nearest, shown
+from lpkit.values import convert
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+INJECTED = "injected-parameters"
+SET = "# Parameters"        # how the cell opens that sets them, papermill's too
+TYPE_COMMENT = re.compile(r"type:\s*(\S+)\s*(.*)")       # papermill's, too: no space in the type
+KINDS = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One line of a parameters cell: `steps: int = 200  # updates`, or, since papermill's own
+    reader takes no quotes in an annotation, `name = "a"  # type: Literal["a","b"] a name`."""
+
+    kind: Any  # int, float, bool, str, None, Literal[...], tuple[int, ...] or a union of these
+    annotation: str         # as written
+    default: Any
+    comment: str
+
+
+def parameters(book: "NotebookNode") -> dict[str, Parameter]:
+    """Returns what the parameters cell declares, line by line, unexecuted. Raises ConfigError for a
+    second such cell, which would undo what is asked."""
+    cells = tagged(book, "parameters")
+    if len(cells) > 1:
+        raise ConfigError(f"{len(cells)} cells are tagged `parameters`; declare all in one")
+    found = declared("".join(cell.source for cell in cells))
+    choose(found, {name: parameter.default for name, parameter in found.items()})
+    return found
+
+
+def declared(source: str) -> dict[str, Parameter]:
+    """Parse a parameters cell. Raises ConfigError with the line that is more than a declaration.
+    Whether a default is of its type is left to `choose`."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"the parameters cell does not parse: line {error.lineno}: {error.msg}") from None
+    comments = {token.start[0]: token.string.lstrip("#").strip()
+                for token in tokenize.generate_tokens(io.StringIO(source).readline)
+                if token.type == tokenize.COMMENT}
+    found = {}
+    for node in tree.body:
+        if ast.unparse(node) == "from typing import Literal":    # the annotations need it
+            continue
+        comment = comments.get(node.end_lineno, "")
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation, value=ast.expr()):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)]) if typed := TYPE_COMMENT.match(comment):
+                annotation, comment = _annotation(typed[1]), typed[2]
+            case _:
+                raise ConfigError(f"a parameters cell holds only `name: type = literal  # comment` "
+                                  f"and `name = literal  # type: ... comment`, not "
+                                  f"`{ast.unparse(node)}`")
+        kind = _kind(annotation)
+        try:
+            default = ast.literal_eval(node.value)      # reads a literal, runs nothing
+        except ValueError:
+            raise ConfigError(f"the default of {name} must be a literal, not "
+                              f"`{ast.unparse(node.value)}`") from None
+        found[name] = Parameter(kind=kind, annotation=ast.unparse(annotation), default=default,
+                                comment=comment)
+    return found
+
+
+def _annotation(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise ConfigError(f"the type comment `{text}` is no annotation") from None
+
+
+def _kind(node: ast.expr) -> Any:
+    """An annotation's type from its syntax, by a table of names. Nothing is evaluated."""
+    match node:
+        case ast.Name(id=name) if name in KINDS:
+            return KINDS[name]
+        case ast.Constant(value=None):
+            return type(None)
+        case ast.BinOp(op=ast.BitOr()):
+            return _kind(node.left) | _kind(node.right)
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            choices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            if all(isinstance(choice, ast.Constant) for choice in choices):
+                return Literal[tuple(choice.value for choice in choices)]
+        case ast.Subscript(value=ast.Name(id="tuple"),
+                           slice=ast.Tuple(elts=[kind, ast.Constant(value=last)])):
+            if last is Ellipsis:
+                return tuple[_kind(kind), ...]
+    raise ConfigError(f"the annotation `{ast.unparse(node)}` is none of {', '.join(KINDS)}, None, "
+                      f"Literal[...], tuple[..., ...] or a union of these")
+
+
+def choose(known: Mapping[str, Parameter], asked: Mapping[str, Any],
+           tier: str | None = None) -> dict[str, Any]:
+    """Returns every declared parameter with its value. Only declared names pass; text is converted
+    by annotation."""
+    if tier is not None:
+        if "tier" not in known:
+            raise ConfigError("this notebook declares no parameter `tier`, so --tier cannot choose "
+                              "its size")
+        if asked.get("tier", tier) != tier:
+            raise ConfigError(f"--tier {tier} and tier={asked['tier']} contradict each other; give "
+                              f"one")
+        asked = {**asked, "tier": tier}
+    values = {name: parameter.default for name, parameter in known.items()}
+    for name, value in asked.items():
+        if name not in known:
+            raise ConfigError(f"this notebook has no parameter {shown(name)}; "
+                              + (nearest(name, known) if known else "it declares none"))
+        values[name] = convert(value, known[name].kind, name)
+        try:
+            ast.literal_eval(repr(values[name]))        # reads a literal, runs nothing
+        except ValueError:
+            raise ConfigError(f"{name} cannot be {shown(values[name])}: a parameter is a finite "
+                              f"number, text, true/false, none or a list") from None
+    return values
+
+
+def check() -> None:
+    """Check and convert the parameters of the notebook whose kernel this is.
+
+    papermill sets any name to any value, and so may a person: this reads the declared and the set
+    names from the cells that ran. Raises ConfigError."""
+    from IPython import get_ipython
+
+    shell, known, names = get_ipython(), {}, []
+    for source in shell.history_manager.input_hist_raw:
+        if source.startswith(SET):
+            names += [node.id for node in ast.walk(ast.parse(source))
+                      if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        else:
+            with contextlib.suppress(ConfigError):      # any other cell
+                known |= declared(source)
+    asked = {name: shell.user_ns[name] for name in (*names, *known) if name in shell.user_ns}
+    shell.user_ns.update(choose(known, asked))
+
+
+def grid(known: Mapping[str, Parameter], settings: Iterable[str]) -> list[dict[str, str]]:
+    """['lr=1e-3,3e-4', 'steps=10', 'steps=20'] -> the four combinations. A repeated key makes a
+    grid, and so do commas, unless the parameter itself is text or a tuple."""
+    axes: dict[str, list[str]] = {}
+    for setting in settings:
+        key, value = key_and_value(setting)
+        kinds = (kind := known[key].kind if key in known else str, *get_args(kind))
+        whole = str in kinds or tuple in map(get_origin, kinds)
+        parts = [value] if whole else value.split(",")
+        axes.setdefault(key, []).extend(part.strip() for part in parts)
+    return [dict(zip(axes, point)) for point in itertools.product(*axes.values())]
+
+
+def with_parameters(book: "NotebookNode", asked: Mapping[str, Any]) -> "NotebookNode":
+    """A copy of `book` with a cell after its parameters cell that sets what was asked. It is not
+    papermill's: that turns a tuple into text and warns about annotations that it cannot parse.
+    What an earlier run set, in a notebook that is its output, is gone."""
+    from nbformat.v4 import new_code_cell
+
+    known = parameters(book)
+    values = choose(known, asked)
+    lines = [f"{name} = {values[name]!r}" for name in known if values[name] != known[name].default]
+    book, earlier = copy.deepcopy(book), tagged(book, INJECTED)
+    book.cells = [cell for cell in book.cells if cell not in earlier]
+    if lines:
+        at = book.cells.index(tagged(book, "parameters")[0]) + 1
+        book.cells.insert(at, new_code_cell("\n".join([SET, *lines]),
+                                            id=INJECTED, metadata={"tags": [INJECTED]}))
+    return book
