@@ -16,8 +16,9 @@ setup(
     packages=[*find_packages(include=["lpkit*"]), *BESIDE],
     package_dir=BESIDE,
     package_data={
-        "lpkit": ["kernels/*.c", "kernels/*.cu", "kernels/*.h"],
+        "lpkit": ["kernels/*.c"],
         "lpkit.notebooks": ["*.ipynb", "pictures/*"],
+        "lpkit.notebooks.lessons": ["*.cu", "*.h"],
         "lpkit.notebooks.lessons.figures": ["*.js", "*.css"],
         "lpkit.notebooks.hosting": ["*.html"],
         "lpkit.notebooks.experiments": ["*"],

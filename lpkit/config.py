@@ -31,7 +31,7 @@ from lpkit.techniques.layouts import Layout
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import POSITIONS
 from lpkit.techniques.optimizers import MOMENT_FORMATS, OPTIMIZERS
-from lpkit.techniques.recipes import ASKABLE
+from lpkit.techniques.recipes import ASKABLE, BACKENDS
 from lpkit.techniques.row import Settings, many_of, one_of, pick_row
 from lpkit.techniques.schedules import SCHEDULES
 from lpkit.values import Checked, Count, CountOrZero, InnerShare, Positive, Seed, Text, between
@@ -160,6 +160,10 @@ class PrecisionConfig(Group):
     backend: str = "auto"               # auto: the fastest that runs this recipe here
     cache_weight_casts: bool = False    # once an update instead of in each micro-batch, for memory
     telemetry_every: CountOrZero = 0    # steps; 0: off. Writes telemetry.jsonl into the run folder
+
+    def __post_init__(self):
+        super().__post_init__()
+        _pick({"auto": None, **BACKENDS}, self.backend, "precision.backend")
 
 
 @dataclass(frozen=True, kw_only=True)

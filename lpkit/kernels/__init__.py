@@ -2,7 +2,7 @@
 
 `kernel` says what a kernel is, `choose` which version runs, `pytorch` what stands in layers until
 one was chosen. Kernels are operators, so that torch.compile and a trace see them. On a CPU some are
-C (`rows.c`, `cast.c`, by `compile_c`), and one is CUDA C++ that also runs there, a thread for each
-of a block's. `tests/pages/kernels.py` compiles every Triton kernel for four generations of GPUs
-without one: tests hold them to no spills, no calls, wide accesses and the shared memory there is.
+C (`rows.c`, `cast.c`, by `compile_c`). `tests/pages/kernels.py` compiles every Triton kernel for
+four generations of GPUs without one: tests hold them to no spills, no calls, wide accesses and the
+shared memory there is.
 """

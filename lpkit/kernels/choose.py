@@ -272,8 +272,7 @@ def why_not(version: str, at_hand: Sequence[tuple]) -> str:
         return "is for a CPU"
     if version == COMPILE and on_cpu:
         return "a CPU fuses little, and compiling takes seconds"
-    needs = version == "cuda" or (version == "triton" and not INTERPRETED)
-    return "needs a GPU" if needs and on_cpu else ""
+    return "needs a GPU" if version == "triton" and not INTERPRETED and on_cpu else ""
 
 
 def wrong(kernel: Kernel, call: Version, at_hand: Sequence[tuple],

@@ -25,7 +25,7 @@ from lpkit.contracts import IGNORED
 from lpkit.errors import ConfigError
 from lpkit.kernels import rows
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, floats, spoiled
+from lpkit.kernels.kernel import Kernel, floats, spoiled, wide
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 
 PIECE, WARPS = 8192, 16
@@ -35,14 +35,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
                   ) -> tuple[Tensor, Tensor]:
     """logits (M, V), targets (M,) integers, weights (M,) -> nats (M,) float32 without the weights,
     and the gradient of the weighted sum of nats, like logits."""
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    targets, entries = targets[:, None], torch.arange(wide.shape[1], device=wide.device)
+    targets, entries = targets[:, None], torch.arange(logits.shape[1], device=logits.device)
     counts, known = targets != IGNORED, (targets >= 0) & (targets < len(entries))
-    log_probabilities = torch.where(known, torch.log_softmax(wide, -1), torch.nan)
+    log_probabilities = torch.where(known, torch.log_softmax(wide(logits), -1), torch.nan)
     nats = -log_probabilities.gather(1, torch.where(known, targets, 0).long())
     # a comparison, which torch.compile fuses where it does not fuse a write to some places
-    gradient = log_probabilities.exp() - (entries == targets).to(wide.dtype)
-    weight = counts.to(wide.dtype) if weights is None else weights[:, None].to(wide.dtype) * counts
+    gradient = log_probabilities.exp() - (entries == targets).to(nats.dtype)
+    weight = counts.to(nats.dtype) if weights is None else weights[:, None].to(nats.dtype) * counts
     gradient = gradient.mul_(weight).masked_fill_(weight == 0, 0.0)
     return torch.where(counts, nats, 0.0)[:, 0], gradient.to(logits.dtype)
 

@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lpkit.errors import ConfigError
 from lpkit.kernels import amax as kernel
 from lpkit.kernels import scales
-from lpkit.kernels.cast import Noise, reference_hadamard
+from lpkit.kernels.cast import Noise, hadamard, reference_hadamard
 from lpkit.kernels.jit import jit, tiles, tl, triton
-from lpkit.kernels.kernel import Kernel, spoiled
+from lpkit.kernels.kernel import Kernel, Version, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.rounding import (
     Plan,
@@ -578,6 +579,55 @@ def in_triton(x: Tensor, cast: Cast, rows: bool, columns: bool, swizzled: bool,
     return *made, found[1]
 
 
+# ---- an operand of a recipe's product
+
+def why_not(cast: Cast, *, both: bool = False) -> str:
+    """The reason why no kernel does this cast; empty: one does."""
+    row = FUSED.get(cast.block)
+    if row is None or cast.format not in row.formats or cast.scale not in row.scales:
+        return (f"no kernel casts to {cast.format} in blocks of {cast.block} with scales "
+                f"{cast.scale}")
+    if both and (not row.both or cast.transform != "none"):
+        return f"one read does not cast both ways in blocks of {cast.block}, or with a transform"
+    return ""
+
+
+def cast_operand(x: Tensor, cast: Cast, *, amax: Tensor | None = None,
+                 noise: Noise | None = None, both: bool = False, swizzled: bool = True,
+                 by: Callable[[str], Version]) -> scales.Scaled:
+    """Cast x (M, K), the contracted axis last, for a backend; a transposed view x.T is not copied.
+    both: the result has its `.T`, the operand of x.T, by one read. amax: () float32, for delayed
+    scaling of a whole tensor. noise: for stochastic rounding. by: the version of the kernel of a
+    name of `KERNELS`. swizzled: scales of one byte are the bytes of the tiles that Blackwell reads.
+
+    The numbers are those of `lpkit.precision.scaled.quantise`, but for a Hadamard transform, whose
+    sums have one order here (`lpkit.kernels.cast.hadamard`), and under a scale that is NaN.
+
+    Raises ConfigError for a cast that no kernel does, and for x that does not tile.
+    """
+    if problem := why_not(cast, both=both):
+        raise ConfigError(f"{problem}; use lpkit.precision.scaled.quantise")
+    row, whole = FUSED[cast.block], cast.block == WHOLE
+    columns = x.ndim == 2 and x.stride(0) == 1 and x.stride(1) != 1
+    # the noise of a whole tensor is numbered by rows, however it lies
+    columns = columns and not (noise is not None and whole)
+    if cast.transform != "none" and not (row.mixes and columns):    # no kernel does both
+        return cast_operand(hadamard(x), replace(cast, transform="none"), amax=amax,
+                            noise=noise, swizzled=swizzled, by=by)
+    ways = both or not columns, both or columns
+    *pairs, bad = by(row.kernel)((x.T if columns else x).contiguous(), cast, *ways, swizzled, amax,
+                                 words(noise, x.device))
+    # torch 2.11 compiles what a star leaves as a tuple, which has no pop
+    *pairs, top = (*pairs[:-1], pairs[-1].view(1, 1)) if whole else (*pairs, None)
+    *pairs, level = pairs if SCALES[cast.scale].levels == 2 else (*pairs, None)
+    operands = [scales.Scaled(data=data, scale=scale, tensor=level, amax=top, nonfinite=bad)
+                for data, scale in zip(pairs[::2], pairs[1::2])]
+    if not both:
+        return operands[0]
+    straight, turned = reversed(operands) if columns else operands
+    return replace(straight, turned=turned)
+
+
 # ---- what judges them
 
 def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
@@ -593,85 +643,88 @@ def _x(rng: torch.Generator, device: torch.device, M: int, N: int) -> Tensor:
 Examples = Iterator[tuple]
 
 
+def _given(x: Tensor, cast: Cast, ways: str = "both", *, swizzled: bool = False,
+           history: Tensor | None = None, noise: Tensor | None = None) -> tuple:
+    """The arguments of a cast by rows, by columns or both ways."""
+    return x, cast, ways != "columns", ways != "rows", swizzled, history, noise
+
+
 def _whole_examples(rng: torch.Generator, device: torch.device) -> Examples:
     past = torch.tensor(3.0, device=device)
-    drawn_by = words(Noise(seed=5, counter=2**40 + 9), device)
+    noise = words(Noise(seed=5, counter=2**40 + 9), device)
     x = torch.randn(130, 72, generator=rng).to(device)
     for fmt, rule in itertools.product(("e4m3fn", "e5m2"), FP8_SCALES):
         cast = Cast(format=fmt, scale=rule)
-        yield x.bfloat16(), cast, True, True, False, None, None
-        yield x, cast, False, True, False, past, None
+        yield _given(x.bfloat16(), cast)
+        yield _given(x, cast, "columns", history=past)
     e4m3, e5m2 = Cast(format="e4m3fn"), Cast(format="e5m2")
     for history in (None, past, past * 0):
-        yield x[:5], e4m3, True, False, False, history, drawn_by
+        yield _given(x[:5], e4m3, "rows", history=history, noise=noise)
         for bad in (torch.nan, torch.inf):
             wrong = x[:9].clone()
             wrong[2, 3], wrong[4, 5] = bad, 1e30
-            yield wrong, e4m3, True, False, False, history, None
+            yield _given(wrong, e4m3, "rows", history=history)
     for scale in (0.0, 1e-40, 1e-30, 1e38):
-        yield x[:7] * scale, e5m2, True, True, False, None, None
-    yield x[:1, :1], e4m3, True, True, False, None, None
+        yield _given(x[:7] * scale, e5m2)
+    yield _given(x[:1, :1], e4m3)
     whole = torch.randn(256, 192, generator=rng).to(device)         # tiles that nothing masks
-    for one, noise in itertools.product((whole, whole.bfloat16()), (None, drawn_by)):
-        yield one, e4m3, True, True, False, None, noise
+    for one, drawn_by in itertools.product((whole, whole.bfloat16()), (None, noise)):
+        yield _given(one, e4m3, noise=drawn_by)
 
 
 def _rows_examples(rng: torch.Generator, device: torch.device) -> Examples:
-    drawn_by = words(Noise(seed=7, counter=2**33), device)
+    noise = words(Noise(seed=7, counter=2**33), device)
     x = torch.randn(37, 200, generator=rng).to(device)
     x *= torch.logspace(-12, 12, 37, device=device)[:, None]
     x[3], x[4], x[5] = 0, 1e-40, 1e38
     e4m3, e5m2, int8 = (Cast(format=name, block=ROW) for name in ("e4m3fn", "e5m2", "int8"))
-    powers = replace(e4m3, scale="power-of-two")
-    ways = (True, False, False, None), (False, True, False, None)
-    for way, rule in itertools.product(ways, FP8_SCALES):
-        yield x.bfloat16(), replace(e4m3, scale=rule), *way, None
-        yield x, replace(e5m2, scale=rule), *way, None
+    for way, rule in itertools.product(("rows", "columns"), FP8_SCALES):
+        yield _given(x.bfloat16(), replace(e4m3, scale=rule), way)
+        yield _given(x, replace(e5m2, scale=rule), way)
     bad = spoiled(x, (1, 3), (7, 9))
-    for way in ways:
-        yield x, int8, *way, None
-        yield x[:9], powers, *way, drawn_by
-        yield x[:9], int8, *way, drawn_by
-        yield bad, e4m3, *way, None
-        yield x[:1, :1], e4m3, *way, None
+    for way in ("rows", "columns"):
+        yield _given(x, int8, way)
+        yield _given(x[:9], replace(e4m3, scale="power-of-two"), way, noise=noise)
+        yield _given(x[:9], int8, way, noise=noise)
+        yield _given(bad, e4m3, way)
+        yield _given(x[:1, :1], e4m3, way)
     wide = torch.randn(2, HOLDS + 19, generator=rng).to(device)
-    yield wide, e4m3, *ways[0], drawn_by
+    yield _given(wide, e4m3, "rows", noise=noise)
     wide[1, HOLDS + 5] = torch.nan
-    yield wide, e4m3, *ways[0], None
+    yield _given(wide, e4m3, "rows")
 
 
 def _blocks_examples(rng: torch.Generator, device: torch.device) -> Examples:
-    drawn_by = words(Noise(seed=3, counter=2**32), device)
+    noise = words(Noise(seed=3, counter=2**32), device)
     x = _x(rng, device, 256, 256)
     bad = x.clone()
     bad[1, 3], bad[130, 200] = torch.nan, -torch.inf
     line, square = (Cast(format="e4m3fn", block=block) for block in (BLOCK, SQUARE))
     for cast, rule in itertools.product((line, square), FP8_SCALES[:2]):
-        yield x.bfloat16(), replace(cast, scale=rule), True, True, False, None, None
+        yield _given(x.bfloat16(), replace(cast, scale=rule))
     floor = Cast(format="e5m2", block=BLOCK, scale="power-of-two-floor")
-    yield x[:128], floor, True, True, False, None, drawn_by
-    yield x[:128], replace(square, format="e5m2"), False, True, False, None, drawn_by
-    yield x[:5], line, True, False, False, None, None
-    yield x[:, :72].contiguous(), line, False, True, False, None, None
+    yield _given(x[:128], floor, noise=noise)
+    yield _given(x[:128], replace(square, format="e5m2"), "columns", noise=noise)
+    yield _given(x[:5], line, "rows")
+    yield _given(x[:, :72].contiguous(), line, "columns")
     for cast in (line, square):
-        yield bad, cast, True, True, False, None, None
+        yield _given(bad, cast)
 
 
 def _mx_examples(rng: torch.Generator, device: torch.device) -> Examples:
-    drawn_by = words(Noise(seed=4, counter=2**35), device)
+    noise = words(Noise(seed=4, counter=2**35), device)
     x = _x(rng, device, 160, 192)
-    bad = spoiled(x, (1, 3), (130, 100))
     up = Cast(format="e4m3fn", block=MX_BLOCK, scale="power-of-two")
     for rule, swizzled in itertools.product(FP8_SCALES[1:], (False, True)):
         cast = replace(up, scale=rule)
-        yield x.bfloat16(), cast, True, True, swizzled, None, None
-        yield x, replace(cast, format="e5m2"), True, False, swizzled, None, drawn_by
-    yield x[:7], up, True, False, True, None, None
-    yield bad, up, True, True, False, None, None
+        yield _given(x.bfloat16(), cast, swizzled=swizzled)
+        yield _given(x, replace(cast, format="e5m2"), "rows", swizzled=swizzled, noise=noise)
+    yield _given(x[:7], up, "rows", swizzled=True)
+    yield _given(spoiled(x, (1, 3), (130, 100)), up)
 
 
 def _nvfp4_examples(rng: torch.Generator, device: torch.device) -> Examples:
-    drawn_by = words(Noise(seed=6, counter=2**34), device)
+    noise = words(Noise(seed=6, counter=2**34), device)
     x = torch.randn(144, 96, generator=rng)
     x *= torch.exp2(torch.randint(-9, 9, (9, 6), generator=rng)).repeat_interleave(
         16, 0).repeat_interleave(16, 1)
@@ -682,17 +735,17 @@ def _nvfp4_examples(rng: torch.Generator, device: torch.device) -> Examples:
     for rule in ("e4m3-normal", "e4m3"):
         line = Cast(format="e2m1", block=NVFP4, scale=rule)
         mixed, square = replace(line, transform="hadamard"), replace(line, block=NVFP4_SQUARE)
-        yield x, line, True, False, True, None, None
-        yield few.bfloat16(), line, True, False, False, None, None
-        yield x.bfloat16(), square, True, True, True, None, None
-        yield few.bfloat16(), mixed, False, True, True, None, drawn_by
+        yield _given(x, line, "rows", swizzled=True)
+        yield _given(few.bfloat16(), line, "rows")
+        yield _given(x.bfloat16(), square, swizzled=True)
+        yield _given(few.bfloat16(), mixed, "columns", swizzled=True, noise=noise)
         for scale in (0.0, 1e-35, 1e33):
-            yield few * scale, line, True, False, False, None, None
-            yield few * scale, mixed, False, True, False, None, None
-        yield bad, square, True, True, False, None, None
-        yield bad, mixed, False, True, False, None, None
-    yield x[:5], line, True, False, False, None, drawn_by
-    yield few, line, False, True, False, None, None
+            yield _given(few * scale, line, "rows")
+            yield _given(few * scale, mixed, "columns")
+        yield _given(bad, square)
+        yield _given(bad, mixed, "columns")
+    yield _given(x[:5], line, "rows", noise=noise)
+    yield _given(few, line, "columns")
 
 
 def _kernel(examples: Callable[[torch.Generator, torch.device], Examples]) -> Kernel:

@@ -9,9 +9,11 @@ that one, and what is needed to judge it: examples, and how exact it must be.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +64,17 @@ def floats(*tensors: Tensor) -> None:
 def wide(x: Tensor) -> Tensor:
     """Returns x in the dtype in which definitions compute: float64 where it is, else float32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def rounded_once(version: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Returns a definition: `version` of wide numbers, whose result is rounded to the dtype of the
+    first."""
+    @functools.wraps(version)
+    def definition(x: Tensor, *others: Any) -> Tensor:
+        v = wide(x)
+        others = [a.to(v.dtype) if torch.is_tensor(a) else a for a in others]
+        return version(v, *others).to(x.dtype)
+    return definition
 
 
 def row_length(x: Tensor, *others: Tensor) -> int:

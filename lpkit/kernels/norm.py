@@ -21,11 +21,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, Version, row_length, spoiled, wide
+from lpkit.kernels.kernel import Kernel, Version, rounded_once, row_length, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.pytorch import (
     add_layer_norm_pytorch,
@@ -39,22 +38,15 @@ SLACK = 2.0, 3.0    # a GPU's 1 / sqrt is off by up to 2^-22.9 (PTX ISA 9.0, rsq
 PROGRAMS = 264      # of backward: two for each multiprocessor of an H100
 
 
-# ---- the definitions, in float32, or in float64 where x is
+# ---- the definitions
 
+@rounded_once
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
     """x (..., N), w (N,) -> like x."""
-    v = wide(x)
-    n = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    return (n * w.to(v.dtype)).to(x.dtype)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w
 
 
-def layer_norm(x: Tensor, w: Tensor, b: Tensor | None, eps: float) -> Tensor:
-    """x (..., N), w and b (N,) -> like x."""
-    v = wide(x)
-    b = b if b is None else b.to(v.dtype)
-    return F.layer_norm(v, x.shape[-1:], w.to(v.dtype), b, eps).to(x.dtype)
-
-
+layer_norm = rounded_once(layer_norm_pytorch)
 add_rms_norm, add_layer_norm = after_addition(rms_norm), after_addition(layer_norm)
 
 

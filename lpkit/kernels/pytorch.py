@@ -38,12 +38,13 @@ def product_pytorch(a: Tensor, b: Tensor, bias: Tensor | None, alpha: Tensor | N
 
 
 def swiglu_pytorch(x: Tensor) -> Tensor:
-    """Computes in two operations, each rounded to x's dtype."""
+    """x (..., 2 N) -> (..., N), in two operations, each rounded to x's dtype."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def rotate_pytorch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Computes in the dtype of the angles, which under autocast is wider than x's."""
+    """x (B, H, T, E), cos and sin (T, E) -> like x. Computes in the dtype of the angles, which
+    under autocast is wider than x's."""
     left, right = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-right, left), dim=-1) * sin).type_as(x)

@@ -14,19 +14,11 @@ from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, floats, spoiled
+from lpkit.kernels.kernel import Kernel, floats, rounded_once, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.pytorch import rotate_pytorch
 
 ROWS = 16           # of E numbers, that a program turns
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, H, T, E), cos and sin (T, E) -> like x."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    left, right = wide.chunk(2, dim=-1)
-    turned = torch.cat((-right, left), dim=-1)
-    return (wide * cos.to(wide.dtype) + turned * sin.to(wide.dtype)).to(x.dtype)
 
 
 @jit
@@ -92,5 +84,5 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 
 ROTARY = Kernel(
-    definition=rotate, versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply},
-    examples=_examples, gradients=(0,))
+    definition=rounded_once(rotate_pytorch), examples=_examples, gradients=(0,),
+    versions={"pytorch": rotate_pytorch, "triton": _Rotate.apply})

@@ -10,22 +10,15 @@ and dy, and writes both gradients: nothing is kept but the input. With s = sigmo
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lpkit.errors import ConfigError
 from lpkit.kernels.jit import jit, tl, triton
-from lpkit.kernels.kernel import Kernel, floats, spoiled, wide
+from lpkit.kernels.kernel import Kernel, floats, rounded_once, spoiled
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.pytorch import swiglu_pytorch
 
 BLOCK, WARPS = 1024, 4
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """x (..., 2 N) -> (..., N), in float32, or float64 where x is, and rounded once."""
-    gate, up = wide(x).chunk(2, -1)
-    return (F.silu(gate) * up).to(x.dtype)
 
 
 @jit
@@ -105,5 +98,5 @@ def _examples(rng: torch.Generator, device: torch.device):
 
 
 SWIGLU = Kernel(
-    definition=swiglu, versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply},
-    examples=_examples, gradients=(0,))
+    definition=rounded_once(swiglu_pytorch), examples=_examples, gradients=(0,),
+    versions={"pytorch": swiglu_pytorch, "triton": _SwiGLU.apply})

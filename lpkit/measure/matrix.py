@@ -22,7 +22,6 @@ from lpkit.kernels import jit
 from lpkit.measure.probes import Check, UnavailableError, compare, reason
 from lpkit.precision.backends import BACKENDS
 from lpkit.precision.compute import autocast
-from lpkit.precision.libraries import Library
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.precision.scaled import Emulated, Scaled, quantise, reference
 from lpkit.techniques.recipes import RECIPES, Cast, Recipe
@@ -86,10 +85,8 @@ class Trial:
 
     def __init__(self, recipe: str, backend: str, device: torch.device):
         self.recipe, self.backend, self.device = RECIPES[recipe], BACKENDS[backend], device
-        # libraries round, draw and scale in ways of their own: there, only the size of the error is
-        # the recipe's
-        self.library = isinstance(self.backend, Library)
-        self.limit = ERROR if self.library else 0.01
+        # only the size of the error of a backend that is not exact is the recipe's
+        self.limit = 0.01 if self.backend.exact else ERROR
 
     def linear(self) -> nn.Linear:
         torch.manual_seed(0)
@@ -144,7 +141,7 @@ class Trial:
         for ours, theirs in zip(scaled_linears(model), scaled_linears(plain), strict=True):
             if not all(map(torch.equal, ours.buffers(), theirs.buffers())):
                 raise ArithmeticError("its state moved twice")
-        return _compare(got, want, ERROR if self.library else 1e-6)
+        return _compare(got, want, 1e-6 if self.backend.exact else ERROR)
 
     def accumulate(self) -> str:
         """Two micro-batches, one gradient: the sum of what each gives."""

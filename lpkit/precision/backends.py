@@ -1,34 +1,30 @@
-"""A backend multiplies: a table of those behind the same recipes.
+"""A backend multiplies; `lpkit.techniques.recipes.BACKENDS` has the rows.
 
-    emulated            any device; the numbers of the recipe, without its speed
-    scaled_mm           torch._scaled_mm and F.scaled_mm: tensor cores of Ada, Hopper and Blackwell;
-                        torch._int_mm for int8
-    transformer-engine  NVIDIA's te.Linear under one te.autocast, when installed
-    torchao             its Float8Linear and INT8 Linear, when installed
-    pytorch             recipes that cast nothing: nn.Linear under autocast
-
-`choose` says which one runs a recipe here and why the others do not. A backend is tried where it
-is, so a reason is the library's or the device's, never a guess by name; and it is imported when it
-is tried.
+`choose` says which backend runs a recipe here and why the others do not. A backend is tried where
+it is, so a reason is the library's or the device's, never a guess by name; and it is imported when
+it is tried.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import ChainMap
 from copy import copy
-from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import nn
 
 from lpkit.contracts import Choice
-from lpkit.errors import ConfigError, pick
+from lpkit.errors import ConfigError
+from lpkit.techniques import recipes
 from lpkit.techniques.recipes import RECIPES, Recipe, untiled
+from lpkit.techniques.row import pick_row
 
 
 class Backend(ABC):
     alignment = 0
+    exact = True    # False: it rounds, draws and scales in ways of its own
     wide: bool | None = None    # whether large bf16 products on a CPU are float32's; None: not asked
 
     def by(self, products: Choice | None) -> Backend:
@@ -92,31 +88,24 @@ def sharing(kind: type[nn.Linear], linear: nn.Linear, **settings: Any) -> Any:
     return new.train(linear.training)
 
 
-class _Table(dict):
-    """A backend, or the dotted name of one, which is imported when it is asked for."""
+class _Table(ChainMap):
+    """Backends by the names of their rows, each imported when it is asked for."""
 
     def __getitem__(self, name: str) -> Backend:
-        found = super().__getitem__(name)
-        if isinstance(found, str):
-            self[name] = found = resolve_name(found)
-        return found
+        backend = super().__getitem__(name)
+        return backend if isinstance(backend, Backend) else backend.load()
 
 
-# the first one that can is taken, if it may be
-BACKENDS = _Table({
-    "pytorch": PyTorch(),
-    "scaled_mm": "lpkit.precision.scaled_mm:SCALED_MM",
-    "emulated": "lpkit.precision.scaled:EMULATED",
-    "transformer-engine": "lpkit.precision.libraries:TRANSFORMER_ENGINE",
-    "torchao": "lpkit.precision.libraries:TORCHAO",
-})
+PYTORCH = PyTorch()
+BACKENDS = _Table({}, recipes.BACKENDS)
 
 
 def choose(asked: str, name: str, recipe: Recipe, device: torch.device) -> Choice:
     """The backend for `recipe`, the row `name` or a change of it. Raises ConfigError: unknown, or
     it cannot, and what can."""
     if asked != "auto":
-        if why_not := pick(BACKENDS, asked, "precision.backend").why_not(name, recipe, device):
+        backend = pick_row(BACKENDS, asked, "precision.backend")
+        if why_not := backend.why_not(name, recipe, device):
             first = choose("auto", name, recipe, device).used
             raise ConfigError(f"precision.backend={asked} cannot run {name} here: {why_not}; the "
                               f"nearest that can: {first}")

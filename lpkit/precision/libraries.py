@@ -1,5 +1,6 @@
 """Linears of libraries for recipes as they are: NVIDIA's te.Linear under one te.autocast, and
-torchao's Float8Linear and INT8 Linear, where they are installed.
+torchao's Float8Linear and INT8 Linear, where they are installed. `lpkit.techniques.recipes.BACKENDS`
+has the rows.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Row(NamedTuple):
 class Library(Backend):
     """Somebody else's Linear, for rows as they are: it knows no setting that changes a cast."""
 
+    exact = False
     package: str
     devices: tuple[str, ...]
     rows: Mapping[str, Row]

@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lpkit.kernels.cast import Noise
-from lpkit.kernels.cast_operand import cast_operand
-from lpkit.kernels.cast_operand import why_not as no_kernel
-from lpkit.kernels.fused_cast import definition
+from lpkit.kernels.fused_cast import cast_operand, definition
+from lpkit.kernels.fused_cast import why_not as no_kernel
 from lpkit.kernels.operator import EVERY_DEVICE, operator
 from lpkit.kernels.scales import Scaled
 from lpkit.precision import scaled

@@ -4,7 +4,7 @@
 from lpkit.errors import ConfigError, nearest, pick, shown
 from lpkit.techniques.row import Row
 
-VERSIONS = ("auto", "reference", "pytorch", "compile", "triton", "cuda")
+VERSIONS = ("auto", "reference", "pytorch", "compile", "triton")
 
 KERNELS: dict[str, Row] = {name: Row(
     why=why, source=f"https://{source}", implementation=f"lpkit.{where}")
@@ -13,7 +13,7 @@ KERNELS: dict[str, Row] = {name: Row(
          "reads and writes each number once; backward reads x and dy once"),
         ("layer-norm", "kernels.norm:LAYER_NORM", "arxiv.org/abs/1607.06450",
          "the same, and the mean of a row while the row is held"),
-        ("add-rms-norm", "kernels.cuda_norm:ADD_RMS_NORM", "arxiv.org/abs/2410.10989",
+        ("add-rms-norm", "kernels.norm:ADD_RMS_NORM", "arxiv.org/abs/2410.10989",
          "the residual addition on the way: the sum is not read again"),
         ("add-layer-norm", "kernels.norm:ADD_LAYER_NORM", "arxiv.org/abs/2410.10989",
          "the residual addition on the way: the sum is not read again"),

@@ -13,12 +13,12 @@ from operator import attrgetter
 from typing import Any
 
 from lpkit.errors import ConfigError, shown
-from lpkit.techniques import FAMILIES, blocks
+from lpkit.techniques import FAMILIES, blocks, recipes
 from lpkit.techniques.operation import POSITIONS
 from lpkit.values import convert
 
 TABLES = FAMILIES | {"model.norm": blocks.NORMS, "model.mlp": blocks.MLPS,
-                     "model.position": POSITIONS}
+                     "model.position": POSITIONS, "precision.backend": recipes.BACKENDS}
 OWN = {field: frozenset(rows) for field, rows in TABLES.items()}
 BROUGHT: dict[tuple[str, str], tuple[Any, str]] = {}    # rows that `load` added, and their modules
 

@@ -301,6 +301,17 @@ add("int8", _int8, CastSettings(),
     "Wortsman et al. 2023, https://arxiv.org/abs/2304.13013")
 
 
+# Who multiplies, `precision.backend`: an implementation is a `lpkit.precision.backends.Backend`.
+# With `auto` the first that can is taken, if it may be.
+BACKENDS = {name: Row(why=why, implementation=f"lpkit.precision.{where}") for name, where, why in (
+    ("pytorch", "backends:PYTORCH", "recipes that cast nothing: nn.Linear under autocast"),
+    ("scaled_mm", "scaled_mm:SCALED_MM", "torch._scaled_mm and F.scaled_mm: tensor cores of Ada, "
+     "Hopper and Blackwell; torch._int_mm for int8"),
+    ("emulated", "scaled:EMULATED", "any device; the numbers of the recipe, without its speed"),
+    ("transformer-engine", "libraries:TRANSFORMER_ENGINE",
+     "NVIDIA's te.Linear under one te.autocast, when installed"),
+    ("torchao", "libraries:TORCHAO", "its Float8Linear and INT8 Linear, when installed"))}
+
 # RECIPES and `auto`, as a Config may name them; rows that are added later are there too.
 AUTO = Row(why="bf16 where this machine does it fast, else fp32; the run records why")
 ASKABLE = ChainMap(RECIPES, {"auto": AUTO})

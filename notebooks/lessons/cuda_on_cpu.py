@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lessons.cuda_norm import COMPILERS, SHARED_BYTES, SOURCE, row_of_vectors
 from lpkit.errors import ConfigError
 from lpkit.files import own_cache, private_folder
-from lpkit.kernels.cuda_norm import COMPILERS, SHARED_BYTES, SOURCE, row_of_vectors
 
 TEXT = """
 #include "cuda_on_cpu.h"

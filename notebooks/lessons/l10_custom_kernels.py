@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lessons import cuda_norm
 from lessons.cuda_on_cpu import for_cpu
 from lessons.draws import FP8, LARGEST, normal
 from lessons.figures.drawing import NAMES, POWERS, axis, bars, figure, scatter
 from lessons.figures.style import COLOURS
+from lessons.judging.defects import defects
 from lessons.judging.judge import Exercise, adding_to
 from lessons.judging.launches import Launch, blank
 from lessons.judging.puzzles import Puzzle
@@ -27,8 +29,7 @@ from lessons.judging.puzzles import tl as tl
 from lessons.number_formats import encode, round_to
 from lessons.roofs import attainable_flops, ridge
 from lpkit import hardware
-from lpkit.kernels import cast, cuda_norm, norm
-from lpkit.kernels.defects import defects
+from lpkit.kernels import cast, norm
 from lpkit.kernels.kernel import difference
 from lpkit.predict.units import quantity
 from lpkit.techniques.formats import FORMATS

@@ -31,6 +31,7 @@ from lessons.draws import LARGEST, normal
 from lessons.figures.drawing import NAMES, axis, bars, figure, note, scatter
 from lessons.figures.style import COLOURS
 from lessons.judging import puzzles as puzzles
+from lessons.judging.defects import defects
 from lessons.judging.judge import Exercise, adding_to
 from lessons.judging.launches import Launch, blank
 from lessons.judging.puzzles import Puzzle
@@ -54,7 +55,6 @@ from lessons.l10_custom_kernels import (
 )
 from lpkit.errors import ConfigError
 from lpkit.hardware import synchronised
-from lpkit.kernels.defects import defects
 from lpkit.precision import scaled
 from lpkit.precision.backends import BACKENDS
 from lpkit.predict.compare import Row

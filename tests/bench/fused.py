@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lessons import cuda_norm
 from lpkit import hardware
 from lpkit.errors import ConfigError, pick
 from lpkit.hardware import peak_bytes, reset_peak, synchronised
@@ -53,7 +54,7 @@ HISTORY = 5.0           # about the largest of as many numbers of a normal distr
 def kernels() -> dict[str, Kernel]:
     """What is timed, by name."""
     return {**{name: row.load() for name, row in KERNELS.items()},
-            "linear-cross-entropy": losses.KERNEL}
+            "add-rms-norm": cuda_norm.ADD_RMS_NORM, "linear-cross-entropy": losses.KERNEL}
 
 
 def fused(rounds: int = ROUNDS, *, kernel: str | None = None) -> list[Result]:

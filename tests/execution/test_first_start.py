@@ -17,7 +17,7 @@ from lpkit.kernels import choose as choosing
 from lpkit.kernels import cross_entropy as cross_entropy_rows
 from lpkit.kernels import jit
 from lpkit.kernels.choose import choose
-from lpkit.nn import library_attention
+from lpkit.nn import library_attention as library_attention_torch
 from lpkit.optim import one_pass
 from lpkit.techniques.attention_backends import Attending
 from lpkit.techniques.kernels import KERNELS
@@ -51,7 +51,7 @@ def graphs(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "compiled", lambda function, **how: torch.compile(function,
         **how | {"backend": backend}))
     monkeypatch.setattr(choosing, "why_not", lambda version, at_hand: "not here"
-                        if version in ("triton", "cuda", "cpu") else "")
+                        if version in ("triton", "cpu") else "")
     monkeypatch.setattr(choosing, "ROUNDS", 1)
     monkeypatch.setattr(choosing, "FUSES", 0.0)     # the fastest alone is taken
     choosing._compiled.cache_clear()
@@ -65,10 +65,10 @@ def flex():
     tokens."""
     def call(q, k, v, documents=None, sinks=None):
         call.made |= ({(q.shape, k.shape, q.dtype)} | {T for T in q.shape[2:3]
-            if T > library_attention.EAGER_MASK})
+            if T > library_attention_torch.EAGER_MASK})
         return plain(q, k, v)
 
-    call.made, call.by_shape = set(), library_attention.flex.by_shape
+    call.made, call.by_shape = set(), library_attention_torch.flex.by_shape
     return call
 
 

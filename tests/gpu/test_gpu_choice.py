@@ -13,7 +13,7 @@ from lpkit.commands import doctor as doctor_command
 from lpkit.config import Config
 from lpkit.errors import ConfigError
 from lpkit.measure import doctor
-from lpkit.nn import library_attention
+from lpkit.nn import library_attention as library_attention_torch
 from lpkit.parallel.ranks import Ranks
 from lpkit.precision.backends import BACKENDS
 from lpkit.techniques.attention import Rule
@@ -216,9 +216,9 @@ def test_flex_attention_is_compiled_for_each_shape(monkeypatch):
 
     graphs = []
     monkeypatch.setattr(jit, "compiled", lambda f, **how: graphs.append(f.__code__) or f)
-    library_attention._compiled.cache_clear()
+    library_attention_torch._compiled.cache_clear()
     for T in range(12):
-        library_attention._compiled("flex_attention", (Rule(), T))
-        library_attention._compiled("flex_attention", (Rule(), T))
+        library_attention_torch._compiled("flex_attention", (Rule(), T))
+        library_attention_torch._compiled("flex_attention", (Rule(), T))
     assert len(graphs) == 12 == len({id(code) for code in graphs})
-    library_attention._compiled.cache_clear()
+    library_attention_torch._compiled.cache_clear()

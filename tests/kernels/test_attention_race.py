@@ -155,8 +155,8 @@ def test_what_is_asked_for_by_name_is_verified(planted):
         "system.device": "cpu", "precision.recipe": "fp32"}))
     assert chosen.choices["attention"].why == "requested, and verified here"
     with pytest.raises(ConfigError,
-                       match=r"system\.attention=flex has no backward on a CPU; sdpa can"):
-        build.decide(Config().replace({"system.attention": "flex", "system.device": "cpu"}))
+                       match=r"system\.attention=sdpa-cudnn needs a GPU; sdpa can"):
+        build.decide(Config().replace({"system.attention": "sdpa-cudnn", "system.device": "cpu"}))
 
 
 def test_a_small_run_keeps_the_rule_and_a_long_one_races(planted, monkeypatch, this_machine):

@@ -18,8 +18,8 @@ from lessons.number_formats import decode
 from lpkit.errors import ConfigError
 from lpkit.kernels import scales
 from lpkit.kernels.cast import Noise, mx
-from lpkit.kernels.cast_operand import cast_operand as fused
-from lpkit.kernels.cast_operand import why_not
+from lpkit.kernels.fused_cast import cast_operand as fused
+from lpkit.kernels.fused_cast import why_not
 from lpkit.kernels.jit import INTERPRETED, jit, tl
 from lpkit.kernels.rounding import divisor, quotient
 from lpkit.precision.backends import BACKENDS

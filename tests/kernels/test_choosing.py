@@ -382,11 +382,11 @@ def test_a_backend_by_name_is_held_to_the_step_s_size(monkeypatch):
     monkeypatch.setattr(attention, "candidates",
                         lambda given: {"plain": attention._told("plain", given.rule)})
     monkeypatch.setattr(attention, "_told", lambda name, rule, told=attention._told: few_heads
-                        if name == "flex" else told(name, rule))
+                        if name == "sdpa-cudnn" else told(name, rule))
     with pytest.raises(ConfigError,
-                       match=r"^system.attention=flex: attention-\w+ differs from its definition: "
+                       match=r"^system.attention=sdpa-cudnn: attention-\w+ differs from its definition: "
                              r"result 1 of 4, at the run's size"):
-        attention.verified("flex", given, 9, CPU)
+        attention.verified("sdpa-cudnn", given, 9, CPU)
 
 
 def test_float16_is_verified_and_raced_in_float16(monkeypatch):

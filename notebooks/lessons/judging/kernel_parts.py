@@ -1,6 +1,6 @@
 """What a puzzle's kernel may call beside `tl`: FP8 and FP4 as the integers that they are.
 
-Triton's interpreter does not convert to these formats as a GPU does (`lpkit.kernels.defects`), so
+Triton's interpreter does not convert to these formats as a GPU does (`lessons.judging.defects`), so
 codes are made with float32 additions and integer shifts, which agree everywhere. `e2m1`, the codes
 of FP4 (int32, 0 to 15), is the kit's own. Needs Triton.
 """

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lessons.judging.attempts import Answer, Attempt, asked, is_stub, limit_memory, text_of
+from lessons.judging.defects import DOES_NOT_RUN, defects
 from lessons.judging.judge import Exercise, Verdict, short, source_of, to_do
 from lessons.judging.launches import UNTOUCHED, Launch, bits
-from lpkit.kernels.defects import DOES_NOT_RUN, defects
 from lpkit.machine_facts import versions
 
 SECONDS = 30.0          # for one attempt

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from lessons.figures.figure import plain
-from lessons.judging import puzzles
+from lessons.judging import defects, puzzles
 from lessons.judging.judge import source_of
 from lessons.judging.learner import check
 from lessons.judging.puzzles import run
@@ -36,7 +36,7 @@ from lessons.l10_custom_kernels import (
     cast_both_layouts,
     moved_figure,
 )
-from lpkit.kernels import cast, defects, jit
+from lpkit.kernels import cast, jit
 from lpkit.precision.scaled import quantise
 from lpkit.predict import CATALOGUE
 from lpkit.techniques.formats import FORMATS

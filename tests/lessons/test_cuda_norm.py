@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lessons import cuda_on_cpu
+from lessons import cuda_norm, cuda_on_cpu
 from lpkit.errors import ConfigError
 from lpkit.files import own_cache
-from lpkit.kernels import cuda_norm, norm
+from lpkit.kernels import norm
+from lpkit.kernels.kernel import difference
 
 EPS = 1e-5
 
@@ -121,3 +122,14 @@ def test_where_it_cannot_run_it_says_why():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert cuda_norm.why_not() == "needs a GPU"
+
+
+@pytest.mark.skipif(bool(cuda_norm.why_not()), reason=cuda_norm.why_not())
+def test_on_a_gpu_it_computes_what_the_definition_says():
+    kernel, device = cuda_norm.ADD_RMS_NORM, torch.device("cuda")
+    for arguments in kernel.examples(torch.Generator().manual_seed(0), device):
+        try:
+            wrong = difference(kernel, cuda_norm.add_rms_norm, arguments)
+        except ConfigError:     # rows that it does not hold
+            continue
+        assert not wrong, wrong

@@ -26,9 +26,10 @@ def defects() -> tuple[str, ...]:
     if versions(["triton"])["triton"] is None:
         return ("Triton is not installed, so no kernel runs here; it is made for Linux",)
     try:
-        done = subprocess.run([sys.executable, "-m", "lpkit.kernels.defects"], timeout=SECONDS,
-                              env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-                              text=True, check=True)
+        done = subprocess.run([sys.executable, "-m", __name__], timeout=SECONDS, text=True,
+                              capture_output=True, check=True, env={
+                                  **os.environ, "TRITON_INTERPRET": "1",
+                                  "PYTHONPATH": os.pathsep.join(sys.path)})
         return tuple(json.loads(done.stdout.splitlines()[-1]))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return (f"the self-test of Triton's interpreter did not end: {error}",)
