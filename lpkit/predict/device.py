@@ -13,7 +13,7 @@ from typing import Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict import evidence
-from lpkit.predict.activations import saved
+from lpkit.predict.activations import Kept, saved
 from lpkit.predict.casts import why_emulated
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters, recompute_of
@@ -165,14 +165,20 @@ class Device:
         if number_bytes is not None:
             shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
             less = s.stream_bytes * (1 - number_bytes / s.residual_bytes)
-            offloaded = kept.scaled(lambda name, nbytes: nbytes * shares.get(name, 1.0),
-                                    kept.again_bytes and kept.again_bytes - less)
-            if kept.again_bytes:    # its input alone goes, no hook sees the results that it keeps
-                offloaded = replace(offloaded, block=kept.block, plain=kept.plain)
-            else:
-                self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
-                    s, ops, bool(number_bytes)))
-            kept = offloaded
+            kept = kept.scaled(lambda name, nbytes: nbytes * shares.get(name, 1.0),
+                               kept.again_bytes and kept.again_bytes - less)
+            self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
+                s, ops, bool(number_bytes)))
+        # the input of a block that runs again goes alone: no hook sees what it saves then
+        self.rerun = self._cut(step.kept)
+        self.kept = self.rerun if number_bytes is None else self._cut(kept)
+        if self.layers - 1 in self.again:       # another block is the last of which all goes
+            all_again = len(self.again) == self.layers
+            self.packed -= self.packed if all_again else self.kept.again_bytes
+
+    def _cut(self, kept: Kept) -> Kept:
+        """Returns the part of `kept` that this device has."""
+        step, s, ops = self.step, self.s, self.ops
         if self.cut > 1 or self.layers < self.m.L:
             cuts, again = {}, kept.again_bytes / self.cut
             if step.stack.keeps_gathered:
@@ -189,7 +195,7 @@ class Device:
                                self.layers / self.m.L)
         if not self.heads:
             kept = replace(kept, operations=kept.operations | {"norm": 0.0, "head": 0.0})
-        self.kept = kept
+        return kept
 
     def _gradients(self) -> None:
         """Decides how gradients and gathered weights come and go; bytes are of a number."""
