@@ -249,7 +249,8 @@ def by_cost(config: Config | None = None) -> tuple[str, ...]:
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
               attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
-    a MicroBatch. Raises ConfigError for an unknown attention."""
+    a MicroBatch. Raises ConfigError for a layout that is impossible and an unknown attention."""
+    layouts.check(config, layout)
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32,
                                  model=attended(config.model),

@@ -54,7 +54,7 @@ from lpkit.predict.updates import Work
 from lpkit.tables import picked
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import Layout, check
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
@@ -201,7 +201,6 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                  emulated where it does not multiply them itself
     """
     on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
-    check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
     stack = stack or evidence.stack_of(config)

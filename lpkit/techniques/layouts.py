@@ -215,7 +215,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
-            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks),
+            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, SCHEDULES[layout.schedule].places),
              f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
              f"not even with one layer fewer in the first and the last")):
         if not fits(asked := getattr(layout, axis)):
@@ -233,12 +233,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
     """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
-    which one device would split the batch, say how large one may be. Raises ConfigError."""
-    share, left = divmod(global_batch, ranks)
-    if left:
-        raise ConfigError(f"global_batch={global_batch} sequences do not split evenly over "
-                          f"{ranks} devices; set global_batch to {(share + 1) * ranks}, or use "
-                          f"fewer devices")
+    which one device would split the batch, say how large one may be."""
+    share = global_batch // ranks
     piece = min(global_batch // pieces, share)
     while share % piece:
         piece -= 1
@@ -394,17 +390,20 @@ def _ordered(config: "Config", layout: Layout) -> dict[str, Any]:
     chunks = row.nearest_chunks(layout.interleave)
     for m in sorted(divisors(config.global_batch // layout.batch_ranks),
                     key=lambda m: abs(m - config.micro_batches)):
-        if stages_fit(config.model.L, ranks, chunks) and not row.problem(ranks, chunks, m):
+        if (stages_fit(config.model.L, ranks, chunks, row.places)
+                and not row.problem(ranks, chunks, m)):
             found = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
             more = {"grad_accum_steps": m * layout.batch_ranks} if m != config.micro_batches else {}
             return found | more
     return {"parallel.pipeline": 1, "parallel.interleave": 1}
 
 
-def stages_fit(layers: int, stages: int, chunks: int) -> bool:
-    """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
+def stages_fit(layers: int, stages: int, chunks: int, places: str = "loop") -> bool:
+    """True if the chunks of layers are equal, or with one layer fewer in the first and last, which
+    leaves layers to each rank: in a V one rank has both."""
+    fewer = 2 if places == "v" else 1
     return (layers % (stages * chunks) == 0
-            or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
+            or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > fewer))
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:
