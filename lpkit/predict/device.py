@@ -27,7 +27,7 @@ from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.stages import rank_layers
 
@@ -102,7 +102,7 @@ class Device:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        self.under_way = min(step.pieces, SCHEDULES[layout.schedule].under_way(
+        self.under_way = min(step.pieces, PIPELINES[layout.schedule].under_way(
             layout.pipeline, layout.interleave, embeds))
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor

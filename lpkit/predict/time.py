@@ -60,7 +60,7 @@ from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import find, rules
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.row import Settings, chosen
 from lpkit.techniques.stages import rank_layers
 from lpkit.values import between
@@ -425,7 +425,7 @@ class _Rank:
             "gathers before attention, forward and backward; a scatter of their gradients",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         if stages > 1:
-            schedule = SCHEDULES[layout.schedule]
+            schedule = PIPELINES[layout.schedule]
             forward = (self.forward + self.casts + 4 * self.tensor_once + self.context_once
                        + rate.layer_seconds / 3)
             half = (layer - forward) / 2        # dx, and dw

@@ -28,9 +28,9 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.changes import running
 from lpkit.techniques.inits import INITS
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, Recipe
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import Row, pick_row
 from lpkit.values import Checked, Count
 
 if TYPE_CHECKING:
@@ -107,10 +107,6 @@ CONTEXT = {
         why="keys and values go from rank to rank, while those at hand are used", partial=True,
         implementation="lpkit.parallel.context:Ring",
         source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
-    "all-to-all": ContextAttention(
-        why="each rank attends over whole sequences with its share of the heads",
-        implementation="lpkit.parallel.context:AllToAll",
-        source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
 }
 
 
@@ -135,8 +131,8 @@ class Layout(Checked):
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
-    schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
-    attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
+    schedule: Annotated[str, lambda name, value: pick_row(PIPELINES, value, name)] = "1f1b"
+    attention: Annotated[str, lambda name, value: pick_row(CONTEXT, value, name)] = "ring"
 
     @property
     def devices(self) -> int:
@@ -215,7 +211,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
-            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, SCHEDULES[layout.schedule].places),
+            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, PIPELINES[layout.schedule].places),
              f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
              f"not even with one layer fewer in the first and the last")):
         if not fits(asked := getattr(layout, axis)):
@@ -353,7 +349,7 @@ def refuse_untrainable(config: "Config") -> None:
                       f"a pipeline has many under way")
         changes["parallel.zero"], lower = 1, layout.stage
         changes |= {"parallel.gathered": "compute"} if GATHERED[layout.gathered].cast else {}
-    if layout.pipeline > 1 and (problem := SCHEDULES[layout.schedule].problem(
+    if layout.pipeline > 1 and (problem := PIPELINES[layout.schedule].problem(
             layout.pipeline, layout.interleave, config.micro_batches)):
         why = why or f"parallel.schedule={layout.schedule} has no order of {problem}"
         changes |= _ordered(config, layout)
@@ -386,7 +382,7 @@ def refuse_untrainable(config: "Config") -> None:
 def _ordered(config: "Config", layout: Layout) -> dict[str, Any]:
     """Returns what to set so that the schedule has an order: of the nearest number of micro-batches
     that divides a rank's sequences; else there is no pipeline."""
-    row, ranks = SCHEDULES[layout.schedule], layout.pipeline
+    row, ranks = PIPELINES[layout.schedule], layout.pipeline
     chunks = row.nearest_chunks(layout.interleave)
     for m in sorted(divisors(config.global_batch // layout.batch_ranks),
                     key=lambda m: abs(m - config.micro_batches)):

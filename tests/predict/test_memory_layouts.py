@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 import torch
 
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lessons.published import runs
 from lpkit.errors import ConfigError
 from lpkit.predict import evidence, memory, model_states, parameter_count, predict

@@ -22,7 +22,8 @@ FIELDS = {      # the field of a Config, by the name of its table in lpkit.techn
     "MODEL_CHANGES": "model.changes", "NORMS": "model.norm", "MLPS": "model.mlp",
     "POSITIONS": "model.position", "ATTENTION": "system.attention", "GROWTH": "start.grow",
     "POLICIES": "data.policy", "SIZES": "sizes", "RECIPES": "precision.recipe",
-    "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors",
+    "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors", "PIPELINES": "parallel.schedule",
+    "CONTEXT": "parallel.attention",
     "MOMENT_FORMATS": "memory.moment_format", **{key.upper(): f"memory.{key}" for key in (
         "recompute", "activation_offload", "cross_entropy", "param_dtype", "optimizer_state",
         "optimizer_step")}}
