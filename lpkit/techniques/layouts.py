@@ -194,6 +194,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
     m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
+    order = PIPELINES[layout.schedule]
     if chunks > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
                           f"parallel.interleave=1")
@@ -211,7 +212,7 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
-            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, PIPELINES[layout.schedule].places),
+            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, order.places),
              f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
              f"not even with one layer fewer in the first and the last")):
         if not fits(asked := getattr(layout, axis)):

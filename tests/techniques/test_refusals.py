@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.activations
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.pipelines

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import lessons.rows.activations
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers
