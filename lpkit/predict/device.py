@@ -76,6 +76,7 @@ class Step:
         self.p, self.gathered_itemsizes = p, gathered_itemsizes(config, layout, name)
         self.s, self.pieces = on_device(
             config, on, layout, p, attention, operand_bytes=operand_bytes,
+            even=config.system.stack == "auto",     # other stacks cut stages of any layers
             head_bytes=None if "head" in keep else operand_bytes,
             attends_again=self.repeated.attention_alone,
             norms_written_out=self.stack.norm_bytes > 0)
@@ -247,10 +248,11 @@ def by_cost(config: Config | None = None) -> tuple[str, ...]:
 
 
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
-              attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
+              attention: str | None = None, even: bool = True,
+              **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
-    a MicroBatch. Raises ConfigError for a layout that is impossible and an unknown attention."""
-    layouts.check(config, layout)
+    a MicroBatch. Raises ConfigError for an unknown attention and as `layouts.check` does."""
+    layouts.check(config, layout, even=even)
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32,
                                  model=attended(config.model),

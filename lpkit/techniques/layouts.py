@@ -188,9 +188,10 @@ class Layout(Checked):
         return ", ".join(axes) or "one device"
 
 
-def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
+def check(config: "Config", layout: Layout, devices: int | None = None,
+          even: bool = True) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
-    the nearest that can."""
+    the nearest that can. Not `even`: stages have layers, but not as many each."""
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
     m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
@@ -212,7 +213,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
-            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks, order.places),
+            ("pipeline", m.L, lambda n: (stages_fit(m.L, n, chunks, order.places)
+                                         or (not even and n * chunks <= m.L)),
              f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
              f"not even with one layer fewer in the first and the last")):
         if not fits(asked := getattr(layout, axis)):

@@ -55,6 +55,16 @@ def test_an_impossible_layout_is_refused_by_each_formula(layout, message):
             formula(LLAMA, "h200", layout=layout)
 
 
+def test_stages_of_other_stacks_have_any_number_of_layers():
+    """`lpkit` has as many layers in each stage, or one fewer at the ends; others need not."""
+    layout = Layout(pipeline=9)
+    with pytest.raises(ConfigError, match="does not split over pipeline=9 stages"):
+        memory(LLAMA, "h200", layout=layout)
+    assert memory(LLAMA.replace({"system.stack": "megatron"}), "h200", layout=layout).peak_bytes
+    with pytest.raises(ConfigError, match="does not split over pipeline=40 stages"):
+        memory(LLAMA.replace({"system.stack": "megatron"}), "h200", layout=Layout(pipeline=40))
+
+
 def test_a_tensor_parallel_block_gathers_its_stream():
     """A block's largest moment in backward is in its MLP. By hand for Llama 8B in bf16 throughout,
     16,384 tokens over 8 ranks:
