@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -23,7 +22,7 @@ from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels import operator
 from lpkit.precision.deferred import QUEUE, deferring
-from lpkit.techniques.memory import Budget, EveryBlock
+from lpkit.techniques.memory import EveryBlock
 from lpkit.techniques.row import Settings
 
 aten = torch.ops.aten
@@ -45,7 +44,7 @@ def _flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.shape[0] * a.shape[1] * packed * b.shape[1]
 
 
-# a budget makes again for nothing what has no formula
+# FlopCounterMode, and a budget of what a compiled model keeps, count what has a formula
 for product in (aten._scaled_mm_v2, aten._int_mm):
     if product not in flop_registry:
         register_flop_formula(product, get_raw=True)(_flops)
@@ -96,17 +95,6 @@ def _twice(forward: Callable[..., Tensor], contexts: dict[str, Any], *given) -> 
     return checkpoint(forward, *given, use_reentrant=False, **contexts)
 
 
-def within(budget: float, graph: Any, inputs: Any, *, compiler: str = "inductor",
-           **settings: Any) -> Callable[..., Any]:
-    """A backend for torch.compile: `compiler`, that keeps at most about this share of what it would
-    for backward and makes the rest again, the cheapest first. The setting is PyTorch's own, and
-    holds while this graph is compiled."""
-    from torch._dynamo.backends.registry import lookup_backend  # takes a second
-
-    with torch._functorch.config.patch(activation_memory_budget=budget):
-        return lookup_backend(compiler)(graph, inputs, **settings)
-
-
 @dataclass(frozen=True, kw_only=True)
 class CoreAttention(Transform):
     """Attention keeps q, k and v."""
@@ -142,7 +130,3 @@ def core_attention(settings: Settings) -> Recomputation:
 def selective(settings: EveryBlock) -> Recomputation:
     keep = (*PRODUCTS, *operator.PRODUCTS, *ATTENTION)
     return Recomputation(transforms=(Recompute(every=settings.every, keep=keep),))
-
-
-def within_budget(settings: Budget) -> Recomputation:
-    return Recomputation(compiler=partial(within, settings.budget))

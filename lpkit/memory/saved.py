@@ -1,4 +1,4 @@
-"""Activations that wait for backward elsewhere, or in fewer bits.
+"""Activations that wait for backward elsewhere.
 
 Autograd hands over what the operations of a block save (torch.autograd.graph.saved_tensors_hooks)
 and asks for it again in backward. Weights and their casts stay: they exist anyway. So do tensors
@@ -6,12 +6,8 @@ with less than a 32nd of the numbers of the block's input: statistics of norms, 
 attention, a few of the bytes, and what the rest depends on. A tensor that several operations save
 goes once.
 
-On the host or on a disk nothing changes but the time. In low precision a tensor comes back as
-another one that has it as its mean: groups of 256 numbers are spread between their least and their
-largest, and rounded stochastically (ActNN, Chen et al. 2021, https://arxiv.org/abs/2104.14129).
-What is linear in it, so the gradient of a weight whose input it is, is right on average. What is
-not, the derivatives of norms, softmax and gelu, is off by a second-order term; docs/memory.md says
-how much.
+On the host or on a disk nothing changes but the time. A kind of `Away` that `rounds` gives other
+numbers back, as those of `lessons.rows.activations` do.
 """
 
 from __future__ import annotations
@@ -23,14 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lpkit.contracts import Stage, Transform
 from lpkit.memory import files
 from lpkit.memory.state import Host
-from lpkit.techniques.memory import GROUP
 
 MIN_SHARE_OF_INPUT = 32     # tensors with less than a 32nd of the numbers of the block's input stay
 PREFETCH_DEPTH = 4          # tensors that are brought while one is used
@@ -42,6 +36,7 @@ class Away:
     """A dense tensor that waits elsewhere."""
 
     before: Callable[[], Away | None]   # the one that went before it, which backward wants next
+    rounds = False      # it comes back as other numbers, by a generator `draws`
 
     @staticmethod
     def takes(t: Tensor) -> bool:
@@ -98,34 +93,6 @@ class OnDisk(Away):
         return self.file.read(self.slot).view(self.dtype).view(self.shape).to(self.device)
 
 
-class Quantized(Away):
-    """`bits` of 8, 4 or 2 a number, and 8 bytes for each group."""
-
-    def __init__(self, t: Tensor, bits: int, draws: torch.Generator | None = None):
-        self.bits, self.dtype, self.shape = bits, t.dtype, t.shape
-        flat, top = t.detach().reshape(-1).float(), 2**bits - 1
-        groups = F.pad(flat[None], (0, -len(flat) % GROUP), mode="replicate").view(-1, GROUP)
-        self.least, most = groups.aminmax(dim=1, keepdim=True)
-        self.scale = (most - self.least) / top      # of one step, float32 (groups, 1)
-        steps = (groups - self.least).div_(self.scale.clamp(min=torch.finfo(torch.float32).tiny))
-        steps += torch.rand(steps.shape, device=t.device, generator=draws)
-        codes = steps.floor_().clamp_(max=top).to(torch.uint8)
-        parts = codes.view(len(codes), 8 // bits, -1)
-        self.codes = parts[:, 0].clone()            # 8 / bits to a byte
-        for i in range(1, parts.shape[1]):
-            self.codes |= parts[:, i] << (i * bits)
-
-    @staticmethod
-    def takes(t: Tensor) -> bool:
-        return t.is_floating_point() and t.element_size() > 1
-
-    def get(self) -> Tensor:
-        top = 2**self.bits - 1
-        parts = [self.codes >> shift & top for shift in range(0, 8, self.bits)]
-        values = torch.cat(parts, dim=1).float().mul_(self.scale).add_(self.least)
-        return values.view(-1)[:self.shape.numel()].to(self.dtype).view(self.shape)
-
-
 # ---- what goes, and once
 
 @dataclass(frozen=True)
@@ -159,7 +126,7 @@ class SavedTensorOffloader(Transform):
         if not torch.is_grad_enabled():
             return forward(*given, **named)
         x = next(one for one in (*given, *named.values()) if isinstance(one, Tensor))
-        if "bits" in self.settings:     # its draws are none of a block's, which runs again alike
+        if self.kind.rounds:            # its draws are none of a block's, which runs again alike
             seed = int(torch.randint(2**62, ()))
             self.settings["draws"] = torch.Generator(x.device).manual_seed(seed)
         with saved_tensors_hooks(partial(self.pack, x.numel()), self.unpack):
@@ -168,7 +135,7 @@ class SavedTensorOffloader(Transform):
     def pack(self, least: int, t: Tensor) -> Tensor | SavedTensorRef:
         small = t.numel() * MIN_SHARE_OF_INPUT < least
         expanded = t.nbytes > t.untyped_storage().nbytes()
-        mask = self.masked and "bits" in self.settings and not t.requires_grad
+        mask = self.masked and self.kind.rounds and not t.requires_grad
         if small or expanded or mask or not self.kind.takes(t) or _of_weight(t):
             return t
         order = tuple(sorted(range(t.ndim), key=t.stride, reverse=True))
@@ -247,10 +214,3 @@ def on_disk(device: torch.device) -> Place:
     return Place(transforms=(SavedTensorOffloader(OnDisk, file=file),), used="disk",
                  why=f"{how}, in {files.Scratch.where()} (Rajbhandari et al. 2021, "
                      f"arXiv:2104.07857)")
-
-
-def quantized(bits: int, device: torch.device) -> Place:
-    return Place(transforms=(SavedTensorOffloader(Quantized, bits=bits),))
-
-
-int8, int4, int2 = partial(quantized, 8), partial(quantized, 4), partial(quantized, 2)

@@ -15,7 +15,7 @@ from lpkit.modules.convert import output_heads, transposed
 from lpkit.optim import classes
 from lpkit.techniques.memory import ACTIVATION_OFFLOAD, RECOMPUTE
 from lpkit.techniques.optimizers import OPTIMIZERS, find, parameter_groups
-from lpkit.techniques.row import chosen
+from lpkit.techniques.row import chosen, pick_row
 
 # Kinds, by names that the groups of a row match; of a shared parameter the alphabet's first holds.
 # OTHER: kernels of convolutions, stacks of experts, and whatever is not known.
@@ -67,7 +67,7 @@ def keep_activations(blocks: Iterable[nn.Module], recompute: str = "none",
                           "`del block.forward` undoes an earlier call")
     again = pick({name: row for name, row in RECOMPUTE.items()
                   if not (row.attention_alone or row.needs_compile)}, recompute, "recompute")
-    away = pick(ACTIVATION_OFFLOAD, offload, "offload").load()
+    away = pick_row(ACTIVATION_OFFLOAD, offload, "memory.activation_offload").load()
     # a Dropout stands for functions of a block that draw
     model = nn.ModuleDict({"blocks": nn.ModuleList(blocks), "draws": nn.Dropout()})
     device = next((p.device for p in model.parameters()), torch.device("cpu"))

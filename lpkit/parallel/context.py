@@ -18,10 +18,6 @@ k and v go round again; behind them go dk and dv, to which each rank adds, and w
 brings home: (c - 1) times k and v forward, twice that backward. Pairs of chunks of which no query
 sees a key are not computed. Messages go all the way round even under a window: what the late chunk
 of rank r sees before itself is of rank r + 1.
-
-AllToAll (DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A message to
-each rank makes whole sequences of H / c heads, another takes the answer back: (c - 1) / c of q,
-k, v and out, forward and again backward.
 """
 
 from __future__ import annotations
@@ -189,31 +185,3 @@ class _Ring(torch.autograd.Function):
 def _weights(l: Tensor, L: Tensor) -> Tensor:
     """exp(l - L), (..., 1); 0 where neither has seen a key."""
     return (l - L.clamp(min=torch.finfo(L.dtype).min)).exp()[..., None]
-
-
-class AllToAll(Over):
-    """One rank attends by any other backend."""
-
-    def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
-             rule: Rule) -> Tensor:
-        by_rank = [t.unflatten(1, (self.ranks, -1)) for t in (q, k, v)]
-        parts = _Exchange.apply(torch.cat(by_rank, 2).movedim(1, 0), self)
-        heads = joined(parts.unbind(), 2).split([t.shape[2] for t in by_rank], 1)
-        own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
-        out = self.attend(*heads, ids, own, rule=rule)
-        parts = torch.stack([part(out, rank, self.ranks, 2) for rank in range(self.ranks)])
-        return _Exchange.apply(parts, self).movedim(0, 1).flatten(1, 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Its own backward: what came from a rank goes back to it."""
-
-    @staticmethod
-    def forward(ctx: Any, to: Tensor, over: Over) -> Tensor:
-        ctx.over = over
-        return over.exchanged(to.contiguous())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
-        return ctx.over.exchanged(d.contiguous()), None

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lpkit.errors import ConfigError
 from lpkit.precision.deferred import Queue, deferring
-from lpkit.techniques.pipelines import SCHEDULES, Action, Order, closed_order
+from lpkit.techniques.pipelines import PIPELINES, Action, Order, closed_order
 
 Message = tuple[str, int, int]          # F or B, the stage that reads it, micro-batch
 AHEAD = 1       # actions
@@ -29,7 +29,7 @@ AHEAD = 1       # actions
 
 def order(name: str, ranks: int, chunks: int, m: int) -> Order:
     """The actions of m micro-batches in this schedule, as PyTorch has it. Raises ConfigError."""
-    row = SCHEDULES[name]
+    row = PIPELINES[name]
     if problem := row.problem(ranks, chunks, m):
         raise ConfigError(f"parallel.schedule={name} has no order of {problem}")
     if row.warm_up:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lpkit.contracts import Stage, Transform
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.stages import stage_layers
 
 
@@ -28,7 +28,7 @@ class KeepStages(Transform):
     def __call__(self, model: nn.Module) -> nn.Module:
         layout = self.ranks.layout
         rank, size = dist.get_rank(self.ranks.groups["pipeline"]), layout.pipeline
-        mine = SCHEDULES[layout.schedule].stages(rank, size, layout.interleave)
+        mine = PIPELINES[layout.schedule].stages(rank, size, layout.interleave)
         last = size * layout.interleave - 1
         for stage, its in enumerate(stage_layers(model.config, layout)):
             for layer in its if stage not in mine else ():

@@ -13,7 +13,7 @@ from typing import Any
 
 from lpkit.config import Config, MemoryConfig
 from lpkit.predict import evidence
-from lpkit.predict.activations import saved
+from lpkit.predict.activations import Kept, saved
 from lpkit.predict.casts import why_emulated
 from lpkit.predict.messages import gathered_itemsizes
 from lpkit.predict.params import parameters, recompute_of
@@ -27,7 +27,7 @@ from lpkit.techniques.layouts import GATHERED, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import PARAM_DTYPE, RECOMPUTE, rows_of
 from lpkit.techniques.operation import FP32, MicroBatch
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import resolve, untiled
 from lpkit.techniques.stages import rank_layers
 
@@ -76,6 +76,7 @@ class Step:
         self.p, self.gathered_itemsizes = p, gathered_itemsizes(config, layout, name)
         self.s, self.pieces = on_device(
             config, on, layout, p, attention, operand_bytes=operand_bytes,
+            even=config.system.stack == "auto",     # other stacks cut stages of any layers
             head_bytes=None if "head" in keep else operand_bytes,
             attends_again=self.repeated.attention_alone,
             norms_written_out=self.stack.norm_bytes > 0)
@@ -102,7 +103,7 @@ class Device:
             share = (m.L + ops.head.weights / sum(op.weights for op in ops.linears)) / layout.pipeline
             before = math.floor(share if embeds else share * (layout.pipeline - 1)) + 1
             self.layers = before if embeds else max(1, m.L - before)
-        self.under_way = min(step.pieces, SCHEDULES[layout.schedule].under_way(
+        self.under_way = min(step.pieces, PIPELINES[layout.schedule].under_way(
             layout.pipeline, layout.interleave, embeds))
         # devices over which a tensor in attention and MLP is cut, and each weight; and the stream
         self.cut, self.tensor = layout.tensor * layout.context, layout.tensor
@@ -165,14 +166,20 @@ class Device:
         if number_bytes is not None:
             shares = {op.name: number_bytes / op.saved_itemsize for op in ops.block}
             less = s.stream_bytes * (1 - number_bytes / s.residual_bytes)
-            offloaded = kept.scaled(lambda name, nbytes: nbytes * shares.get(name, 1.0),
-                                    kept.again_bytes and kept.again_bytes - less)
-            if kept.again_bytes:    # its input alone goes, no hook sees the results that it keeps
-                offloaded = replace(offloaded, block=kept.block, plain=kept.plain)
-            else:
-                self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
-                    s, ops, bool(number_bytes)))
-            kept = offloaded
+            kept = kept.scaled(lambda name, nbytes: nbytes * shares.get(name, 1.0),
+                               kept.again_bytes and kept.again_bytes - less)
+            self.fetched, self.packed = (nbytes / self.cut for nbytes in _one_tensor(
+                s, ops, bool(number_bytes)))
+        # the input of a block that runs again goes alone: no hook sees what it saves then
+        self.rerun = self._cut(step.kept)
+        self.kept = self.rerun if number_bytes is None else self._cut(kept)
+        if self.layers - 1 in self.again:       # another block is the last of which all goes
+            all_again = len(self.again) == self.layers
+            self.packed -= self.packed if all_again else self.kept.again_bytes
+
+    def _cut(self, kept: Kept) -> Kept:
+        """Returns the part of `kept` that this device has."""
+        step, s, ops = self.step, self.s, self.ops
         if self.cut > 1 or self.layers < self.m.L:
             cuts, again = {}, kept.again_bytes / self.cut
             if step.stack.keeps_gathered:
@@ -189,7 +196,7 @@ class Device:
                                self.layers / self.m.L)
         if not self.heads:
             kept = replace(kept, operations=kept.operations | {"norm": 0.0, "head": 0.0})
-        self.kept = kept
+        return kept
 
     def _gradients(self) -> None:
         """Decides how gradients and gathered weights come and go; bytes are of a number."""
@@ -241,9 +248,11 @@ def by_cost(config: Config | None = None) -> tuple[str, ...]:
 
 
 def on_device(config: Config, on: Machine, layout: Layout, p: Precision,
-              attention: str | None = None, **sizes: Any) -> tuple[MicroBatch, int]:
+              attention: str | None = None, even: bool = True,
+              **sizes: Any) -> tuple[MicroBatch, int]:
     """A micro-batch of a run on this machine, and how many there are. `sizes` are other fields of
-    a MicroBatch. Raises ConfigError for an unknown attention."""
+    a MicroBatch. Raises ConfigError for an unknown attention and as `layouts.check` does."""
+    layouts.check(config, layout, even=even)
     chosen, _ = choose_attention(attention or config.system.attention, device=on.kind,
                                  low_precision=p.compute_bytes < FP32,
                                  model=attended(config.model),

@@ -40,7 +40,7 @@ from lpkit.techniques.layouts import REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, TOKEN_ID, fused
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import at_end
 
 MOMENTS = {     # in the order in which they come
@@ -178,7 +178,7 @@ def memory(config: Config, machine: "str | Machine" = "h200", devices: int | Non
     on, config = machines.find(machine), governed(config, most=True)
     step = Step(config, on, layout, precision=precision, optimizer=optimizer, recompute=recompute,
                 attention=attention)
-    schedule = SCHEDULES[layout.schedule]
+    schedule = PIPELINES[layout.schedule]
     stages = [(True, True)]     # of a V, too
     if layout.pipeline > 1 and schedule.places == "loop":
         stages = [(True, False), (False, True)]
@@ -314,7 +314,7 @@ def _gradients(d: Walk, nbytes: float) -> Iterator[State]:
     if d.gathers:
         if d.staged and d.step.layout.zero >= 2:
             nbytes = (d.inside + d.tables) * d.step.p.gradients
-        if SCHEDULES[d.step.layout.schedule].breadth_first:     # none until one of them is gone
+        if PIPELINES[d.step.layout.schedule].breadth_first:     # none until one of them is gone
             nbytes = max(0.0, nbytes - d.kept.waiting_bytes)
         yield State(walk.GRADIENTS, nbytes, dies=EMBED)
 
@@ -329,7 +329,7 @@ def _batches(d: Walk) -> Iterator[State]:
     yield State("batch", read * s.tokens * step.pieces / step.layout.context)
     others = d.under_way - 1
     waits = others * d.kept.waiting_bytes
-    if d.heads and SCHEDULES[step.layout.schedule].breadth_first:   # not one loss has gone back
+    if d.heads and PIPELINES[step.layout.schedule].breadth_first:   # not one loss has gone back
         waits += others * d.kept.operations["loss"]
     if not d.heads:     # and its result, which the next stage has: pipelining/stage.py, `fwd_cache`
         waits += others * d.stream

@@ -15,7 +15,7 @@ from lpkit.predict.recipes import precision_of
 from lpkit.predict.roofline import flat_mfu
 from lpkit.predict.time import Bill, StepTime, bill, step_time
 from lpkit.tables import picked
-from lpkit.techniques import layouts, machines
+from lpkit.techniques import machines
 from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.values import Count, Place, PositiveOrZero, Text, checked
@@ -111,8 +111,6 @@ def predict(config: Config, machine: str | Machine = "h200", devices: Count | No
     price = on.price_per_hour if price_per_hour is None else price_per_hour
     how = {"precision": precision_of(config, on, precision),
            "optimizer": optimizer or config.optimizer.name}
-    if layout:
-        layouts.check(config, layout)
     to_try = [layout] if layout else _layouts(config, devices, zero)
     modes: Sequence[str] = [recompute or config.memory.recompute.name]
     if devices is not None and recompute is None:

@@ -54,13 +54,13 @@ from lpkit.predict.updates import Work
 from lpkit.tables import picked
 from lpkit.techniques import machines
 from lpkit.techniques.blocks import operations
-from lpkit.techniques.layouts import Layout, check
+from lpkit.techniques.layouts import Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import RECOMPUTE, Recompute
 from lpkit.techniques.objectives import OBJECTIVES
 from lpkit.techniques.operation import FP32, MicroBatch, Op
 from lpkit.techniques.optimizers import find, rules
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.row import Settings, chosen
 from lpkit.techniques.stages import rank_layers
 from lpkit.values import between
@@ -201,7 +201,6 @@ def step_time(config: Config, machine: "str | Machine" = "h200", layout: Layout 
                  emulated where it does not multiply them itself
     """
     on, layout, config = machines.find(machine), layout or config.parallel, governed(config)
-    check(config, layout)
     precision = precision_of(config, on, precision)
     row, recompute = recompute_of(config, recompute)
     stack = stack or evidence.stack_of(config)
@@ -426,7 +425,7 @@ class _Rank:
             "gathers before attention, forward and backward; a scatter of their gradients",
             f"{GATHERED_KEYS}; {RINGS}", communication=times * 3 * self.context_once)
         if stages > 1:
-            schedule = SCHEDULES[layout.schedule]
+            schedule = PIPELINES[layout.schedule]
             forward = (self.forward + self.casts + 4 * self.tensor_once + self.context_once
                        + rate.layer_seconds / 3)
             half = (layer - forward) / 2        # dx, and dw

@@ -32,10 +32,12 @@ NO_MOMENT = -math.inf
 
 
 class Block:
-    """A block: what each of its operations saved, and how its Linears are cast."""
+    """A block: what each of its operations saved, in forward or when it runs again, and how its
+    Linears are cast."""
 
-    def __init__(self, walk: "Walk", saved: Mapping[str, float], low: Low | None):
-        self.saved, self.low = saved, low
+    def __init__(self, walk: "Walk", saved: Mapping[str, float], again: Mapping[str, float],
+                 low: Low | None):
+        self.saved, self.again, self.low = saved, again, low
         self.copied_bytes = 0.0 if low else walk.copies(walk.linear_weights)
         self.low_bytes = 0.0
         if low:
@@ -53,8 +55,9 @@ class Walk(Device):
         self.most: dict[str, dict[str, float]] = {}
         self.steps: dict[tuple[int, bool], list[Change]] = {}
         self.row = ACTIVATIONS      # of what the operations at hand saved
-        as_it_is = Block(self, self.kept.plain, None)
-        self.inner = Block(self, self.kept.block, self.low) if self.low else as_it_is
+        kept, rerun = self.kept, self.rerun
+        as_it_is = Block(self, kept.plain, rerun.plain, None)
+        self.inner = Block(self, kept.block, rerun.block, self.low) if self.low else as_it_is
         self.blocks = [self.inner] * self.layers
         for number in self.stay:
             self.blocks[number] = as_it_is
@@ -73,13 +76,14 @@ class Walk(Device):
             below.append(next(op for op in ops.block[at:] if op.shares == "output"))
         names = {op.name for op in below}
         self.blocks[0] = less = copy.copy(first)
-        less.saved = {name: n for name, n in first.saved.items() if name not in names}
+        less.saved, less.again = ({name: n for name, n in each.items() if name not in names}
+                                  for each in (first.saved, first.again))
         if first.low:
             less.low_bytes -= sum(self.low_bytes(op, first.low) for op in below if op.matmul)
         else:
             less.copied_bytes -= self.copies(sum(op.weights for op in below if not op.stored_bytes) / self.tensor)
         if 0 in self.again:             # whose input is there already
-            less.saved[below[0].name] = self.stream
+            less.again[below[0].name] = self.stream
             return 0.0
         return sum(first.saved.values()) - sum(less.saved.values())
 
@@ -287,9 +291,10 @@ class Walk(Device):
     def block(self, block: Block, recompute: bool) -> list[Change]:
         """Enters with the gradient of the residual stream in TEMPORARIES, and leaves with it."""
         steps: list[Change] = []
-        unused, low = 0.0, block.low
+        unused, low, saved, fetched = 0.0, block.low, block.saved, self.fetched
         self.row = AGAIN if recompute else ACTIVATIONS
         if recompute:
+            saved, fetched = block.again, 0.0
             # Its input is there already, and so is what it kept: of that, the last result is never
             # fetched.
             final = self.ops.linears[-1]
@@ -300,13 +305,13 @@ class Walk(Device):
                 cast = sum(hold.grows for hold in self.ops.block[-1].backward) / self.stream_cut
                 at_work = max(at_work, self.forward(final, low) + cast)
             steps = [(NO_MOMENT, ACTIVATIONS, self.stream + unused - self.kept.again_bytes),
-                     (NO_MOMENT, AGAIN, sum(block.saved.values()) - self.stream),
+                     (NO_MOMENT, AGAIN, sum(saved.values()) - self.stream),
                      (NO_MOMENT, COPIES, block.copied_bytes), (NO_MOMENT, LOW, block.low_bytes),
                      (at_work, TEMPORARIES, 0.0)]
-        steps.append((NO_MOMENT, TEMPORARIES, self.fetched))
+        steps.append((NO_MOMENT, TEMPORARIES, fetched))
         for op in reversed(self.ops.block):
-            steps += self.fold(op, block.saved.get(op.name, 0.0), low)
-        steps.append((NO_MOMENT, TEMPORARIES, -self.fetched))
+            steps += self.fold(op, saved.get(op.name, 0.0), low)
+        steps.append((NO_MOMENT, TEMPORARIES, -fetched))
         if not self.gathers or self.leave:
             steps.append((NO_MOMENT, GRADIENTS, self.small_gradient_bytes))
         if self.leave:      # all of them are there, then they leave

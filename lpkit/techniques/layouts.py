@@ -28,9 +28,9 @@ from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.blocks import BLOCKS
 from lpkit.techniques.changes import running
 from lpkit.techniques.inits import INITS
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, Recipe
-from lpkit.techniques.row import Row
+from lpkit.techniques.row import Row, pick_row
 from lpkit.values import Checked, Count
 
 if TYPE_CHECKING:
@@ -107,10 +107,6 @@ CONTEXT = {
         why="keys and values go from rank to rank, while those at hand are used", partial=True,
         implementation="lpkit.parallel.context:Ring",
         source="Liu et al. 2023, https://arxiv.org/abs/2310.01889"),
-    "all-to-all": ContextAttention(
-        why="each rank attends over whole sequences with its share of the heads",
-        implementation="lpkit.parallel.context:AllToAll",
-        source="DeepSpeed-Ulysses, Jacobs et al. 2023, https://arxiv.org/abs/2309.14509"),
 }
 
 
@@ -135,8 +131,8 @@ class Layout(Checked):
     interleave: Count = 1
     reduction: Annotated[str, lambda name, value: pick(REDUCTIONS, value, name)] = "overlapped"
     gathered: Annotated[str, lambda name, value: pick(GATHERED, value, name)] = "compute"
-    schedule: Annotated[str, lambda name, value: pick(SCHEDULES, value, name)] = "1f1b"
-    attention: Annotated[str, lambda name, value: pick(CONTEXT, value, name)] = "ring"
+    schedule: Annotated[str, lambda name, value: pick_row(PIPELINES, value, name)] = "1f1b"
+    attention: Annotated[str, lambda name, value: pick_row(CONTEXT, value, name)] = "ring"
 
     @property
     def devices(self) -> int:
@@ -192,12 +188,14 @@ class Layout(Checked):
         return ", ".join(axes) or "one device"
 
 
-def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
+def check(config: "Config", layout: Layout, devices: int | None = None,
+          even: bool = True) -> None:
     """Raises ConfigError when `config` cannot run in this layout, on `devices` where given, with
-    the nearest that can."""
+    the nearest that can. Not `even`: stages have layers, but not as many each."""
     if devices is not None and layout.devices != devices:
         raise ConfigError(wrong_world(config, layout, devices))
     m, t, c, chunks = config.model, layout.tensor, layout.context, layout.interleave
+    order = PIPELINES[layout.schedule]
     if chunks > 1 and layout.pipeline == 1:
         raise ConfigError(f"interleave={chunks} chunks of layers need pipeline stages; set "
                           f"parallel.interleave=1")
@@ -215,7 +213,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
              f"context={c} ranks, and parallel.attention=ring splits none"),
             ("tensor", m.H, lambda n: all(count % n == 0 for count in parts.values()),
              f"{uneven} does not split over tensor={t} ranks"),
-            ("pipeline", m.L, lambda n: stages_fit(m.L, n, chunks),
+            ("pipeline", m.L, lambda n: (stages_fit(m.L, n, chunks, order.places)
+                                         or (not even and n * chunks <= m.L)),
              f"model.layers={m.L} does not split over pipeline={layout.pipeline}{times} stages, "
              f"not even with one layer fewer in the first and the last")):
         if not fits(asked := getattr(layout, axis)):
@@ -233,12 +232,8 @@ def check(config: "Config", layout: Layout, devices: int | None = None) -> None:
 
 def micro_batch(global_batch: int, pieces: int, ranks: int) -> tuple[int, int]:
     """Sequences that a rank forwards at a time, and how many times until the update. `pieces`, into
-    which one device would split the batch, say how large one may be. Raises ConfigError."""
-    share, left = divmod(global_batch, ranks)
-    if left:
-        raise ConfigError(f"global_batch={global_batch} sequences do not split evenly over "
-                          f"{ranks} devices; set global_batch to {(share + 1) * ranks}, or use "
-                          f"fewer devices")
+    which one device would split the batch, say how large one may be."""
+    share = global_batch // ranks
     piece = min(global_batch // pieces, share)
     while share % piece:
         piece -= 1
@@ -357,7 +352,7 @@ def refuse_untrainable(config: "Config") -> None:
                       f"a pipeline has many under way")
         changes["parallel.zero"], lower = 1, layout.stage
         changes |= {"parallel.gathered": "compute"} if GATHERED[layout.gathered].cast else {}
-    if layout.pipeline > 1 and (problem := SCHEDULES[layout.schedule].problem(
+    if layout.pipeline > 1 and (problem := PIPELINES[layout.schedule].problem(
             layout.pipeline, layout.interleave, config.micro_batches)):
         why = why or f"parallel.schedule={layout.schedule} has no order of {problem}"
         changes |= _ordered(config, layout)
@@ -390,21 +385,24 @@ def refuse_untrainable(config: "Config") -> None:
 def _ordered(config: "Config", layout: Layout) -> dict[str, Any]:
     """Returns what to set so that the schedule has an order: of the nearest number of micro-batches
     that divides a rank's sequences; else there is no pipeline."""
-    row, ranks = SCHEDULES[layout.schedule], layout.pipeline
+    row, ranks = PIPELINES[layout.schedule], layout.pipeline
     chunks = row.nearest_chunks(layout.interleave)
     for m in sorted(divisors(config.global_batch // layout.batch_ranks),
                     key=lambda m: abs(m - config.micro_batches)):
-        if stages_fit(config.model.L, ranks, chunks) and not row.problem(ranks, chunks, m):
+        if (stages_fit(config.model.L, ranks, chunks, row.places)
+                and not row.problem(ranks, chunks, m)):
             found = {"parallel.interleave": chunks} if chunks != layout.interleave else {}
             more = {"grad_accum_steps": m * layout.batch_ranks} if m != config.micro_batches else {}
             return found | more
     return {"parallel.pipeline": 1, "parallel.interleave": 1}
 
 
-def stages_fit(layers: int, stages: int, chunks: int) -> bool:
-    """True if the chunks of layers are equal, or with one layer fewer in the first and last."""
+def stages_fit(layers: int, stages: int, chunks: int, places: str = "loop") -> bool:
+    """True if the chunks of layers are equal, or with one layer fewer in the first and last, which
+    leaves layers to each rank: in a V one rank has both."""
+    fewer = 2 if places == "v" else 1
     return (layers % (stages * chunks) == 0
-            or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > 1))
+            or ((layers + 2) % (stages * chunks) == 0 and (layers + 2) // stages > fewer))
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool], name: str) -> str:

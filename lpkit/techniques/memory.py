@@ -15,7 +15,7 @@ from lpkit.errors import ConfigError
 from lpkit.techniques.optimizers import MOMENT_FORMATS
 from lpkit.techniques.recipes import Recipe
 from lpkit.techniques.row import Settings, Technique
-from lpkit.values import Count, Share
+from lpkit.values import Count
 
 # Activations that backward computes again. The implementation is f(settings) ->
 # lpkit.memory.recompute.Recomputation.
@@ -26,11 +26,6 @@ class EveryBlock(Settings):
 
     def __str__(self) -> str:
         return self.name if self.every == 1 else f"{self.name}, every {self.every}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget(Settings):
-    budget: Share = 0.5     # of the activations, what torch.compile may keep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +79,6 @@ RECOMPUTE = {
         why="a block keeps its input alone and runs again in backward",
         source="Chen et al. 2016, arXiv:1604.06174", settings=EveryBlock(), repeats=WHOLE_BLOCK,
         every=attrgetter("every"), implementation="lpkit.memory.recompute:block"),
-    "budget": Recompute(
-        why="torch.compile chooses what to compute again",
-        source="https://pytorch.org/blog/activation-checkpointing-techniques/", settings=Budget(),
-        repeats=WHOLE_BLOCK, kept_share=attrgetter("budget"),
-        needs_compile="whose graph it divides",
-        implementation="lpkit.memory.recompute:within_budget"),
 }
 
 
@@ -104,16 +93,6 @@ class Offload(Technique):
                   "operations")
 
 
-GROUP = 256     # numbers of a quantized activation that share a least and a largest
-
-
-def _quantized(bits: int) -> Offload:
-    return Offload(why=f"{bits} bits a number and 8 bytes for each {GROUP}, rounded stochastically",
-                   source="Chen et al. 2021, arXiv:2104.14129",
-                   number_bytes=dict.fromkeys(("cpu", "gpu"), bits / 8 + 8 / GROUP),
-                   implementation=f"lpkit.memory.saved:int{bits}")
-
-
 ACTIVATION_OFFLOAD = {
     "device": Offload(why="where they were made", eager="",
                       implementation="lpkit.memory.saved:on_device"),
@@ -124,7 +103,6 @@ ACTIVATION_OFFLOAD = {
     "disk": Offload(
         why="a file", source="Rajbhandari et al. 2021, arXiv:2104.07857",
         number_bytes={"cpu": 0.0, "gpu": 0.0}, implementation="lpkit.memory.saved:on_disk"),
-    "int8": _quantized(8), "int4": _quantized(4), "int2": _quantized(2),
 }
 
 

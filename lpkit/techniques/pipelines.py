@@ -84,25 +84,18 @@ class PipelineSchedule(Row):
         return min(max(chunks, self.chunks[0]), self.chunks[1])
 
 
-def one_way(p: int, f: float, i: float, w: float) -> float:
-    """The bubble where dw fills what it can: the way of the first micro-batch to the last rank, or
-    of a gradient back. Of equal F, I and W it is (p - 1) (f + i - w) (Qi et al. 2024, table 1)."""
-    return (p - 1) * max(f, i, f + i - w)
-
-
 def whole_rounds(ranks: int, m: int) -> bool:
     return m % max(1, m // ranks) == 0
 
 
 TORCH = "torch.distributed.pipelining.schedules:Schedule"
-MEGATRON = "Narayanan et al. 2021, https://arxiv.org/abs/2104.04473"
-ZERO_BUBBLE = "Qi et al. 2024, https://arxiv.org/abs/2401.10241"
 MANY, ROUNDS = 64, "a whole number in each of m // ranks rounds, such as multiples of the ranks"
-SCHEDULES = {
+PIPELINES = {        # by the names of `parallel.schedule`
     "gpipe": PipelineSchedule(
         why="all forwards, then all backwards: every micro-batch is held", breadth_first=True,
         source="Huang et al. 2019, https://arxiv.org/abs/1811.06965",
-        implementation=f"{TORCH}GPipe", under_way=lambda p, v, first: math.inf, warm_up=lambda rank, p, v, m: m * v),
+        implementation=f"{TORCH}GPipe", under_way=lambda p, v, first: math.inf,
+        warm_up=lambda rank, p, v, m: m * v),
     "1f1b": PipelineSchedule(
         why="each backward as soon as it can be: the bubble of gpipe, but of micro-batches a stage "
             "holds as many as there are stages from it on",
@@ -112,34 +105,10 @@ SCHEDULES = {
         warm_up=lambda rank, p, v, m: p - 1 - rank),
     "interleaved": PipelineSchedule(
         why="1f1b with chunks: the bubble of a chunk, for more messages and more that is held",
-        source=MEGATRON, implementation=f"{TORCH}Interleaved1F1B", chunks=(2, MANY),
+        source="Narayanan et al. 2021, https://arxiv.org/abs/2104.04473",
+        implementation=f"{TORCH}Interleaved1F1B", chunks=(2, MANY),
         fits=whole_rounds, needs=ROUNDS, hops=lambda p, v, m: 2 * (p * v - 1),
         warm_up=lambda rank, p, v, m: (v - 1) * m + 2 * (p - 1 - rank)),
-    "looped-bfs": PipelineSchedule(
-        why="gpipe with chunks: a rank needs the weights of one chunk at a time",
-        source="Lamy-Poirier 2022, https://arxiv.org/abs/2211.05953",
-        implementation=f"{TORCH}LoopedBFS", chunks=(2, MANY), breadth_first=True,
-        under_way=lambda p, v, first: math.inf,
-        warm_up=lambda rank, p, v, m: m * v),
-    "zero-bubble": PipelineSchedule(
-        why="1f1b whose weight gradients fill the bubble (ZB-H1; with chunks its interleaved form)",
-        source=ZERO_BUBBLE, implementation=f"{TORCH}InterleavedZeroBubble", splits=True,
-        chunks=(1, MANY), fits=whole_rounds, needs=ROUNDS,
-        under_way=lambda p, v, first: p,
-        bubble=one_way, hops=lambda p, v, m: 4 * (p - 1) + p * (v - 1)),
-    "zbv": PipelineSchedule(
-        why="two chunks in a V: a rank has early and late layers, and the bubble is the way in",
-        source=ZERO_BUBBLE, implementation=f"{TORCH}ZBVZeroBubble", places="v", splits=True,
-        chunks=(2, 2), under_way=lambda p, v, first: p, bubble=one_way, even=True,
-        hops=lambda p, v, m: 5 * p - 7),
-    "dualpipev": PipelineSchedule(
-        why="the V, in which a forward of one chunk and a backward of the other make a pair",
-        source="DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, halved: "
-               "https://github.com/deepseek-ai/DualPipe",
-        implementation=f"{TORCH}DualPipeV", places="v", splits=True, chunks=(2, 2),
-        fits=lambda p, m: m >= 2 * p, needs="one a stage or more",
-        under_way=lambda p, v, first: p + 0.5,
-        bubble=one_way, even=True, hops=lambda p, v, m: 4 * (p - 1)),
 }
 
 

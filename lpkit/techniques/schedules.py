@@ -23,22 +23,9 @@ class DecaySettings(ScheduleSettings):
     final_lr_ratio: Share = 0.1     # the last step's learning rate over the peak's
 
 
-@dataclass(frozen=True, kw_only=True)
-class WsdSettings(DecaySettings):
-    decay_fraction: Share = 0.2     # of the steps after the warm-up
-
-
 def cosine(progress: float, settings: DecaySettings) -> float:
     final = settings.final_lr_ratio
     return final + (1 - final) * 0.5 * (1 + cos(pi * progress))
-
-
-def wsd(progress: float, settings: WsdSettings) -> float:
-    if not settings.decay_fraction:
-        return 1.0
-    begin = 1 - settings.decay_fraction
-    decayed = max(0.0, (progress - begin) / settings.decay_fraction)
-    return 1 - (1 - settings.final_lr_ratio) * decayed
 
 
 def constant(progress: float, settings: ScheduleSettings) -> float:
@@ -57,9 +44,6 @@ SCHEDULES = {
     "cosine": LearningRateSchedule(
         why="half a cosine", settings=DecaySettings(), shape=cosine,
         source="SGDR, Loshchilov & Hutter 2017, arXiv:1608.03983"),
-    "wsd": LearningRateSchedule(
-        why="stable, then linear at the end", settings=WsdSettings(), shape=wsd,
-        source="MiniCPM, Hu et al. 2024, arXiv:2404.06395"),
     "constant": LearningRateSchedule(why="flat", shape=constant),
 }
 

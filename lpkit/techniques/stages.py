@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from lpkit.techniques.blocks import operations
 from lpkit.techniques.operation import MicroBatch
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 
 if TYPE_CHECKING:
     from lpkit.config import ModelConfig
@@ -37,7 +37,7 @@ def rank_layers(m: "ModelConfig", layout: "Layout", balanced: bool = True) -> tu
     """How many each rank has, and last of all that with the head. Without `balanced` as other stacks
     cut: all as many, or the first and the last one fewer."""
     counts = _counts(m, layout.schedule, layout.pipeline, layout.interleave, balanced)
-    by_rank = SCHEDULES[layout.schedule].by_rank(layout.pipeline, layout.interleave)
+    by_rank = PIPELINES[layout.schedule].by_rank(layout.pipeline, layout.interleave)
     return tuple(sum([counts[stage] for stage in stages])
                  for stages in sorted(by_rank, key=lambda stages: len(counts) - 1 in stages))
 
@@ -45,7 +45,7 @@ def rank_layers(m: "ModelConfig", layout: "Layout", balanced: bool = True) -> tu
 @functools.lru_cache(maxsize=1024)
 def _counts(m: "ModelConfig", schedule: str, ranks: int, chunks: int,
             balanced: bool = True) -> tuple[int, ...]:
-    last, by_rank = ranks * chunks - 1, SCHEDULES[schedule].by_rank(ranks, chunks)
+    last, by_rank = ranks * chunks - 1, PIPELINES[schedule].by_rank(ranks, chunks)
     # the ends may have the embedding and the head alone
     counts = [int(m.L > last or 0 < stage < last) for stage in range(last + 1)]
     seconds = [*map(float, counts)]         # in those of a layer

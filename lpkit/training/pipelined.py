@@ -21,7 +21,7 @@ from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.pipelines import SCHEDULES, Action
+from lpkit.techniques.pipelines import PIPELINES, Action
 from lpkit.techniques.stages import stage_layers
 from lpkit.training.steps import LEAST_WEIGHT, Executor, Phases, advance
 
@@ -56,7 +56,7 @@ class PipelineExecutor(Executor):
                        groups=(groups["pipeline"], groups["pipeline down"]))
         self.updates = made(order(name, p, v, config.micro_batches))
         self.evaluations = made({rank: [(stage, "F", 0) for stage in
-                                        SCHEDULES[name].stages(rank, p, v)] for rank in range(p)})
+                                        PIPELINES[name].stages(rank, p, v)] for rank in range(p)})
 
     @property
     def plain(self) -> Executor:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lessons.figures.drawing import NAMES, axis, bars, figure
 from lessons.judging.judge import Exercise, adding_to
 from lessons.ranks import rehearsal
@@ -42,7 +43,8 @@ from lpkit.precision.deferred import deferring
 from lpkit.precision.linear import ScaledLinear
 from lpkit.predict.compare import disturbance
 from lpkit.tables import html_table
-from lpkit.techniques.pipelines import SCHEDULES, Order
+from lpkit.techniques.pipelines import PIPELINES as SCHEDULES
+from lpkit.techniques.pipelines import Order
 from lpkit.training.training import RandomTokens, Training
 
 # what the notebook takes from here of others

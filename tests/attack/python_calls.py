@@ -82,7 +82,7 @@ ROWS = [
     (["Config(optimizer={?: 1})"], ["'betas'", "5", "None", "'x' * 10**6"]),
     (each("DelayedSettings(@=?)", "history margin"), [*NEVER, "10**6", "0.5", "True"]),
     (["Config(memory={'recompute': {'name': 'block', 'every': ?}})"], NO_COUNT),
-    (["Config(schedule={'name': 'wsd', 'decay_fraction': ?})"], [*NO_NUMBER, "1.5"]),
+    (["Config(schedule={'name': 'cosine', 'final_lr_ratio': ?})"], [*NO_NUMBER, "1.5"]),
     (["LossScaledSettings(loss_scale=?)"], [*NO_NUMBER, "0", "1e300"]),
 ]
 FORMULAS = [

@@ -13,6 +13,7 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+import lessons.rows.activations
 import lessons.rows.linear_attention
 import lessons.rows.masked
 import lessons.rows.optimizers

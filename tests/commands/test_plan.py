@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lpkit import cli
 from lpkit.commands import machine
 from lpkit.commands.plan import amount, span

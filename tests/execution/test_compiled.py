@@ -20,6 +20,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 
 import lessons
+import lessons.rows.activations
 import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Batch

@@ -54,7 +54,7 @@ TYPED: list[tuple[str, Right | str]] = [
     ("predict cpu-3m --devices 8k", "--devices must be a whole number, got '8k'"),
     ("predict cpu-3m --devices ''", "--devices must be a whole number, got ''"),
     ("predict cpu-3m --devices=-1", "devices must be positive, got -1"),
-    ("predict cpu-3m --devices 7", "global_batch=16 sequences do not split evenly over 7 devices"),
+    ("predict cpu-3m --devices 7", "global_batch=16 sequences does not split over data=7"),
     ("predict cpu-3m --devices", "expected one argument"),
     ("predict cpu-3m --mfu 40%", "--mfu must be a number, got '40%'; write it as 0.4"),
     ("predict cpu-3m --mfu 40", "mfu is a fraction of the peak, above 0 and at most 1; got 40.0"),

@@ -48,7 +48,7 @@ def test_formula_and_step_agree_and_what_is_exact_is():
 def test_few_bits_err_as_normal_numbers_do():
     torch = pytest.importorskip("torch")
     from lessons import l08_recompute_and_offload as memory_techniques
-    from lpkit.memory.saved import Quantized
+    from lessons.rows.activations_torch import Quantized
 
     torch.manual_seed(0)
     x = torch.randn(2**16)

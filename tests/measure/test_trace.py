@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lpkit import hardware, measure, preset
 from lpkit.config import Config
 from lpkit.errors import ConfigError

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import lpkit
+from lessons.rows.activations_torch import Quantized, within
 from lessons.saved import live, saved_bytes
 from lpkit.config import Config
 from lpkit.contracts import Batch, Parameter, StatePlacement
@@ -26,8 +27,7 @@ from lpkit.measure.updates import memory
 from lpkit.memory import loss as loss_rows
 from lpkit.memory.files import Scratch, Slots
 from lpkit.memory.loss import linear_cross_entropy
-from lpkit.memory.recompute import within
-from lpkit.memory.saved import CpuCopy, Quantized, SavedTensorOffloader, SavedTensorRef
+from lpkit.memory.saved import CpuCopy, SavedTensorOffloader, SavedTensorRef
 from lpkit.optim.moments import from_blocks, levels, to_blocks
 from lpkit.optim.rounding import generator, to_bf16
 from lpkit.optim.stepper import Stepper

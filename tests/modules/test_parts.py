@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import lessons.rows.activations
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 import lpkit
 from lpkit.errors import ConfigError
@@ -357,8 +358,8 @@ def test_what_blocks_cannot_do_is_one_sentence_and_leaves_them():
     for said, make in {
             "choose one of block, none, selective": lambda:
             lpkit.keep_activations(model.model.layers, recompute="budget"),
-            "there is no offload 'int9'": lambda: lpkit.keep_activations(model.model.layers,
-                offload="int9"),
+            "there is no memory.activation_offload 'int9'": lambda: lpkit.keep_activations(
+                model.model.layers, offload="int9"),
             "needs blocks whose forward": lambda: lpkit.keep_activations([])}.items():
         with pytest.raises(ConfigError, match=said):
             make()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.activations
 import lessons.rows.linear_attention  # noqa: F401  adds rows
 import lpkit
 from lessons.activations import kept

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.decoding import cache_bytes
 from lessons.l09_predict_before_you_rent import Candidate, triangle

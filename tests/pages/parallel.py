@@ -2,6 +2,8 @@
 
 import json
 
+import lessons.rows.context
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lpkit.files import resource
 from lpkit.techniques.layouts import (
     CONTEXT,
@@ -10,7 +12,7 @@ from lpkit.techniques.layouts import (
     STAGES,
     UNSHARDED,
 )
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from tests.bench.harness import recorded
 from tests.pages import markdown_table
 from tests.parallel import parity
@@ -111,11 +113,12 @@ def page() -> str:
         "\n\nand weights that are gathered (ZeRO 2 and 3) as `parallel.gathered` says:\n\n",
         markdown_table(("`parallel.gathered`", "", "source"), rows(GATHERED)),
         "\n\nThe stages of `parallel.pipeline` take micro-batches in the order of "
-        "`parallel.schedule`:\n\n",
-        markdown_table(("`parallel.schedule`", "", "source"), rows(SCHEDULES)),
+        "`parallel.schedule`; `--import lessons.rows.pipelines` brings the last four:\n\n",
+        markdown_table(("`parallel.schedule`", "", "source"), rows(PIPELINES)),
         "\n\nRanks of `parallel.context` have a part of each sequence, an early chunk and a late "
         "one, and "
-        "attend as `parallel.attention` says:\n\n",
+        "attend as `parallel.attention` says; `--import lessons.rows.context` brings the second "
+        "way:\n\n",
         markdown_table(("`parallel.attention`", "", "source"), rows(CONTEXT)),
         "\n\nRanks of `parallel.tensor` gather tokens before the product that needs them, and "
         "scatter its sum after.",

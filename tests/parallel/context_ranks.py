@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+import lessons.rows.context  # noqa: F401  adds rows
 from lessons.rows.sparse_attention import BlockSparse
 from lpkit.config import Config
 from lpkit.measure.tracking import MessageCount

@@ -59,6 +59,8 @@ import numpy as np
 import torch
 from torch import nn
 
+import lessons.rows.context
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy
 from lpkit.machine_facts import cores

@@ -11,14 +11,15 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-import lessons.rows.optimizers  # noqa: F401  ten rules more
+import lessons.rows.optimizers
+import lessons.rows.pipelines  # noqa: F401  ten rules and four orders more
 from lpkit.config import Config
 from lpkit.parallel import meeting
 from lpkit.parallel.pipeline import Pipeline, order
 from lpkit.parallel.processes import Place
 from lpkit.precision.deferred import QUEUE
 from lpkit.precision.linear import scaled_linears
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.training.training import Training
 
 WIDTH, ROWS = 16, 4
@@ -88,7 +89,7 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
     with joined(place):
         for name, chunks, m in told["cases"]:
             stages, (x, target) = place.world * chunks, batch(m)
-            ids = SCHEDULES[name].stages(place.rank, place.world, chunks)
+            ids = PIPELINES[name].stages(place.rank, place.world, chunks)
             weights = layers(stages)
 
             def forward(stage, micro, got, weights=weights, x=x, target=target, m=m):
@@ -119,7 +120,7 @@ class Layer(nn.Module):
 
 
 def torchs(place: Place, name: str, ids: list[int], stages: int, m: int) -> dict[int, torch.Tensor]:
-    kind, weights, (x, target) = SCHEDULES[name].load(), layers(stages), batch(m)
+    kind, weights, (x, target) = PIPELINES[name].load(), layers(stages), batch(m)
     parts = [PipelineStage(Layer(weights[stage]), stage, stages, torch.device("cpu"))
              for stage in ids]
     made = kind(parts[0] if issubclass(kind, PipelineScheduleSingle) else parts, n_microbatches=m,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import lessons.rows.context
 import lessons.rows.linear_attention  # noqa: F401  adds rows
 from lessons.ranks.messages import messages
 from lessons.rows import adapters as adapters

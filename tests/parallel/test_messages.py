@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lessons.rows.linear_attention  # noqa: F401  adds rows
+import lessons.rows.context
+import lessons.rows.linear_attention
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lessons.ranks.messages import messages, sent_bytes
 from lpkit import predict_trace
 from lpkit.config import Config

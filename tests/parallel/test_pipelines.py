@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-import lessons.rows.optimizers  # noqa: F401  ten rules more
+import lessons.rows.optimizers
+import lessons.rows.pipelines  # noqa: F401  ten rules and four orders more
 from lessons.ranks.clock import clock
 from lessons.ranks.rehearsal import rehearse
 from lpkit import train
@@ -25,7 +26,7 @@ from lpkit.predict.time import step_time
 from lpkit.presets import preset
 from lpkit.techniques.layouts import Layout, refuse_untrainable, stages_fit
 from lpkit.techniques.machines import CATALOGUE
-from lpkit.techniques.pipelines import SCHEDULES, closed_order
+from lpkit.techniques.pipelines import PIPELINES, closed_order
 from lpkit.techniques.stages import GAIN, head_layers, rank_layers, stage_layers
 from lpkit.training.training import Training
 from tests.parallel.pipeline_ranks import counted, trained, whole
@@ -34,14 +35,14 @@ SIZES = list(itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4, 7, 8, 12
 
 
 def orders(sizes=SIZES):
-    for name, row in SCHEDULES.items():
+    for name, row in PIPELINES.items():
         for ranks, chunks, m in sizes:
             if not row.problem(ranks, chunks, m):
                 yield name, (ranks, chunks, m), order(name, ranks, chunks, m)
 
 
 def least_chunks(name):
-    return SCHEDULES[name].chunks[0]
+    return PIPELINES[name].chunks[0]
 
 
 # ---- orders
@@ -51,7 +52,7 @@ def test_every_order_that_a_row_allows_is_one():
     ever (`clock` raises)."""
     count = 0
     for name, (ranks, chunks, m), found in orders():
-        row = SCHEDULES[name]
+        row = PIPELINES[name]
         assert {rank: {stage for stage, _, _ in actions} for rank, actions in found.items()} == {
             rank: set(row.stages(rank, ranks, chunks)) for rank in range(ranks)}
         assert (sum(kind == "F" for actions in found.values() for _, kind, _ in actions) == ranks
@@ -64,7 +65,7 @@ def test_every_order_that_a_row_allows_is_one():
 
 
 def test_what_a_row_refuses_pytorch_refuses():
-    for name, row in SCHEDULES.items():
+    for name, row in PIPELINES.items():
         for ranks, chunks, m in SIZES:
             if row.problem(ranks, chunks, m) and row.chunks[0] <= chunks <= row.chunks[1]:
                 with pytest.raises(ValueError):
@@ -119,7 +120,7 @@ def pytorchs(row, ranks, chunks, m):
 def test_closed_orders_are_pytorchs():
     closed = 0
     for name, sizes, _ in orders():
-        if (row := SCHEDULES[name]).warm_up:
+        if (row := PIPELINES[name]).warm_up:
             assert closed_order(row, *sizes) == pytorchs(row, *sizes), (name, sizes)
             closed += 1
     assert closed > 150
@@ -183,11 +184,11 @@ def cut_in(row):
             yield sizes
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_bubbles_are_the_closed_forms(name):
     """Exactly, over a grid of costs; of a V where F, I and W take equally long, and else within a
     tenth of the update."""
-    row, off = SCHEDULES[name], []
+    row, off = PIPELINES[name], []
     for ranks, chunks, m in cut_in(row):
         found = order(name, ranks, chunks, m)
         for f, i, w in itertools.product((0.5, 1, 1.25, 2, 3), repeat=3):
@@ -199,11 +200,11 @@ def test_bubbles_are_the_closed_forms(name):
     assert row.even == (max(map(abs, off)) > 1e-9) and max(map(abs, off)) < 0.105
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_messages_in_a_row_are_those_of_the_clock(name):
     """What an update grows by, over a small message; of zero bubble where dx is longer than F or dw
     it is less."""
-    row = SCHEDULES[name]
+    row = PIPELINES[name]
     for sizes in cut_in(row):
         found = order(name, *sizes)
         took = [clock(found, forward=1, dx=1, dw=1, message_seconds=late).step_seconds
@@ -212,7 +213,7 @@ def test_messages_in_a_row_are_those_of_the_clock(name):
 
 
 @pytest.mark.parametrize("slow", [1, 8])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_shares_of_a_predicted_update_are_those_of_the_clock(name, slow):
     """llama-8b with a small vocabulary, so that stages are alike but for one gather in the last:
     what bubble and messages take of an update, by `predict` and by the clock over the order with
@@ -221,7 +222,7 @@ def test_shares_of_a_predicted_update_are_those_of_the_clock(name, slow):
     are not F."""
     on = replace(CATALOGUE["h100"],
                  network_bytes_per_second=CATALOGUE["h100"].network_bytes_per_second / slow)
-    row, ranks, m = SCHEDULES[name], 4, 16
+    row, ranks, m = PIPELINES[name], 4, 16
     layout = Layout(pipeline=ranks, tensor=8, schedule=name, interleave=least_chunks(name))
     config = preset("llama-8b").replace({"model.vocab": 8, "global_batch": m,
         "grad_accum_steps": m})
@@ -247,7 +248,7 @@ def test_peaks():
     """GPipe holds all; 1F1B as many as there are stages from it on, also where dw waits (ZB-H1: Qi
     et al., section 3.1)."""
     done = {name: clock(order(name, 4, least_chunks(name), 8), forward=1, dx=1, dw=1)
-            for name in SCHEDULES}
+            for name in PIPELINES}
     assert (done["gpipe"].peaks == [8] * 4 and done["1f1b"].peaks == [4, 3, 2, 1]
             and done["looped-bfs"].peaks == [8] * 8)
     assert done["zero-bubble"].peaks == [4] * 4
@@ -277,7 +278,7 @@ def test_an_order_that_is_none_is_refused(spoil, said):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_4096_ranks_are_timed_in_2_s(name):
     """32 micro-batches; processor time, whatever else runs."""
-    row, began = SCHEDULES[name], time.process_time()
+    row, began = PIPELINES[name], time.process_time()
     done = clock(closed_order(row, 4096, row.chunks[0], 32), forward=1, dx=1, dw=1)
     assert time.process_time() - began < 2 and len(done.ends) == 4096
     if row.chunks == (1, 1):        # so few micro-batches fill no pipeline of chunks
@@ -307,7 +308,7 @@ def test_both_sides_of_a_pair_agree_on_the_order_of_messages():
 
 
 def cases(ranks, m):
-    return [(name, least_chunks(name), m) for name in SCHEDULES]
+    return [(name, least_chunks(name), m) for name in PIPELINES]
 
 
 @pytest.mark.dist
@@ -386,7 +387,7 @@ def agree(parent, config, steps):
         assert theirs == pytest.approx(ours, rel=1e-5), config.parallel
 
 
-SCHEDULED = ([{"schedule": name, "interleave": least_chunks(name)} for name in SCHEDULES]
+SCHEDULED = ([{"schedule": name, "interleave": least_chunks(name)} for name in PIPELINES]
              + [{"schedule": "zero-bubble", "interleave": 2}])
 
 
@@ -510,7 +511,7 @@ def test_a_schedule_is_predicted():
         time = step_time(laid(config, {"schedule": name, "interleave": least_chunks(name)}), "h100")
         return next(sum(row.phases.values()) for row in time.rows if row.name == "pipeline: bubble")
 
-    found = {name: bubble(name) for name in SCHEDULES}
+    found = {name: bubble(name) for name in PIPELINES}
     assert found["gpipe"] == found["1f1b"] > found["interleaved"] > 0.5 * found["1f1b"] * 0.99
     assert (0.42 * found["1f1b"] > found["zero-bubble"] > found["1f1b"] / 3
             and found["zbv"] < 0.6 * found["zero-bubble"])
@@ -526,7 +527,7 @@ def loads(m, layout, cut):
     """The work of each rank, in layers."""
     found = [float(len(each)) for each in cut]
     found[-1] += head_layers(m)
-    return [sum(found[stage] for stage in SCHEDULES[layout.schedule].stages(rank, layout.pipeline,
+    return [sum(found[stage] for stage in PIPELINES[layout.schedule].stages(rank, layout.pipeline,
         layout.interleave))
             for rank in range(layout.pipeline)]
 
@@ -547,10 +548,10 @@ def test_no_cut_has_a_faster_slowest_rank(head):
         found = stage_layers(m, layout)
         assert ([layer for one in found for layer in one] == list(range(layers))
                 and min(map(len, found)) >= 1)
-        by_rank = [sum(len(found[stage]) for stage in SCHEDULES[name].stages(rank, ranks,
+        by_rank = [sum(len(found[stage]) for stage in PIPELINES[name].stages(rank, ranks,
             layout.interleave)) for rank in range(ranks)]
         assert (rank_layers(m, layout)
-                == (*(by_rank[1:] + by_rank[:1] if SCHEDULES[name].places == "v" else by_rank),))
+                == (*(by_rank[1:] + by_rank[:1] if PIPELINES[name].places == "v" else by_rank),))
         took, least = max(loads(m, layout, found)), min(max(loads(m, layout, cut))
             for cut in cuts(layers, ranks * layout.interleave))
         even = len({*map(len, found)}) == 1
@@ -585,7 +586,7 @@ def test_layers_of_stages():
                         == rank_layers(sized(layers, 0.5), layout))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_an_update_of_balanced_stages_takes_no_longer(name):
     """By the clock, whose stages take what their layers and the head multiply: beside stages of as
     many layers."""
@@ -594,7 +595,7 @@ def test_an_update_of_balanced_stages_takes_no_longer(name):
             (1, 2, 4)):
         m = preset(model).model
         layout = Layout(pipeline=ranks, schedule=name,
-                        interleave=SCHEDULES[name].nearest_chunks(chunks))
+                        interleave=PIPELINES[name].nearest_chunks(chunks))
         stages = ranks * layout.interleave
         if layout.interleave != chunks or m.L % stages:
             continue

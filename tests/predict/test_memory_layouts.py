@@ -7,12 +7,14 @@ from statistics import median
 import pytest
 import torch
 
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lessons.published import runs
 from lpkit.errors import ConfigError
-from lpkit.predict import evidence, memory, model_states, parameter_count
+from lpkit.predict import evidence, memory, model_states, parameter_count, predict
 from lpkit.predict.device import Device, Step
 from lpkit.predict.ledger import IN_BACKWARD, LOSS, UPDATE
 from lpkit.predict.params import parameters
+from lpkit.predict.time import step_time
 from lpkit.predict.walk import FIRST, LAST
 from lpkit.presets import preset
 from lpkit.techniques.blocks import operations
@@ -35,6 +37,32 @@ def test_logits_are_divided_by_the_tensor_size_once():
     logits = 2 * 8192 * 128_256 / 8
     assert rows["logits' gradients"] == 2 * 4 * logits == pytest.approx(1.957 * GIB, rel=1e-3)
     assert rows["logits and loss"] == pytest.approx(2 * 4 * logits)
+
+
+@pytest.mark.parametrize("layout, message", [
+    (Layout(pipeline=100), "does not split over pipeline=100 stages"),
+    (Layout(tensor=3), "does not split over tensor=3 ranks"),
+    (Layout(context=300), "does not split into 2 x context=300 pieces"),
+    (Layout(interleave=3), "interleave=3 chunks of layers need pipeline stages"),
+    (Layout(data=3), "global_batch=2 sequences does not split over data=3"),
+    # the first rank would have the first stage and the last, which have no layer
+    (Layout(pipeline=17, interleave=2, schedule="zbv"), "not even with one layer fewer"),
+])
+def test_an_impossible_layout_is_refused_by_each_formula(layout, message):
+    """`memory` and `step_time` divided by zero where `predict` refused."""
+    for formula in (predict, memory, step_time):
+        with pytest.raises(ConfigError, match=message):
+            formula(LLAMA, "h200", layout=layout)
+
+
+def test_stages_of_other_stacks_have_any_number_of_layers():
+    """`lpkit` has as many layers in each stage, or one fewer at the ends; others need not."""
+    layout = Layout(pipeline=9)
+    with pytest.raises(ConfigError, match="does not split over pipeline=9 stages"):
+        memory(LLAMA, "h200", layout=layout)
+    assert memory(LLAMA.replace({"system.stack": "megatron"}), "h200", layout=layout).peak_bytes
+    with pytest.raises(ConfigError, match="does not split over pipeline=40 stages"):
+        memory(LLAMA.replace({"system.stack": "megatron"}), "h200", layout=Layout(pipeline=40))
 
 
 def test_a_tensor_parallel_block_gathers_its_stream():

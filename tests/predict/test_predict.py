@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lessons.activations import kept
 from lessons.roofs import gradients_of, ridge
 from lessons.rows import adapters as adapters
@@ -469,8 +470,8 @@ def test_micro_batches():
 @pytest.mark.parametrize("arguments, said", [
     (["gpt3-175b"], "there is no preset 'gpt3-175b'"),
     (["llama-70b", "--machine", "h20"], "did you mean 'h200'?"),
-    (["llama-70b", "--devices", "7"], "global_batch=512 sequences do not split evenly over 7 "
-                                      "devices; set global_batch to 518"),
+    (["llama-70b", "--devices", "7"], "global_batch=512 sequences does not split over data=7 x "
+                                      "shard=1 = 7 ranks; set global_batch to 3584"),
     (["llama-70b", "--devices", "0"], "devices must be positive, got 0"),
     (["llama-70b", "--devices", "-8"], "got -8"),
     (["cpu-3m", "--mfu", "40"], "mfu is a fraction"),

@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 
+import lessons.rows.pipelines  # noqa: F401  adds rows
 from lpkit import predict_trace
 from lpkit.config import Config
 from lpkit.hardware import room

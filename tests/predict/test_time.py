@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lessons.rows.activations  # noqa: F401  adds rows
 from lessons.l02_where_the_time_goes import step_floor
 from lessons.published import calibrated, published
 from lpkit.config import Config

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import lessons.rows.activations
 import lessons.rows.optimizers  # noqa: F401  ten rules more
 from lessons.l01_memory_math import memory_view
 from lessons.l08_recompute_and_offload import predicted, with_technique
@@ -55,7 +56,6 @@ FACTS = {
     "amaxes that are remembered": (r"\b1024\b.*histor|histor.*\b1024\b", "techniques/recipes.py"),
     "state bytes of an optimizer": (r"\bbytes=(FLOAT32|1 \+ FLOAT32)", "techniques/optimizers.py"),
     "numbers that share a scale of 8-bit state": (r"^BLOCK = 256\b", "techniques/optimizers.py"),
-    "numbers that share a scale of activations": (r"^GROUP = 256\b", "techniques/memory.py"),
     "sizes of q, k and v": (r"H \+ 2 \* [a-z.]*G\b", "predict/attention.py"),
     "sizes of an MLP": (r"\b2 \* [a-z]+\.F\b", "techniques/blocks.py"),
     "passes over scores": (r"\bscore_passes=\(\d", "predict/attention.py"),

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import nn
 
+import lessons.rows.activations
 import lessons.rows.linear_attention
 import lessons.rows.masked
+import lessons.rows.pipelines
 import lessons.rows.sparse_attention  # noqa: F401  adds rows
 import lpkit
 import lpkit.training.launch
@@ -35,7 +37,7 @@ from lpkit.techniques import blocks, changes, inits, layouts, optimizers
 from lpkit.techniques import memory as techniques
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.recipes import RECIPES, resolve
 from lpkit.techniques.row import Row, Settings
 from lpkit.training import build, seams
@@ -55,7 +57,7 @@ DRAWN = {
     "parallel.tensor": (1, 1, 1, 2, 3),
     "parallel.pipeline": (1, 1, 1, 2, 5), "parallel.context": (1, 1, 1, 2, 3),
     "parallel.zero": (0, 1, 2, 3),
-    "parallel.interleave": (1, 1, 1, 2), "parallel.schedule": (*SCHEDULES,),
+    "parallel.interleave": (1, 1, 1, 2), "parallel.schedule": (*PIPELINES,),
     "parallel.gathered": (*layouts.GATHERED,), "precision.recipe": (*RECIPES,),
     "memory.optimizer_step": (*techniques.OPTIMIZER_STEP,),
     "memory.optimizer_state": ("device", "disk"),

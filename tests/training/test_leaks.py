@@ -16,9 +16,9 @@ import lessons.rows.schedules
 import lessons.rows.sparse_attention
 import lessons.tasks  # noqa: F401  two policies more
 import lpkit
+from lessons.rows.activations_torch import within
 from lpkit.config import Config, MemoryConfig
 from lpkit.contracts import Stage, Transform
-from lpkit.memory.recompute import within
 from lpkit.techniques import changes, data, optimizers, recipes, schedules
 from lpkit.techniques.attention import KINDS
 from lpkit.techniques.attention_backends import ATTENTION, Attending

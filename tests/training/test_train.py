@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import lessons.rows.schedules  # noqa: F401  a schedule more
+import lessons.rows.schedules  # noqa: F401  two schedules more
 import lpkit
 from lpkit.config import Config
 from lpkit.contracts import Choice, Stage, Transform

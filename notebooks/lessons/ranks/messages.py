@@ -30,7 +30,7 @@ from lpkit.techniques.layouts import CONTEXT, GATHERED, REDUCTIONS, Layout
 from lpkit.techniques.machines import Machine
 from lpkit.techniques.memory import rows_of
 from lpkit.techniques.operation import FP32
-from lpkit.techniques.pipelines import SCHEDULES
+from lpkit.techniques.pipelines import PIPELINES
 from lpkit.techniques.stages import stage_layers
 
 # of (n - 1) / n of the bytes; who sends to one other sends all of them
@@ -198,7 +198,7 @@ def of_stages(config: Config, name: str) -> Counter[Message]:
     gradient to the one before, of stages that are another rank's; and its gradient of embeddings
     that the head shares."""
     m, layout, p = config.model, config.parallel, stored(config, name)
-    own = SCHEDULES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
+    own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     sent, last = Counter(), layout.pipeline * layout.interleave - 1
     ends = sum((stage < last and stage + 1 not in own) + (stage > 0 and stage - 1 not in own)
                for stage in own)
@@ -215,6 +215,6 @@ def of_stages(config: Config, name: str) -> Counter[Message]:
 def of_first_rank(config: Config) -> tuple[ModelConfig, bool]:
     """Returns the model with the layers that rank 0 has, and whether it has the head."""
     m, layout = config.model, config.parallel
-    own = SCHEDULES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
+    own = PIPELINES[layout.schedule].stages(0, layout.pipeline, layout.interleave)
     layers = stage_layers(m, layout)
     return (replace(m, layers=sum(len(layers[stage]) for stage in own)), len(layers) - 1 in own)

@@ -21,8 +21,9 @@ FIELDS = {      # the field of a Config, by the name of its table in lpkit.techn
     "INITS": "model.init", "BLOCKS": "model.block", "KINDS": "model.attention",
     "MODEL_CHANGES": "model.changes", "NORMS": "model.norm", "MLPS": "model.mlp",
     "POSITIONS": "model.position", "ATTENTION": "system.attention", "GROWTH": "start.grow",
-    "POLICIES": "data.policy", "SIZES": "sizes", "RECIPES": "precision.recipe", "BACKENDS": "precision.backend",
-    "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors",
+    "POLICIES": "data.policy", "SIZES": "sizes", "RECIPES": "precision.recipe",
+    "BACKENDS": "precision.backend", "MODEL_TRANSFORMS": "transforms", "GOVERNORS": "governors",
+    "PIPELINES": "parallel.schedule", "CONTEXT": "parallel.attention",
     "MOMENT_FORMATS": "memory.moment_format", **{key.upper(): f"memory.{key}" for key in (
         "recompute", "activation_offload", "cross_entropy", "param_dtype", "optimizer_state",
         "optimizer_step")}}

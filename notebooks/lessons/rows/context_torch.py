@@ -1,0 +1,45 @@
+"""Attention of a context group over whole sequences of some heads, as `context` names it.
+
+A message to each of c ranks makes whole sequences of H / c heads, another takes the answer back:
+(c - 1) / c of q, k, v and out, forward and again backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lpkit.parallel import context
+from lpkit.parallel.context import Over
+from lpkit.techniques.attention import Rule
+
+
+class AllToAll(Over):
+    """One rank attends by any other backend."""
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, sinks: Tensor | None,
+             rule: Rule) -> Tensor:
+        by_rank = [t.unflatten(1, (self.ranks, -1)) for t in (q, k, v)]
+        parts = _Exchange.apply(torch.cat(by_rank, 2).movedim(1, 0), self)
+        heads = context.joined(parts.unbind(), 2).split([t.shape[2] for t in by_rank], 1)
+        own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
+        out = self.attend(*heads, ids, own, rule=rule)
+        parts = torch.stack([context.part(out, rank, self.ranks, 2) for rank in range(self.ranks)])
+        return _Exchange.apply(parts, self).movedim(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Its own backward: what came from a rank goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, to: Tensor, over: Over) -> Tensor:
+        ctx.over = over
+        return over.exchanged(to.contiguous())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, None]:
+        return ctx.over.exchanged(d.contiguous()), None
