@@ -54,6 +54,7 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
+        self.owned_of: dict[nn.Parameter, nn.Parameter] = {}    # by the parameters of the model
         self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
         self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
         self.twice: dict[str, int] = {}     # which other rank of the pipeline has a parameter, too
@@ -65,8 +66,14 @@ class Sharding:
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Returns what this rank updates of the built and transformed model, by name."""
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.owned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.owned_of = {p: self.mine(p) for p in trained.values()}
+        self.owned = {name: self.owned_of[p] for name, p in trained.items()}
         return self.owned
+
+    def mine(self, p: nn.Parameter) -> nn.Parameter:
+        """Returns what this rank updates of a parameter of the model."""
+        return p
 
     def backward(self, last: bool) -> None:
         """Called before a micro-batch's backward; after the `last`, gradients must be reduced."""
