@@ -124,9 +124,9 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
 
 
 class Channel:
-    """Messages to and from another process over a socket: a kind and a value that becomes JSON, in a
-    line each. Where the other has closed its end, or is gone, this end is `over`, and what is sent
-    is lost without an error."""
+    """Messages to and from another process over a socket: a kind and a value that becomes JSON, in
+    a line each. Where the other has closed its end, or is gone, this end is `over`, and what is
+    sent is lost without an error."""
 
     def __init__(self, end: socket.socket | int):
         self.socket = socket.socket(fileno=end) if isinstance(end, int) else end

@@ -53,9 +53,9 @@ class CastGather:
                               f"set parallel.gathered=compute")
         if not self.one_scale and most % side:
             raise ConfigError(
-                f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} of "
-                f"the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer ranks, "
-                f"or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
+                f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} "
+                f"of the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer "
+                f"ranks, or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
         zeros = partial(torch.zeros, device=self.rows.device)
         shape = (1, 1) if self.one_scale else (N // side, K // along)
         layer.gathered = Scaled(data=self.rows, scale=zeros(shape), amax=zeros(1, 1),
@@ -81,7 +81,8 @@ class CastGather:
         rows = self.rows.detach()
         if self.padding:        # which else would copy them
             rows = F.pad(rows, (0, 0, 0, self.padding))
-        amax = self.layer.gathered.amax if self.one_scale else kernel.amax(rows, self.cast.block).values
+        amax = (self.layer.gathered.amax if self.one_scale else
+                kernel.amax(rows, self.cast.block).values)
         past = self.layer.past_amax("w") if self.layer.recipe.delayed else None
         scale, *_ = decide(amax, past, self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
@@ -101,7 +102,8 @@ class CastGather:
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
 
     def _take(self, scale: Tensor) -> None:
-        """Copies a scale unseen by autograd: for backward its numbers are those of forward again."""
+        """Copies a scale unseen by autograd: for backward its numbers are those of forward
+        again."""
         with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
             self.layer.gathered.scale.copy_(scale)
 
@@ -117,7 +119,7 @@ class CastGathers(Transform):
 
     def __call__(self, model: nn.Module) -> nn.Module:
         uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        self.gathers = [CastGather(layer, -(-layer.out_features // self.sharding.size))
+        self.gathers = [CastGather(layer, self.sharding.each(layer.out_features))
                         for layer in scaled_linears(model) if uses[id(layer.weight)] == 1]
         if not self.gathers:
             raise ConfigError("parallel.gathered=fp8 finds no weight that is cast here: a library "

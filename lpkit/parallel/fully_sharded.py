@@ -40,8 +40,8 @@ from lpkit.techniques.layouts import GATHERED
 
 @dataclass(frozen=True)
 class Shard(Transform):
-    """FSDP2, a block at a time and then the rest: gathered in the dtype `sharding.gathered`, reduced
-    in float32. The rows that `sharding.drawn` has for stand-ins are used up."""
+    """FSDP2, a block at a time and then the rest: gathered in the dtype `sharding.gathered`,
+    reduced in float32. The rows that `sharding.drawn` has for stand-ins are used up."""
 
     sharding: FullySharded
     stage = Stage.DATA

@@ -5,10 +5,10 @@ user of the machine reads in /proc/net/tcp where a rank listens. So
 
     loopback    ranks of one machine listen there alone, and no other machine reaches them
     secret      they meet by a file in a private folder, where the first leaves 32 random bytes
-    handshake   in each group each rank sends each other one, directly, before anything else, an HMAC
-                of the group, of who sends and of who reads
-    filter      then the sockets that listen drop all that arrives: nobody connects to a run that goes
-                on, and nobody uses up its file descriptors
+    handshake   in each group each rank sends each other one, directly, before anything else, an
+                HMAC of the group, of who sends and of who reads
+    filter      then the sockets that listen drop all that arrives: nobody connects to a run that
+                goes on, and nobody uses up its file descriptors
 
 The store of torchrun listens on all interfaces and answers everybody. Where it started ranks on one
 machine, they meet by a file as well; on several machines its store is all that they share.
@@ -80,7 +80,8 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     if device == "cuda":
         if local_world > (count := torch.cuda.device_count()):
             raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
-                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
+                              f"and PyTorch sees {count}; use system.device=cpu, or fewer "
+                              f"processes")
         if not dist.is_nccl_available():
             raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
                               "system.device=cpu, or a build that has it")
@@ -158,8 +159,9 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
             try:
                 _shut(handle)
             except OSError as error:
-                warnings.warn(f"rank {rank} cannot close its socket to other programs of this machine "
-                              f"({error}); who opens a thousand connections can end this run",
+                warnings.warn(f"rank {rank} cannot close its socket to other programs of this "
+                              f"machine ({error}); who opens a thousand connections can end "
+                              f"this run",
                               stacklevel=2)
 
 

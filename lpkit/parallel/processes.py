@@ -36,8 +36,8 @@ BEAT_SECONDS = 0.25
 TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds Python's lock
 PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
 
-# A slot of the page that a supervisor and its ranks share: beats; what was noted with `at`: how often
-# in all, the step, how often in it, the phase; and whether the rank waits for a message.
+# A slot of the page that a supervisor and its ranks share: beats; what was noted with `at`: how
+# often in all, the step, how often in it, the phase; and whether the rank waits for a message.
 SLOT, BEATS, NOTED = map(struct.Struct, ("<QQqQ40s?", "<Q", "<QqQ40s"))
 
 
@@ -184,8 +184,9 @@ class Processes:
             return outcome[1]
         if outcome[0] == "error":
             raise unpacked(*outcome[1])
-        raise GoneError("the ranks were ended by kill()" if self._killed else "the process that watched "
-                        "the ranks was killed, as a system does without memory; go on with --resume")
+        raise GoneError("the ranks were ended by kill()" if self._killed else
+                        "the process that watched the ranks was killed, as a system does without "
+                        "memory; go on with --resume")
 
     def stop(self, by: str = "stop") -> None:
         """Ask the ranks to stop: see `Place.asked`."""

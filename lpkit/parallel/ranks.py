@@ -31,8 +31,8 @@ MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentence
 
 
 class Waits:
-    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all waits
-    of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
+    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all
+    waits of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
     `tell` hears whether it waits."""
 
     seconds = since = 0.0

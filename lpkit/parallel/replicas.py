@@ -1,5 +1,5 @@
-"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of its
-rows alone, updates those and sends them to the others (ZeRO 1).
+"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of
+its rows alone, updates those and sends them to the others (ZeRO 1).
 
     all-reduce       every rank gets the sum of all      2 (n - 1) / n of the bytes, sent by each
     reduce-scatter   rank i gets the sum of part i           (n - 1) / n
@@ -136,7 +136,7 @@ class ShardedOptimizer(Sending, OfRows):
 
     def _lengths(self, bucket: list[nn.Parameter]) -> list[int]:
         """Returns how many numbers each rank sends of each."""
-        return [-(-len(p) // self.size) * p[0].numel() for p in bucket]
+        return [self.each(len(p)) * p[0].numel() for p in bucket]
 
     def _lies_as_it_travels(self, bucket: list[nn.Parameter]) -> bool:
         """True for one parameter with as many rows for each rank."""

@@ -39,8 +39,8 @@ from lpkit.techniques.layouts import GROUPS, STAGES, Layout
 
 @dataclass(kw_only=True)
 class Sharding:
-    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of the
-    model that the loss calls, None for the model itself."""
+    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of
+    the model that the loss calls, None for the model itself."""
 
     ranks: Ranks = field(default_factory=Ranks)
     layout: Layout = field(default_factory=Layout)
@@ -221,7 +221,7 @@ class CutParameter(Parameter):
     def gather(self, t: Tensor) -> Tensor:
         if not self.shape:
             return t
-        each = -(-self.shape[0] // self.sharding.size)      # rows of most ranks; others pad
+        each = self.sharding.each(self.shape[0])        # others pad
         rows = t.new_zeros(each, *t.shape[1:])
         rows[:len(t)] = t
         whole = t.new_empty(each * self.sharding.size, *t.shape[1:])
@@ -243,15 +243,20 @@ class OfRows(Sharding):
         self.group = self.ranks.groups["shard"]
         self.size, self.index = self.layout.state_ranks, dist.get_rank(self.group)
 
+    def each(self, rows: int) -> int:
+        """Returns how many of so many rows most ranks have; the last ranks have fewer or none."""
+        return -(-rows // self.size)
+
+    def begin(self, rows: int) -> int:
+        return min(self.index * self.each(rows), rows)
+
     def rows(self, whole: Tensor) -> Tensor:
-        """A view of those of this rank."""
-        each = -(-whole.shape[0] // self.size)
-        start = min(self.index * each, whole.shape[0])
-        return whole[start:start + each]
+        """Returns a view of this rank's rows."""
+        start = self.begin(len(whole))
+        return whole[start:start + self.each(len(whole))]
 
     def told(self, name: str) -> Parameter:
         return CutParameter(name, tuple(self.shapes[name]), self)
 
     def first_row(self, name: str) -> int:
-        rows = self.shapes[name][0]
-        return min(self.index * -(-rows // self.size), rows)
+        return self.begin(self.shapes[name][0])

@@ -49,7 +49,8 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 
 # --- in a rank
 
-def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, stacks: Path) -> None:
+def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
+             stacks: Path) -> None:
     """Does not return."""
     end_with_parent()
     file = open(stacks, "w")
@@ -282,7 +283,7 @@ class Supervisor:
     def _blame(self, rank: Rank) -> None:
         """Blames a rank that failed, or is gone without a word."""
         error = rank.failed
-        if rank.phase == MEETING and rank.status == -signal.SIGABRT:     # gloo's, which heard nonsense
+        if rank.phase == MEETING and rank.status == -signal.SIGABRT:    # gloo's: it heard nonsense
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
         elif error is None:
             self._fail([rank], f" {rank.end}", rank.stack(), "GoneError")
@@ -306,7 +307,8 @@ class Supervisor:
             before, sizes = sizes, [rank.stacks.stat().st_size for rank in ranks]
         where = {rank.number: f"rank {rank.number} is {rank.where}{', waiting' * rank.waits}"
                  for rank in self.ranks}
-        if rest := [where[rank.number] for rank in self.ranks if rank.working and rank not in ranks]:
+        if rest := [where[rank.number] for rank in self.ranks
+                    if rank.working and rank not in ranks]:
             how += f" {ranks[0].where}, and {', '.join(rest)}"
         elif len(ranks) > 1:
             how += ": they wait for one another, or compute for longer than that"
