@@ -44,15 +44,13 @@ import lpkit
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named
 from lpkit.parallel.processes import STRANGER, told
-from lpkit.parallel.ranks import Ranks, distributed, groups_of
+from lpkit.parallel.ranks import MESSAGE_TIMEOUT, Ranks, distributed, groups_of
 from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 from lpkit.turns import turn
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
-# `launch` names who hangs long before
-MEETING_TIMEOUT, PROOF_TIMEOUT, COLLECTIVE_TIMEOUT = (
-    timedelta(minutes=5), timedelta(seconds=30), timedelta(hours=1))
+# nobody waits longer for the first rank; nor for a proof, once all are there
+MEETING_TIMEOUT, PROOF_TIMEOUT = timedelta(minutes=5), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"    # the interface on which gloo listens
 LOOPBACKS = ("lo", "lo0")           # Linux; macOS
 PROOF_BYTES = 32
@@ -153,7 +151,7 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
         prove("world", dist.group.WORLD)
         yield prove
     for group in proven:
-        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        dist.distributed_c10d._set_pg_timeout(MESSAGE_TIMEOUT, group)
     for inode, handle in _listening().items():
         if inode not in others:
             try:
@@ -186,7 +184,7 @@ def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
         raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
                           f"{str(error).splitlines()[0]}; start all with torchrun, with another "
                           f"--master-port where this one is taken") from None
-    store.set_timeout(COLLECTIVE_TIMEOUT)
+    store.set_timeout(MESSAGE_TIMEOUT)
     return store
 
 

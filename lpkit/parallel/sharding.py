@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Parameter, Transform
 from lpkit.parallel.cut import Cut, Piece, Split, pieces
-from lpkit.parallel.ranks import Ranks, all_gather
+from lpkit.parallel.ranks import Ranks, all_gather, wait_for
 from lpkit.techniques.layouts import GROUPS, STAGES, Layout
 
 
@@ -88,7 +88,7 @@ class Sharding:
                     dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]
             with self.ranks.waits:
                 for work in dist.batch_isend_irecv(both):
-                    work.wait()
+                    wait_for(work, mine)
             self.owned[name].grad = mine + theirs
 
     def _sum_alike(self) -> None:
