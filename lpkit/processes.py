@@ -150,13 +150,9 @@ class Channel:
 
     def flush(self) -> None:
         """Sends as much of what was posted as the reader takes now."""
-        try:
+        with contextlib.suppress(OSError):      # it takes no more now; or it is gone
             while self._unsent:
                 del self._unsent[:self.socket.send(self._unsent[:1 << 16], socket.MSG_DONTWAIT)]
-        except BlockingIOError:
-            pass
-        except OSError:             # it is gone
-            self._unsent.clear()
 
     def receive(self, wait: bool = False) -> list[tuple[str, Any]]:
         """Returns the messages that have arrived. `wait`: until something has, or it is `over`."""

@@ -28,8 +28,7 @@ from lpkit.techniques.layouts import APART, GROUPS, Layout
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# nobody waits longer for a message; `launch` names who hangs long before
-MESSAGE_TIMEOUT = timedelta(hours=1)
+MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` names who hangs long before
 MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentences, manifests
 
 
@@ -51,9 +50,8 @@ class Waits:
 
 
 def wait_for(message: dist.Work, t: Tensor) -> None:
-    """Waits for a message between two ranks, which brings or takes `t`. On a CPU gloo waits only as
-    long as ranks may take to meet, unless it is given a limit; a GPU's streams wait by
-    themselves."""
+    """Waits for a message between two ranks, which brings or takes `t`. Without a limit gloo waits
+    only as long as ranks may take to meet; a GPU's streams wait by themselves."""
     message.wait(*([MESSAGE_TIMEOUT] if t.device.type == "cpu" else []))
 
 

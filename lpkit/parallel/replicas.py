@@ -16,7 +16,6 @@ other methods. tests/parallel/test_parallel.py holds the one to the other.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -91,10 +90,7 @@ class Sending(Sharding):
     """Gradients leave by `messages`, a bucket at a time by `send`."""
 
     messages: Messages
-
-    @abstractmethod
-    def send(self, bucket: list[nn.Parameter]) -> Finish:
-        """A `Send`."""
+    send: Send
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         super().own(model)

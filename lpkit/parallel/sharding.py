@@ -54,7 +54,6 @@ class Sharding:
     def __post_init__(self):
         self.transforms: tuple[Transform, ...] = ()
         self.owned: dict[str, nn.Parameter] = {}
-        self.owned_of: dict[nn.Parameter, nn.Parameter] = {}    # by the parameters of the model
         self.splits: dict[str, Split] = {}      # of parameters of which this rank has a part
         self.shapes: dict[str, torch.Size] = {}     # of the parts, also of frozen parameters
         self.twice: dict[str, int] = {}     # which other rank of the pipeline has a parameter, too
@@ -247,16 +246,14 @@ class OfRows(Sharding):
         """Returns how many of so many rows most ranks have; the last ranks have fewer or none."""
         return -(-rows // self.size)
 
-    def begin(self, rows: int) -> int:
-        return min(self.index * self.each(rows), rows)
-
     def rows(self, whole: Tensor) -> Tensor:
         """Returns a view of this rank's rows."""
-        start = self.begin(len(whole))
-        return whole[start:start + self.each(len(whole))]
+        each = self.each(len(whole))
+        return whole[self.index * each:][:each]
 
     def told(self, name: str) -> Parameter:
         return CutParameter(name, tuple(self.shapes[name]), self)
 
     def first_row(self, name: str) -> int:
-        return self.begin(self.shapes[name][0])
+        rows = self.shapes[name][0]
+        return min(self.index * self.each(rows), rows)

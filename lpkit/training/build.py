@@ -65,8 +65,7 @@ def choose_device(asked: str, local_rank: int = 0, local_world: int = 1) -> Choi
         return Choice(asked=asked, used=asked, why="requested")
     if local_world > 1 and number:
         raise ConfigError(f"system.device={asked} names one GPU, and {local_world} processes take "
-                          f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say "
-                          f"which")
+                          f"one each; use system.device=cuda, and CUDA_VISIBLE_DEVICES to say which")
     count = torch.cuda.device_count()
     # to a PyTorch that cannot use the driver, there is none
     if asked == "auto" and not (count or (torch.version.cuda and gpus())):

@@ -31,7 +31,7 @@ from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
 
-RECORD = "record"           # in a checkpoint's state: of the step whose evaluation was given up
+RECORD = "record"       # in a checkpoint's state: of the step whose evaluation was given up
 AHEAD = 2       # updates in the device's queue at most, whose numbers the host has not read
 PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they wait
 

@@ -329,9 +329,9 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", number("val_loss", ".4f", "nats per token")),
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if dropped := summary.get("dropped_updates"):
-        none = ("; no weight has moved: lower precision.recipe.loss_scale"
-                * (dropped == summary["steps"]))
-        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16{none}"))
+        more = "; no weight has moved: lower precision.recipe.loss_scale"
+        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16"
+                                        f"{more * (dropped == summary['steps'])}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))

@@ -102,8 +102,8 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
 
     # one that is told asks for what it needs of other parts
     halves = () if row.told else map(updated, w.chunk(2, dim), g.chunk(2, dim))
-    if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim),
-                                      rtol=1e-6, atol=1e-7):
+    near = {"rtol": 1e-6, "atol": 1e-7}
+    if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
         raise ConfigError(f"optimizer={settings.name} reads a parameter as a whole, and {parts}, "
                           f"which it would update otherwise; set {way_out}")
 
