@@ -19,6 +19,7 @@ import platform
 import secrets
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -120,6 +121,63 @@ def hear(work: Callable[[], Any], stop: Callable[[], None]) -> tuple[Any, int]:
         signal.set_wakeup_fd(before)
         os.close(reader)
         os.close(writer)
+
+
+class Channel:
+    """Messages to and from another process over a socket: a kind and a value that becomes JSON, in
+    a line each. Where the other has closed its end, or is gone, this end is `over`, and what is
+    sent is lost without an error."""
+
+    def __init__(self, end: socket.socket | int):
+        self.socket = socket.socket(fileno=end) if isinstance(end, int) else end
+        self.over = False
+        self._part = b""            # of a message that has not arrived whole
+        self._unsent = bytearray()
+        self._sending = threading.RLock()       # a signal may send while its thread sends
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, kind: str, value: Any = None) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self.socket.sendall(self._unsent + _message(kind, value))
+            self._unsent.clear()
+
+    def post(self, kind: str, value: Any = None) -> None:
+        """Sends it without waiting for a busy reader; the rest leaves by `flush`."""
+        self._unsent += _message(kind, value)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends as much of what was posted as the reader takes now."""
+        with contextlib.suppress(OSError):      # it takes no more now; or it is gone
+            while self._unsent:
+                del self._unsent[:self.socket.send(self._unsent[:1 << 16], socket.MSG_DONTWAIT)]
+
+    def receive(self, wait: bool = False) -> list[tuple[str, Any]]:
+        """Returns the messages that have arrived. `wait`: until something has, or it is `over`."""
+        try:
+            some = self.socket.recv(1 << 16, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return []
+        except OSError:             # it is gone, before it had read everything; or closed here
+            some = b""
+        self.over = not some
+        *lines, self._part = (self._part + some).split(b"\n")
+        return [tuple(json.loads(line)) for line in lines]
+
+    def finish(self) -> None:
+        """Says that nothing more will be sent; messages still arrive."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.over = True
+        self.socket.close()
+
+
+def _message(kind: str, value: Any) -> bytes:
+    return f"{json.dumps([kind, value])}\n".encode()
 
 
 def tell(line: str) -> None:

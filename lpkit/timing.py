@@ -16,7 +16,8 @@ def interleaved_seconds(runners: Sequence[Callable[[], object]], *, rounds: int,
     """Seconds of each runner in each round, after `warm_up` rounds that are thrown away.
 
     A round calls every runner once: in the order given, or in a new random order with `shuffle`. No
-    new round begins after `within_seconds`, but one is always measured. `clock` is perf_counter by default.
+    new round begins after `within_seconds`, but one is always measured. `clock` is perf_counter by
+    default.
     """
     clock = clock or time.perf_counter
     seconds: list[list[float]] = [[] for _ in runners]

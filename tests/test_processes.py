@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -85,6 +86,65 @@ def test_half_an_order_is_none(tmp_path):
                           capture_output=True, timeout=10)
     assert ((done.returncode, done.stdout, done.stderr) == (0, "", "")
             and list(tmp_path.iterdir()) == [])
+
+
+@pytest.fixture
+def channels():
+    """The two ends of a channel, in one process."""
+    ends = [processes.Channel(end) for end in socket.socketpair()]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(channels):
+    ours, theirs = channels
+    ours.send("told", {"loss": float("inf"), "text": "a\nb"})
+    sent = processes._message("done", [None, "\u00e9" * 3])
+    ours.socket.sendall(sent[:7])
+    assert theirs.receive(wait=True) == [("told", {"loss": float("inf"), "text": "a\nb"})]
+    assert theirs.receive() == [] and not theirs.over
+    ours.socket.sendall(sent[7:])
+    ours.send("ask")
+    assert theirs.receive() == [("done", [None, "\u00e9" * 3]), ("ask", None)]
+
+
+def test_a_busy_reader_loses_nothing_and_holds_up_nobody(channels):
+    """More than the system keeps of a socket; what is sent at last comes last."""
+    ours, theirs = channels
+    got, due = [], [("told", [number, "x" * 4096]) for number in range(200)]
+    for kind, value in due:
+        ours.post(kind, value)
+    sender = threading.Thread(target=ours.send, args=("values", 1))
+    sender.start()
+    while got[-1:] != [("values", 1)]:
+        got += theirs.receive(wait=True)
+    sender.join()
+    assert got == [*due, ("values", 1)]
+
+
+def test_who_has_said_all_is_over_and_hears_still(channels):
+    ours, theirs = channels
+    ours.finish()
+    assert theirs.receive(wait=True) == [] and theirs.over
+    theirs.send("values", [1])
+    assert ours.receive(wait=True) == [("values", [1])] and not ours.over
+
+
+def test_whoever_is_gone_is_over_and_what_is_sent_to_it_is_no_error(channels):
+    """Also where it had read only a part, which a socket reports as an error of the reader."""
+    ours, theirs = channels
+    ours.send("told", 1)
+    theirs.send("told", 2)
+    theirs.close()
+    for way in (ours.send, ours.post):
+        way("ask", ["stop", ""])
+    assert ours.receive(wait=True) == [("told", 2)]
+    assert ours.receive(wait=True) == [] and ours.over
+    ours.close()
+    ours.finish()
+    ours.send("ask")
+    assert ours.receive() == []
 
 
 def start(*command: str, children: processes.Children | None = None, **options) -> subprocess.Popen:

@@ -1,5 +1,5 @@
-"""Training on several processes: who they are, how model states lie on them, and who starts, watches
-and ends them.
+"""Training on several processes: who they are, how model states lie on them, and who starts,
+watches and ends them.
 
     python: lpkit.launch(config, processes=2)       returns the handle that `lpkit.start` returns
     shell:  lpkit train cpu-3m --processes 2

@@ -8,7 +8,8 @@ no float8. The parameter that arrives is a float8 tensor over the gathered bytes
 float32; shards, optimizer and checkpoints do not know of all this.
 
 One scale for the tensor needs an amax over all ranks: those of all weights are one all-reduce an
-update, in `agree`. Blocks of rows lie on one rank each, and their scales travel with them.
+update, in `CastGathers.agree`. Blocks of rows lie on one rank each, and their scales travel with
+them.
 
 Source: https://pytorch.org/blog/training-using-float8-fsdp2/
 """
@@ -16,7 +17,7 @@ Source: https://pytorch.org/blog/training-using-float8-fsdp2/
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -24,20 +25,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lpkit.contracts import Stage, Transform
 from lpkit.errors import ConfigError
 from lpkit.kernels import cast as kernel
 from lpkit.kernels.scales import Scaled, decide, stored_dtype
+from lpkit.parallel.sharding import OfRows
 from lpkit.precision.linear import ScaledLinear, scaled_linears
 from lpkit.techniques.formats import format_of
 from lpkit.techniques.recipes import ALL, untiled
 
 
 class CastGather:
-    """Gathers the weight of one layer as FP8; this rank's rows are `owned`, and no rank has more
-    than `most`."""
+    """Gathers the weight of one layer as FP8; no rank has more than `most` rows of it."""
 
-    def __init__(self, layer: ScaledLinear, owned: nn.Parameter, most: int):
-        self.layer, self.owned, self.padding = layer, owned, most - len(owned)
+    def __init__(self, layer: ScaledLinear, most: int):
+        self.layer, self.rows = layer, layer.weight._local_tensor
+        # where FSDP2 looks for these two, at the first forward; `to_local` is another object
+        self.rows.fsdp_pre_all_gather = self.fsdp_pre_all_gather
+        self.rows.fsdp_post_all_gather = self.fsdp_post_all_gather
+        self.padding = most - len(self.rows)
         self.cast = layer.recipe.y[1]
         self.to, (side, along) = format_of(self.cast.format), self.cast.block
         self.one_scale = self.cast.block == (ALL, ALL)
@@ -47,12 +53,12 @@ class CastGather:
                               f"set parallel.gathered=compute")
         if not self.one_scale and most % side:
             raise ConfigError(
-                f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} of "
-                f"the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer ranks, "
-                f"or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
-        zeros = partial(torch.zeros, device=owned.device)
+                f"parallel.gathered=fp8 sends whole blocks of {side} rows, and a rank has {most} "
+                f"of the {N} of {layer.name}; set parallel.gathered=compute, shard over fewer "
+                f"ranks, or use a recipe with one scale a tensor: fp8-tensorwise, fp8-delayed")
+        zeros = partial(torch.zeros, device=self.rows.device)
         shape = (1, 1) if self.one_scale else (N // side, K // along)
-        layer.gathered = Scaled(data=owned, scale=zeros(shape), amax=zeros(1, 1),
+        layer.gathered = Scaled(data=self.rows, scale=zeros(shape), amax=zeros(1, 1),
                                 nonfinite=zeros((), dtype=torch.int64))
         layer.carrier = zeros(1).expand(N, K).requires_grad_()      # without memory
         layer.carrier.register_post_accumulate_grad_hook(self._arrived)
@@ -63,19 +69,20 @@ class CastGather:
         shard.grad_dtype = torch.float32
         shard.grad = g if shard.grad is None else shard.grad + g
 
-    def found(self) -> Tensor:
+    def extremes(self) -> Tensor:
         """(2,) float32: the largest magnitude of the rows, infinite where they hold a NaN, and how
         many are not finite."""
-        if not len(self.owned):
-            return self.owned.new_zeros(2)
-        largest, nonfinite = kernel.amax(self.owned.detach())
+        if not len(self.rows):
+            return self.rows.new_zeros(2)
+        largest, nonfinite = kernel.amax(self.rows.detach())
         return torch.stack((largest.nan_to_num(nan=torch.inf), nonfinite.float()))
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        rows = self.owned.detach()
+        rows = self.rows.detach()
         if self.padding:        # which else would copy them
             rows = F.pad(rows, (0, 0, 0, self.padding))
-        amax = self.layer.gathered.amax if self.one_scale else kernel.amax(rows, self.cast.block).values
+        amax = (self.layer.gathered.amax if self.one_scale else
+                kernel.amax(rows, self.cast.block).values)
         past = self.layer.past_amax("w") if self.layer.recipe.delayed else None
         scale, *_ = decide(amax, past, self.cast.scale, self.to)
         values = kernel.qdq(rows, self.to, scale, block=self.cast.block, dtype=torch.uint8,
@@ -95,39 +102,38 @@ class CastGather:
         return None if out is not None else (values.view(stored_dtype(self.to)), ())
 
     def _take(self, scale: Tensor) -> None:
-        """Copies a scale unseen by autograd: for backward its numbers are those of forward again."""
+        """Copies a scale unseen by autograd: for backward its numbers are those of forward
+        again."""
         with torch.autograd._unsafe_preserve_version_counter(self.layer.gathered.scale):
             self.layer.gathered.scale.copy_(scale)
 
 
-def cast_gathers(model: nn.Module, owned: Mapping[nn.Parameter, nn.Parameter],
-                 ranks: int) -> list[CastGather]:
-    """Let FSDP2 gather casts of the weights that are cast, but for those that two modules share.
-    `owned`: by their shards. Raises ConfigError."""
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    found = []
-    for layer in scaled_linears(model):
-        if uses[id(layer.weight)] > 1:
-            continue
-        one = CastGather(layer, owned[layer.weight], -(-layer.out_features // ranks))
-        # where FSDP2 looks for these two, at the first forward; `to_local` is another object
-        rows = layer.weight._local_tensor
-        rows.fsdp_pre_all_gather = one.fsdp_pre_all_gather
-        rows.fsdp_post_all_gather = one.fsdp_post_all_gather
-        found.append(one)
-    if not found:
-        raise ConfigError("parallel.gathered=fp8 finds no weight that is cast here: a library that "
-                          "multiplies casts its own; set precision.backend=auto, or parallel."
-                          "gathered=compute")
-    return found
+class CastGathers(Transform):
+    """Lets FSDP2 gather casts of the weights that are cast, but for those that two modules share.
+    Raises ConfigError."""
 
+    stage = Stage.DATA      # after the model is sharded
 
-def agree(gathers: Iterable[CastGather], largest: Callable[[Tensor], Tensor]) -> None:
-    """New weights: scales of whole tensors follow from what all ranks have: `largest` of each."""
-    whole = [one for one in gathers if one.one_scale]
-    if not whole:
-        return
-    found = largest(torch.stack([one.found() for one in whole]))
-    for one, (amax, nonfinite) in zip(whole, found.unbind()):
-        one.layer.gathered.amax.fill_(amax)
-        one.layer.gathered.nonfinite.copy_(nonfinite)
+    def __init__(self, sharding: OfRows):
+        self.sharding = sharding
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self.gathers = [CastGather(layer, self.sharding.each(layer.out_features))
+                        for layer in scaled_linears(model) if uses[id(layer.weight)] == 1]
+        if not self.gathers:
+            raise ConfigError("parallel.gathered=fp8 finds no weight that is cast here: a library "
+                              "that multiplies casts its own; set precision.backend=auto, or "
+                              "parallel.gathered=compute")
+        return model
+
+    def agree(self) -> None:
+        """New weights: scales of whole tensors follow from the largest that any rank has."""
+        whole = [gather for gather in self.gathers if gather.one_scale]
+        if not whole:
+            return
+        extremes = torch.stack([gather.extremes() for gather in whole])
+        self.sharding.ranks.largest(extremes, group=self.sharding.group)
+        for gather, (amax, nonfinite) in zip(whole, extremes.unbind()):
+            gather.layer.gathered.amax.fill_(amax)
+            gather.layer.gathered.nonfinite.copy_(nonfinite)

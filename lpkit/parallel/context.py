@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lpkit.contracts import Attend, Batch, Partial
-from lpkit.parallel.ranks import Ranks
+from lpkit.parallel.ranks import Ranks, wait_for
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import FULL
 
@@ -102,7 +102,7 @@ class Ring(Over):
         def wait() -> Tensor:
             with self.among.waits:
                 for request in requests:
-                    request.wait()
+                    wait_for(request, t)
             return arriving
 
         return wait

@@ -39,7 +39,7 @@ class Split:
         if self.dim is None:
             return torch.zeros_like(whole) if self.index else whole
         stretches = whole.chunk(self.parts, self.dim)
-        return torch.cat([one.chunk(self.ranks, self.dim)[self.index] for one in stretches], self.dim)
+        return torch.cat([t.chunk(self.ranks, self.dim)[self.index] for t in stretches], self.dim)
 
     def shape(self, part: torch.Size) -> torch.Size:
         """Returns the shape of the whole, from that of a part."""

@@ -2,8 +2,8 @@
 
 What stands for a parameter has its shape and hardly any memory: each row begins a number later than
 the one before it, in numbers as they were drawn, which is enough for who looks at a forward. Who
-fills it meets one whole parameter at a time: all of it is drawn, so that the generator goes on as it
-does in one process, and this rank keeps its rows. What is there at once is those rows and the
+fills it meets one whole parameter at a time: all of it is drawn, so that the generator goes on as
+it does in one process, and this rank keeps its rows. What is there at once is those rows and the
 largest parameter. On PyTorch's meta device nothing is drawn, so that other weights would come out.
 """
 

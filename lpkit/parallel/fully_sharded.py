@@ -14,13 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     MixedPrecisionPolicy,
@@ -31,43 +29,45 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
 )
+from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Stage, Transform
-from lpkit.parallel.cast_gather import CastGather, agree, cast_gathers
 from lpkit.parallel.drawn import drawing
 from lpkit.parallel.ranks import Waits, shard_mesh
 from lpkit.parallel.sharding import OfRows
 from lpkit.techniques.layouts import GATHERED
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shard(Transform):
-    """FSDP2, a block at a time and then the rest, gathered in `compute` and reduced in float32.
-    `drawn`: rows by their stand-ins; used up. `entry`: the method of the model that the loss calls;
-    None: the model itself."""
+    """FSDP2, a block at a time and then the rest: gathered in the dtype `sharding.gathered`,
+    reduced in float32. The rows that `sharding.drawn` has for stand-ins are used up."""
 
-    mesh: DeviceMesh
-    drawn: dict[nn.Parameter, Tensor]
-    compute: torch.dtype | None
-    zero: int
-    entry: str | None = None
+    sharding: FullySharded
     stage = Stage.DATA
 
     def __call__(self, model: nn.Module) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=self.compute, reduce_dtype=torch.float32)
+        layout, ranks, drawn = self.sharding.layout, self.sharding.ranks, self.sharding.drawn
+        mesh = shard_mesh(ranks)
+        policy = MixedPrecisionPolicy(param_dtype=self.sharding.gathered,
+                                      reduce_dtype=torch.float32)
         # None: blocks are gathered once more for backward, the rest stays
-        again = None if self.zero == 3 else False
+        again = None if layout.zero == 3 else False
         for module in (*model.blocks, model):
-            stand_ins = {name: p for name, p in module.named_parameters() if p in self.drawn}
+            stand_ins = {name: p for name, p in module.named_parameters() if p in drawn}
             for stand_in in stand_ins.values():     # memory for FSDP2 to cut, which nobody writes
                 stand_in.data = torch.empty(stand_in.shape, dtype=stand_in.dtype,
                                             device=stand_in.device)
-            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=again)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
             shards = dict(module.named_parameters())
             for name, stand_in in stand_ins.items():
-                shards[name].detach().to_local().copy_(self.drawn.pop(stand_in))
-        if self.entry:
-            register_fsdp_forward_method(model, self.entry)
+                shards[name].detach().to_local().copy_(drawn.pop(stand_in))
+            module.set_custom_all_gather(Gather(ranks.waits))
+            module.set_custom_reduce_scatter(Scatter(ranks.waits, replicas=layout.data > 1))
+            if layout.data > 1:
+                module.set_all_reduce_hook(ranks.waits.__exit__)
+        if self.sharding.entry:
+            register_fsdp_forward_method(model, self.sharding.entry)
         return model
 
 
@@ -106,13 +106,12 @@ def gathered(model: nn.Module) -> Iterator[Tensor]:
 class FullySharded(OfRows):
     def __post_init__(self):
         super().__post_init__()
-        self.row = GATHERED[self.layout.gathered]
-        gathered = self.compute if self.row.mixed else None
-        self.gathers: list[CastGather] = []
+        row = GATHERED[self.layout.gathered]
+        self.gathered = self.compute if row.mixed else None     # the dtype of what is gathered
+        self.autocasts = self.gathered is None
         self.drawn: dict[nn.Parameter, Tensor] = {}
-        self.autocasts = gathered is None
-        self.transforms = (Shard(mesh=shard_mesh(self.ranks), compute=gathered, zero=self.layout.zero,
-                                 drawn=self.drawn, entry=self.entry),)
+        self.casts = row.load()(self) if row.cast else None
+        self.transforms = (Shard(self), *filter(None, [self.casts]))
 
     @contextmanager
     def making(self, device: torch.device) -> Iterator[None]:
@@ -125,36 +124,23 @@ class FullySharded(OfRows):
         self.drawn |= drawn.rows
 
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        self.shards = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shapes = {name: p.shape for name, p in model.named_parameters()}   # also frozen ones
-        self.owned = {name: nn.Parameter(shard.detach().to_local())
-                      for name, shard in self.shards.items()}
-        self.modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
-        if self.row.cast:
-            owned_of = {shard: self.owned[name] for name, shard in self.shards.items()}
-            self.gathers = cast_gathers(model, owned_of, self.size)
-            self.spread()
-        self._listen()
+        self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        super().own(model)
+        self.spread()
         return self.owned
 
-    def _listen(self) -> None:
-        """FSDP2 waits by itself."""
-        waits, replicas = self.ranks.waits, self.layout.data > 1
-        for module in self.modules:
-            module.set_custom_all_gather(Gather(waits))
-            module.set_custom_reduce_scatter(Scatter(waits, replicas))
-            if replicas:
-                module.set_all_reduce_hook(waits.__exit__)
-
-    def spread(self) -> None:
-        for module in self.modules:     # what an evaluation gathered may be old
-            module.reshard()
-        agree(self.gathers, partial(self.ranks.largest, group=self.group))
+    def mine(self, shard: DTensor) -> nn.Parameter:
+        return nn.Parameter(shard.detach().to_local())
 
     def reduce(self) -> None:
-        for name, shard in self.shards.items():
-            owned = self.owned[name]
+        for shard, owned in self.owned_of.items():
             owned.data = shard.detach().to_local()      # FSDP2 may have put them elsewhere
             owned.grad = None if shard.grad is None else shard.grad.to_local()
             shard.grad = None
         super().reduce()
+
+    def spread(self) -> None:
+        for module in self.modules:     # what an evaluation gathered may be old
+            module.reshard()
+        if self.casts:
+            self.casts.agree()

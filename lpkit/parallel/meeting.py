@@ -5,10 +5,10 @@ user of the machine reads in /proc/net/tcp where a rank listens. So
 
     loopback    ranks of one machine listen there alone, and no other machine reaches them
     secret      they meet by a file in a private folder, where the first leaves 32 random bytes
-    handshake   in each group each rank sends each other one, directly, before anything else, an HMAC
-                of the group, of who sends and of who reads
-    filter      then the sockets that listen drop all that arrives: nobody connects to a run that goes
-                on, and nobody uses up its file descriptors
+    handshake   in each group each rank sends each other one, directly, before anything else, an
+                HMAC of the group, of who sends and of who reads
+    filter      then the sockets that listen drop all that arrives: nobody connects to a run that
+                goes on, and nobody uses up its file descriptors
 
 The store of torchrun listens on all interfaces and answers everybody. Where it started ranks on one
 machine, they meet by a file as well; on several machines its store is all that they share.
@@ -44,15 +44,13 @@ import lpkit
 from lpkit.config import Config, flat
 from lpkit.errors import ConfigError, named
 from lpkit.parallel.processes import STRANGER, told
-from lpkit.parallel.ranks import Ranks, distributed, groups_of
+from lpkit.parallel.ranks import MESSAGE_TIMEOUT, Ranks, distributed, groups_of
 from lpkit.techniques.layouts import refuse_untrainable, wrong_world
 from lpkit.turns import turn
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-# nobody waits longer for the first rank; nor for a proof, once all are there; nor in a collective:
-# `launch` names who hangs long before
-MEETING_TIMEOUT, PROOF_TIMEOUT, COLLECTIVE_TIMEOUT = (
-    timedelta(minutes=5), timedelta(seconds=30), timedelta(hours=1))
+# nobody waits longer for the first rank; nor for a proof, once all are there
+MEETING_TIMEOUT, PROOF_TIMEOUT = timedelta(minutes=5), timedelta(seconds=30)
 INTERFACE = "GLOO_SOCKET_IFNAME"    # the interface on which gloo listens
 LOOPBACKS = ("lo", "lo0")           # Linux; macOS
 PROOF_BYTES = 32
@@ -80,7 +78,8 @@ def joined(config: Config, *, rank: int, world: int, local_rank: int, local_worl
     if device == "cuda":
         if local_world > (count := torch.cuda.device_count()):
             raise ConfigError(f"{local_world} processes on {socket.gethostname()} take a GPU each, "
-                              f"and PyTorch sees {count}; use system.device=cpu, or fewer processes")
+                              f"and PyTorch sees {count}; use system.device=cpu, or fewer "
+                              f"processes")
         if not dist.is_nccl_available():
             raise ConfigError("GPUs talk by NCCL, and this PyTorch is built without it; use "
                               "system.device=cpu, or a build that has it")
@@ -152,14 +151,15 @@ def meeting(backend: str, *, rank: int, world: int, local_world: int,
         prove("world", dist.group.WORLD)
         yield prove
     for group in proven:
-        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
+        dist.distributed_c10d._set_pg_timeout(MESSAGE_TIMEOUT, group)
     for inode, handle in _listening().items():
         if inode not in others:
             try:
                 _shut(handle)
             except OSError as error:
-                warnings.warn(f"rank {rank} cannot close its socket to other programs of this machine "
-                              f"({error}); who opens a thousand connections can end this run",
+                warnings.warn(f"rank {rank} cannot close its socket to other programs of this "
+                              f"machine ({error}); who opens a thousand connections can end "
+                              f"this run",
                               stacklevel=2)
 
 
@@ -184,7 +184,7 @@ def _store(init_method: str, rank: int, world: int, here: bool) -> dist.Store:
         raise ConfigError(f"rank {rank} on {socket.gethostname()} cannot meet the others: "
                           f"{str(error).splitlines()[0]}; start all with torchrun, with another "
                           f"--master-port where this one is taken") from None
-    store.set_timeout(COLLECTIVE_TIMEOUT)
+    store.set_timeout(MESSAGE_TIMEOUT)
     return store
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lpkit.errors import ConfigError
+from lpkit.parallel.ranks import wait_for
 from lpkit.precision.deferred import Queue, deferring
 from lpkit.techniques.pipelines import PIPELINES, Action, Order, closed_order
 
@@ -122,7 +123,7 @@ class Pipeline:
             got = made = None       # what nobody needs any more is freed now
         with self.waits:
             while self.going:
-                self.going.popleft()[0].wait()
+                wait_for(*self.going.popleft())
 
     def _ask(self, asked: Message, source: int) -> None:
         self.here[asked] = torch.empty_like(self.like)
@@ -132,7 +133,7 @@ class Pipeline:
     def _take(self, needed: Message | None) -> Tensor | None:
         if needed in self.coming:
             with self.waits:
-                self.coming.pop(needed).wait()
+                wait_for(self.coming.pop(needed), self.here[needed])
         return self.here.pop(needed) if needed else None
 
     def _give(self, given: Message | None, made: Tensor | None) -> None:

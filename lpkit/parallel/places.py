@@ -68,7 +68,8 @@ def kubernetes(job: Job) -> str:
     # Kubernetes would put a variable in the place of $(NAME)
     command = [word.replace("$", "$$") for word in ("torchrun", "-m", "lpkit", "train", *job.train)]
     return yaml.safe_dump({
-        "apiVersion": f"{API}/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name}, "spec": {
+        "apiVersion": f"{API}/v1alpha1", "kind": "TrainJob", "metadata": {"name": job.name},
+        "spec": {
             "runtimeRef": {"apiGroup": API, "kind": "TrainingRuntime", "name": "lpkit"},
             "trainer": {"command": command, "numNodes": job.nodes, "numProcPerNode": job.processes,
                         "resourcesPerNode": {"limits": {job.gpu or "cpu": job.processes}}}}})

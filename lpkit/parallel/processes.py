@@ -13,14 +13,12 @@ No port is opened for them to meet: their store is a file of the keeper's privat
 here imports torch.
 """
 
-import json
 import mmap
 import os
 import socket
 import struct
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -28,7 +26,7 @@ from typing import Any, Self
 from lpkit.config import Config
 from lpkit.errors import ConfigError, GoneError, shown, unpacked
 from lpkit.files import lockable
-from lpkit.processes import Children, end, new_folder
+from lpkit.processes import Channel, Children, end, new_folder
 from lpkit.techniques.layouts import refuse_untrainable
 
 MEETING = "meeting the others"      # the first phase of ranks
@@ -38,34 +36,32 @@ BEAT_SECONDS = 0.25
 TIMEOUT_SECONDS = 30.0      # without a beat: stopped, or in a call that holds Python's lock
 PROGRESS_SECONDS = 600.0    # in which no rank gets anywhere; torch.compile may take minutes
 
-# The page that all share. First what the caller asks and who asked; then a slot for each rank:
-# beats; what was noted with `at`: how often in all, the step, how often in it, the phase; and
-# whether it waits for a message.
-ASKS = ("", "pause", "stop")
-HEAD, SLOT, BEATS, NOTED = map(struct.Struct, ("<B63s", "<QQqQ40s?", "<Q", "<QqQ40s"))
+# A slot of the page that a supervisor and its ranks share: beats; what was noted with `at`: how
+# often in all, the step, how often in it, the phase; and whether the rank waits for a message.
+SLOT, BEATS, NOTED = map(struct.Struct, ("<QQqQ40s?", "<Q", "<QqQ40s"))
 
 
 def new_page(world: int) -> mmap.mmap:
     """Makes a page of no file; a fork shares it."""
-    return mmap.mmap(-1, HEAD.size + world * SLOT.size)
+    return mmap.mmap(-1, world * SLOT.size)
 
 
 @dataclass
 class Place:
     """A rank's place among the others, and its way to who started it."""
 
-    rank: int
-    world: int
-    local_rank: int         # among those of this machine,
-    local_world: int        # which are this many
-    store: str              # `init_method` of torch.distributed.init_process_group
-    page: mmap.mmap = field(repr=False)
-    line: int               # the file descriptor to tell by
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0     # among those of this machine,
+    local_world: int = 1    # which are this many
+    store: str = "env://"   # `init_method` of torch.distributed.init_process_group
+    page: mmap.mmap = field(default_factory=lambda: new_page(1), repr=False)
+    channel: Channel | None = field(default=None, repr=False)   # to the supervisor
 
     def __post_init__(self):
         self._times = self._within = 0      # that `at` was called; and in this step
-        self._step, self._telling = 0, threading.Lock()
-        self._slot = HEAD.size + self.local_rank * SLOT.size
+        self._step, self._asked = 0, ["", ""]
+        self._slot = self.local_rank * SLOT.size
         self._noted = self._slot + BEATS.size
 
     @property
@@ -76,7 +72,7 @@ class Place:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         """The caller hears it. `said` becomes JSON, with NaN as Python writes it."""
-        self.write("told", said)
+        self.channel.send("told", said)
 
     def at(self, step: int, phase: str) -> None:
         """Note how far this rank is, in less than 2 us. When none gets further, who has noted least
@@ -91,28 +87,25 @@ class Place:
 
     def asked(self) -> str:
         """"", "pause" or "stop". Ranks may look at different moments: let one decide for all."""
-        return ASKS[self.page[0]]
+        for _, ask in self.channel.receive():
+            self._asked = ask
+        return self._asked[0]
 
     @property
     def asked_by(self) -> str:
         """"stop", or the name of a signal that the caller heard."""
-        return HEAD.unpack_from(self.page)[1].rstrip(b"\0").decode()
+        return self._asked[1]
 
     def beat(self) -> None:
         BEATS.pack_into(self.page, self._slot, BEATS.unpack_from(self.page, self._slot)[0] + 1)
-
-    def write(self, kind: str, value: Any) -> None:
-        data = f"{kind} {json.dumps(value)}\n".encode()
-        with self._telling:
-            while data:
-                data = data[os.write(self.line, data):]
 
 
 class WarmParent:
     """A process that has imported what ranks need: only its first ranks wait for that. Who starts
     ranks once needs none; `with` it, all that it started ends with the block.
 
-    module: what forks for each call; it is given the folder and the socket on which calls come
+    module: what forks for each call; it is given the folder, and the socket on which calls come: a
+            name, and the socket to who called
     """
 
     def __init__(self, module: str = "lpkit.parallel.supervisor", **env: str):
@@ -129,10 +122,13 @@ class WarmParent:
                 [sys.executable, "-P", "-m", module, self.folder, theirs.fileno()],
                 self.folder, fds=[theirs.fileno()], env=os.environ | {"PYTHONPATH": path} | env)
 
-    def start(self, function: str, fds: Sequence[int]) -> None:
-        """A supervisor of ranks of `function`, which gets copies of `fds`."""
-        with suppress(OSError):     # it is gone, and nobody will write into what it should have had
-            socket.send_fds(self._calls, [function.encode()], fds)
+    def start(self, name: str) -> socket.socket:
+        """Starts what the module forks for `name`, for a supervisor a function. Returns the socket
+        to it."""
+        ours, theirs = socket.socketpair()
+        with theirs, suppress(OSError):     # it is gone, and nobody else has the other end
+            socket.send_fds(self._calls, [name.encode()], [theirs.fileno()])
+        return ours
 
     def end(self) -> None:
         """Ends all within 2 s. It may be called again, from any thread, and does not wait."""
@@ -165,14 +161,10 @@ class Processes:
                  parent: WarmParent | None = None):
         self._heard, self._killed = heard, False
         self._own = None if parent else WarmParent()
-        asked, asks = os.pipe()
-        report, reports = os.pipe()
-        self._asks, self._report = open(asks, "wb", buffering=0), open(report, "rb")
-        (parent or self._own).start(function, [asked, reports])
-        os.close(asked)
-        os.close(reports)
-        self._write({"world": world, "told": dict(told or {}), "timeout_seconds": timeout_seconds,
-                     "progress_seconds": progress_seconds})
+        self._channel = Channel((parent or self._own).start(function))
+        self._channel.send("job", {"world": world, "told": dict(told or {}),
+                                   "timeout_seconds": timeout_seconds,
+                                   "progress_seconds": progress_seconds})
 
     def wait(self) -> list[Any]:
         """Returns what each rank returned, once all is over and nothing of it is left.
@@ -180,46 +172,42 @@ class Processes:
         Raises ConfigError and OSError when a rank did, and RunFailedError for every other error,
         with the rank, where it was, and its traceback.
         """
-        outcome: dict[str, Any] = {}
-        for line in self._report:
-            message = json.loads(line)
-            if "told" in message:
-                self._heard(message["rank"], message["told"])
-            else:
-                outcome = message
+        outcome = "", None
+        while not self._channel.over:
+            for kind, value in self._channel.receive(wait=True):
+                if kind == "told":
+                    self._heard(*value)
+                else:
+                    outcome = kind, value
         self._end()
-        if "values" in outcome:
-            return outcome["values"]
-        if outcome:
-            raise unpacked(*outcome["error"])
-        raise GoneError("the ranks were ended by kill()" if self._killed else "the process that watched "
-                        "the ranks was killed, as a system does without memory; go on with --resume")
+        if outcome[0] == "values":
+            return outcome[1]
+        if outcome[0] == "error":
+            raise unpacked(*outcome[1])
+        raise GoneError("the ranks were ended by kill()" if self._killed else
+                        "the process that watched the ranks was killed, as a system does without "
+                        "memory; go on with --resume")
 
     def stop(self, by: str = "stop") -> None:
         """Ask the ranks to stop: see `Place.asked`."""
-        self._write([ASKS.index("stop"), by])
+        self._channel.send("ask", ["stop", by])
 
     def pause(self) -> None:
-        self._write([ASKS.index("pause"), ""])
+        self._channel.send("ask", ["pause", ""])
 
     def resume(self) -> None:
-        self._write([ASKS.index(""), ""])
-
-    def _write(self, what: Any) -> None:
-        with suppress(OSError, ValueError):     # all is over
-            self._asks.write(f"{json.dumps(what)}\n".encode())
+        self._channel.send("ask", ["", ""])
 
     def kill(self) -> None:
         """End them all now; who waits gets a RunFailedError. May be called again."""
         self._killed = True
-        self._asks.close()
+        self._channel.finish()
         if self._own:
             self._own.end()
 
     def _end(self) -> None:
         """Wait until nothing is left."""
-        self._asks.close()
-        self._report.close()
+        self._channel.close()
         if self._own:
             self._own.__exit__()
 
@@ -229,8 +217,8 @@ class Processes:
     def __exit__(self, *raised: object) -> None:
         """None outlives the block."""
         self.kill()
-        if not self._report.closed:
-            self._report.read()     # until the supervisor has ended them
+        while not self._channel.over:       # until the supervisor has ended them
+            self._channel.receive(wait=True)
         self._end()
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -27,12 +28,13 @@ from lpkit.techniques.layouts import APART, GROUPS, Layout
 # their names up to torch 2.11
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+MESSAGE_TIMEOUT = timedelta(hours=1)    # `launch` names who hangs long before
 MOST_BYTES = 1 << 26        # of what ranks tell one another: settings, sentences, manifests
 
 
 class Waits:
-    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all waits
-    of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
+    """`with waits:` around each wait for a message of an update. `seconds`: the host's, in all
+    waits of the update that goes on, or of the last. On GPUs streams wait, and their host does not.
     `tell` hears whether it waits."""
 
     seconds = since = 0.0
@@ -45,6 +47,12 @@ class Waits:
     def __exit__(self, *raised: object) -> None:
         self.seconds += time.perf_counter() - self.since
         self.tell(False)
+
+
+def wait_for(message: dist.Work, t: Tensor) -> None:
+    """Waits for a message between two ranks, which brings or takes `t`. Without a limit gloo waits
+    only as long as ranks may take to meet; a GPU's streams wait by themselves."""
+    message.wait(*([MESSAGE_TIMEOUT] if t.device.type == "cpu" else []))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of its
-rows alone, updates those and sends them to the others (ZeRO 1).
+"""Whole weights on every rank: gradients are averaged (ZeRO 0), or each rank gets the average of
+its rows alone, updates those and sends them to the others (ZeRO 1).
 
     all-reduce       every rank gets the sum of all      2 (n - 1) / n of the bytes, sent by each
     reduce-scatter   rank i gets the sum of part i           (n - 1) / n
@@ -87,9 +87,15 @@ class Messages:
 
 
 class Sending(Sharding):
-    """Gradients leave by `messages`."""
+    """Gradients leave by `messages`, a bucket at a time by `send`."""
 
     messages: Messages
+    send: Send
+
+    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        super().own(model)
+        self.messages = Messages(list(self.owned_of), self.layout.reduction, self.send)
+        return self.owned
 
     def backward(self, last: bool) -> None:
         self.messages.backward(last)
@@ -100,12 +106,7 @@ class Sending(Sharding):
 
 
 class Replicas(Sending):
-    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        super().own(model)
-        self.messages = Messages(list(self.owned.values()), self.layout.reduction, self._average)
-        return self.owned
-
-    def _average(self, bucket: list[nn.Parameter]) -> Finish:
+    def send(self, bucket: list[nn.Parameter]) -> Finish:
         """The gradients become parts of the message, so that nothing is there twice."""
         used = [p for p in bucket if p.grad is not None]
         if not used:            # parameters that the model does not use
@@ -126,23 +127,18 @@ class Replicas(Sending):
 class ShardedOptimizer(Sending, OfRows):
     """ZeRO 1. Rows of all ranks lie one after the other in a message, padded to the same number."""
 
-    def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.owned = {name: nn.Parameter(self.rows(p.detach())) for name, p in whole.items()}
-        self.of = {p: self.owned[name] for name, p in whole.items()}
-        self.messages = Messages(list(whole.values()), self.layout.reduction, self._scatter)
-        return self.owned
+    def mine(self, p: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(self.rows(p.detach()))
 
     def _lengths(self, bucket: list[nn.Parameter]) -> list[int]:
         """Returns how many numbers each rank sends of each."""
-        return [-(-len(p) // self.size) * p[0].numel() for p in bucket]
+        return [self.each(len(p)) * p[0].numel() for p in bucket]
 
     def _lies_as_it_travels(self, bucket: list[nn.Parameter]) -> bool:
         """True for one parameter with as many rows for each rank."""
         return len(bucket) == 1 and not len(bucket[0]) % self.size
 
-    def _scatter(self, bucket: list[nn.Parameter]) -> Finish:
+    def send(self, bucket: list[nn.Parameter]) -> Finish:
         """Leaves the mean of this rank's rows of each gradient; the whole ones are freed."""
         used = [p.grad is not None for p in bucket]
         grads = [p.grad if there else torch.zeros_like(p) for p, there in zip(bucket, used)]
@@ -164,7 +160,7 @@ class ShardedOptimizer(Sending, OfRows):
                     dist.all_reduce(mine, group=self.ranks.groups["data"])
             mine.div_(self.layout.replicas)
             for p, there, part in zip(bucket, used, mine.split(self._lengths(bucket))):
-                rows = self.of[p]
+                rows = self.owned_of[p]
                 rows.grad = part[:rows.numel()].view_as(rows) if there else None
 
         return arrived
@@ -178,7 +174,7 @@ class ShardedOptimizer(Sending, OfRows):
         lengths = self._lengths(bucket)
         mine = bucket[0].new_zeros(sum(lengths))
         for p, part in zip(bucket, mine.split(lengths)):
-            rows = self.of[p].detach()
+            rows = self.owned_of[p].detach()
             part[:rows.numel()] = rows.view(-1)
         direct = self._lies_as_it_travels(bucket)
         parts = bucket[0] if direct else mine.new_empty(self.size, len(mine))

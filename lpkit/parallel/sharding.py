@@ -33,14 +33,14 @@ from torch.distributed.tensor import DTensor
 
 from lpkit.contracts import Parameter, Transform
 from lpkit.parallel.cut import Cut, Piece, Split, pieces
-from lpkit.parallel.ranks import Ranks, all_gather
+from lpkit.parallel.ranks import Ranks, all_gather, wait_for
 from lpkit.techniques.layouts import GROUPS, STAGES, Layout
 
 
 @dataclass(kw_only=True)
 class Sharding:
-    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of the
-    model that the loss calls, None for the model itself."""
+    """`compute`: the dtype of the recipe's computation, None for float32. `entry`: the method of
+    the model that the loss calls, None for the model itself."""
 
     ranks: Ranks = field(default_factory=Ranks)
     layout: Layout = field(default_factory=Layout)
@@ -65,8 +65,14 @@ class Sharding:
     def own(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """Returns what this rank updates of the built and transformed model, by name."""
         self.shapes = {name: p.shape for name, p in model.named_parameters()}
-        self.owned = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.owned_of = {p: self.mine(p) for p in trained.values()}
+        self.owned = {name: self.owned_of[p] for name, p in trained.items()}
         return self.owned
+
+    def mine(self, p: nn.Parameter) -> nn.Parameter:
+        """Returns what this rank updates of a parameter of the model."""
+        return p
 
     def backward(self, last: bool) -> None:
         """Called before a micro-batch's backward; after the `last`, gradients must be reduced."""
@@ -81,7 +87,7 @@ class Sharding:
                     dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)]
             with self.ranks.waits:
                 for work in dist.batch_isend_irecv(both):
-                    work.wait()
+                    wait_for(work, mine)
             self.owned[name].grad = mine + theirs
 
     def _sum_alike(self) -> None:
@@ -214,7 +220,7 @@ class CutParameter(Parameter):
     def gather(self, t: Tensor) -> Tensor:
         if not self.shape:
             return t
-        each = -(-self.shape[0] // self.sharding.size)      # rows of most ranks; others pad
+        each = self.sharding.each(self.shape[0])        # others pad
         rows = t.new_zeros(each, *t.shape[1:])
         rows[:len(t)] = t
         whole = t.new_empty(each * self.sharding.size, *t.shape[1:])
@@ -236,15 +242,18 @@ class OfRows(Sharding):
         self.group = self.ranks.groups["shard"]
         self.size, self.index = self.layout.state_ranks, dist.get_rank(self.group)
 
+    def each(self, rows: int) -> int:
+        """Returns how many of so many rows most ranks have; the last ranks have fewer or none."""
+        return -(-rows // self.size)
+
     def rows(self, whole: Tensor) -> Tensor:
-        """A view of those of this rank."""
-        each = -(-whole.shape[0] // self.size)
-        start = min(self.index * each, whole.shape[0])
-        return whole[start:start + each]
+        """Returns a view of this rank's rows."""
+        each = self.each(len(whole))
+        return whole[self.index * each:][:each]
 
     def told(self, name: str) -> Parameter:
         return CutParameter(name, tuple(self.shapes[name]), self)
 
     def first_row(self, name: str) -> int:
         rows = self.shapes[name][0]
-        return min(self.index * -(-rows // self.size), rows)
+        return min(self.index * self.each(rows), rows)

@@ -13,7 +13,6 @@ import ctypes
 import faulthandler
 import gc
 import itertools
-import json
 import math
 import os
 import pkgutil
@@ -34,17 +33,8 @@ from typing import Any
 import psutil
 
 from lpkit.errors import out_of_memory, packed
-from lpkit.parallel.processes import (
-    ASKS,
-    BEAT_SECONDS,
-    HEAD,
-    MEETING,
-    SLOT,
-    STRANGER,
-    Place,
-    new_page,
-)
-from lpkit.processes import adopt_orphans, end_with_parent, sweep
+from lpkit.parallel.processes import BEAT_SECONDS, MEETING, SLOT, STRANGER, Place, new_page
+from lpkit.processes import Channel, adopt_orphans, end_with_parent, sweep
 
 TICK_SECONDS = 0.05
 SETTLE_SECONDS = 0.25       # after the first trouble, for the records of what caused it
@@ -59,7 +49,8 @@ PEER = ("gloo/transport", "remote process exited", "ncclRemoteError", "NCCL comm
 
 # --- in a rank
 
-def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, stacks: Path) -> None:
+def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict,
+             stacks: Path) -> None:
     """Does not return."""
     end_with_parent()
     file = open(stacks, "w")
@@ -68,7 +59,7 @@ def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, s
     threading.Thread(target=_beat, args=(place,), daemon=True).start()
     code = 1
     try:
-        place.write("done", [function(place, told)])
+        place.channel.send("done", [function(place, told)])
         code = 0
         # from here on it may abort: it is done
         dist = sys.modules.get("torch.distributed")
@@ -76,7 +67,7 @@ def run_rank(function: Callable[[Place, dict], Any], place: Place, told: dict, s
             dist.destroy_process_group()
     except BaseException as error:          # also SystemExit: whoever exits has not finished
         if code:
-            place.write("failed", _record(error))
+            place.channel.send("failed", _record(error))
     finally:
         # all but the taking down of modules, for which torch takes half a second
         atexit._run_exitfuncs()
@@ -114,30 +105,13 @@ def _lost_a_peer(error: BaseException) -> bool:
 
 # --- in the warm parent
 
-class Lines:
-    """Reads a pipe by whole lines."""
-
-    def __init__(self, fd: int):
-        self.fd, self.over, self._rest = fd, False, b""
-        os.set_blocking(fd, False)
-
-    def read(self) -> list[bytes]:
-        try:
-            some = os.read(self.fd, 1 << 16)
-        except BlockingIOError:
-            return []
-        self.over = not some
-        *lines, self._rest = (self._rest + some).split(b"\n")
-        return lines
-
-
 @dataclass
 class Rank:
     """A rank, as far as it is known."""
 
     number: int
     pid: int
-    lines: Lines        # what it tells
+    channel: Channel
     stacks: Path        # where it writes its stack
     failed: dict[str, Any] | None = None    # its record: of `_record`
     done: list[Any] | None = None           # [what it returned]
@@ -204,15 +178,15 @@ class Rank:
 
 
 class Supervisor:
-    def __init__(self, ranks: list[Rank], page: Any, asked: Lines, reports: int, *,
+    def __init__(self, ranks: list[Rank], page: Any, caller: Channel, *,
                  timeout_seconds: float, progress_seconds: float):
-        self.ranks, self.page, self.asked, self.reports = ranks, page, asked, reports
+        self.ranks, self.page, self.caller = ranks, page, caller
         self.timeout_seconds, self.progress_seconds = timeout_seconds, progress_seconds
-        self.outcome: dict[str, Any] | None = None
+        self.asked = ""             # of the ranks: "", "pause" or "stop"
+        self.outcome: tuple[str, Any] | None = None
         self.since = math.inf       # when the outcome was known
         self.trouble = math.inf     # when the first rank was found to have failed
         self.still_seconds = 0.0    # in which no rank got further
-        self.unsent = bytearray()
 
     def watch(self) -> None:
         """Until no rank is left."""
@@ -220,19 +194,19 @@ class Supervisor:
         os.set_blocking(writer, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)      # a rank that ends wakes us
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        os.set_blocking(self.reports, False)
         before = time.monotonic()
         while any(rank.alive for rank in self.ranks):
-            pipes = {rank.lines.fd: rank for rank in self.ranks if not rank.lines.over}
-            ready, *_ = select.select([wakes, self.asked.fd, *pipes], [], [], TICK_SECONDS)
-            for fd in ready:
-                if fd == wakes:
-                    os.read(wakes, 512)
-                elif fd == self.asked.fd:
-                    self.obey(self.asked.read())
-                else:
-                    self._hear(pipes[fd])
-            if self.asked.over:     # nobody waits for an outcome
+            speaking = [rank for rank in self.ranks if not rank.channel.over]
+            ready, *_ = select.select([wakes, self.caller, *(rank.channel for rank in speaking)],
+                                      [], [], TICK_SECONDS)
+            if wakes in ready:
+                os.read(wakes, 512)
+            if self.caller in ready:
+                self.obey(self.caller.receive())
+            for rank in speaking:
+                if rank.channel in ready:
+                    self._hear(rank)
+            if self.caller.over:    # nobody waits for an outcome
                 for rank in self.ranks:
                     rank.send(signal.SIGKILL)
             for rank in self.ranks:
@@ -243,30 +217,30 @@ class Supervisor:
             before = now
             self._judge(now)
             self._end(now)
-            self._send()
+            for channel in (self.caller, *(rank.channel for rank in self.ranks)):
+                channel.flush()
 
     def conclude(self) -> None:
         """The last word, unless nobody waits for one."""
-        os.set_blocking(self.reports, True)
-        self.unsent += _line(self.outcome) if self.outcome else b""
-        self._send()
+        if self.outcome:
+            self.caller.send(*self.outcome)
 
-    def obey(self, lines: list[bytes]) -> None:
-        for line in lines:
-            what, by = json.loads(line)
-            if ASKS[self.page[0]] != "stop":        # who stops a paused run wakes it up, too
-                HEAD.pack_into(self.page, 0, what, by.encode())
+    def obey(self, messages: list[tuple[str, list[str]]]) -> None:
+        for kind, ask in messages:
+            if self.asked != "stop":        # who stops a paused run wakes it up, too
+                self.asked = ask[0]
+                for rank in self.ranks:
+                    rank.channel.post(kind, ask)
 
     def _hear(self, rank: Rank) -> bool:
         """Returns whether it said something."""
-        lines = rank.lines.read()
-        for line in lines:
-            kind, value = line.split(b" ", 1)
-            if kind == b"told":
-                self.unsent += b'{"rank": %d, "told": %b}\n' % (rank.number, value)
+        messages = rank.channel.receive()
+        for kind, value in messages:
+            if kind == "told":
+                self.caller.post(kind, [rank.number, value])
             else:
-                setattr(rank, kind.decode(), json.loads(value))
-        return bool(lines)
+                setattr(rank, kind, value)
+        return bool(messages)
 
     def _bury(self, rank: Rank) -> None:
         if rank.alive and (ended := os.waitpid(rank.pid, os.WNOHANG))[0]:
@@ -276,10 +250,10 @@ class Supervisor:
 
     def _look(self, seconds: float) -> None:
         """Looks at the shared page, after so many seconds."""
-        moved = ASKS[self.page[0]] == "pause"
+        moved = self.asked == "pause"
         for rank in self.ranks:
             beats, *noted, phase, rank.waits = SLOT.unpack_from(
-                self.page, HEAD.size + rank.number * SLOT.size)
+                self.page, rank.number * SLOT.size)
             rank.silent_seconds = 0 if beats != rank.beats else rank.silent_seconds + seconds
             moved |= tuple(noted) != rank.noted
             rank.beats, rank.noted = beats, tuple(noted)
@@ -288,7 +262,7 @@ class Supervisor:
 
     def _judge(self, now: float) -> None:
         """Judges whether it is over, and why."""
-        if self.outcome or self.asked.over:
+        if self.outcome or self.caller.over:
             return
         working = [rank for rank in self.ranks if rank.working]
         if failed := [rank for rank in self.ranks if rank.trouble_at]:
@@ -297,7 +271,7 @@ class Supervisor:
                 own = [rank for rank in failed if not (rank.failed and rank.failed["peer"])]
                 self._blame(min(own or failed, key=lambda rank: rank.trouble_at))
         elif not working:
-            self._decide({"values": [rank.done[0] for rank in self.ranks]})
+            self._decide("values", [rank.done[0] for rank in self.ranks])
         elif silent := [rank for rank in working if rank.silent_seconds > self.timeout_seconds]:
             self._hung(silent, f"gave no sign of life for {self.timeout_seconds:g} s")
         elif self.still_seconds > self.progress_seconds:
@@ -309,14 +283,14 @@ class Supervisor:
     def _blame(self, rank: Rank) -> None:
         """Blames a rank that failed, or is gone without a word."""
         error = rank.failed
-        if rank.phase == MEETING and rank.status == -signal.SIGABRT:     # gloo's, which heard nonsense
+        if rank.phase == MEETING and rank.status == -signal.SIGABRT:    # gloo's: it heard nonsense
             self._fail([rank], f" {rank.end}: {STRANGER}", kind="ConfigError")
         elif error is None:
             self._fail([rank], f" {rank.end}", rank.stack(), "GoneError")
         elif (kind := error["packed"][0]) in ("ConfigError", "DamagedError", "RunFailedError"):
             self._fail([rank], f": {error['packed'][1]}", kind=kind)
         elif kind == "OSError" and not (error["memory"] or error["peer"]):
-            self._decide({"error": error["packed"]})    # what one process raises
+            self._decide("error", error["packed"])    # what one process raises
         else:
             how = "ran out of memory" if error["memory"] else "failed"
             self._fail([rank], f" {how} {rank.where}: {error['error']}", error["traceback"])
@@ -333,7 +307,8 @@ class Supervisor:
             before, sizes = sizes, [rank.stacks.stat().st_size for rank in ranks]
         where = {rank.number: f"rank {rank.number} is {rank.where}{', waiting' * rank.waits}"
                  for rank in self.ranks}
-        if rest := [where[rank.number] for rank in self.ranks if rank.working and rank not in ranks]:
+        if rest := [where[rank.number] for rank in self.ranks
+                    if rank.working and rank not in ranks]:
             how += f" {ranks[0].where}, and {', '.join(rest)}"
         elif len(ranks) > 1:
             how += ": they wait for one another, or compute for longer than that"
@@ -351,9 +326,9 @@ class Supervisor:
         *most, last = (str(rank.number) for rank in ranks)
         who = f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
         sentence = f"{who} of {len(self.ranks)}{how}\n\n{text}".strip()
-        self._decide({"error": [kind, sentence]})
+        self._decide("error", [kind, sentence])
 
-    def _decide(self, outcome: dict[str, Any]) -> None:
+    def _decide(self, *outcome: Any) -> None:
         self.outcome, self.since = outcome, time.monotonic()
 
     def _end(self, now: float) -> None:
@@ -368,50 +343,35 @@ class Supervisor:
                 rank.asked_to_end = True
                 rank.send(signal.SIGTERM)
 
-    def _send(self) -> None:
-        """Sends as much as the caller takes; it may be busy."""
-        try:
-            while self.unsent:
-                del self.unsent[:os.write(self.reports, self.unsent[:1 << 16])]
-        except BlockingIOError:
-            pass
-        except OSError:             # it is gone
-            self.unsent.clear()
 
-
-def _line(said: dict[str, Any]) -> bytes:
-    return f"{json.dumps(said)}\n".encode()
-
-
-def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> None:
+def watch(function: Callable, folder: Path, caller: Channel) -> None:
     """Fork ranks and watch them, until nothing of them is left."""
     end_with_parent()
     adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    lines: list[bytes] = []
-    while not lines:
-        select.select([asked.fd], [], [])
-        lines = asked.read()
-        if asked.over:          # the caller has changed its mind
+    messages: list[tuple[str, Any]] = []
+    while not messages:
+        messages = caller.receive(wait=True)
+        if caller.over:         # it has changed its mind
             return
-    job = json.loads(lines[0])
+    (_, job), *asks = messages
     world = job["world"]
     page, ranks = new_page(world), []
     folder.mkdir()
     for number in range(world):
-        reader, writer = os.pipe()
+        ours, theirs = map(Channel, socket.socketpair())
         stacks = folder / f"stacks-{number}"
         stacks.touch()
         if not (pid := os.fork()):
-            for fd in (asked.fd, reports, reader, *(rank.lines.fd for rank in ranks)):
-                os.close(fd)
-            place = Place(number, world, number, world, f"file://{folder}/store", page, writer)
+            for channel in (caller, ours, *(rank.channel for rank in ranks)):
+                channel.close()
+            place = Place(number, world, number, world, f"file://{folder}/store", page, theirs)
             run_rank(function, place, job["told"], stacks)
-        os.close(writer)
-        ranks.append(Rank(number, pid, Lines(reader), stacks))
-    supervisor = Supervisor(ranks, page, asked, reports, timeout_seconds=job["timeout_seconds"],
+        theirs.close()
+        ranks.append(Rank(number, pid, ours, stacks))
+    supervisor = Supervisor(ranks, page, caller, timeout_seconds=job["timeout_seconds"],
                             progress_seconds=job["progress_seconds"])
-    supervisor.obey(lines[1:])
+    supervisor.obey(asks)
     try:
         supervisor.watch()
     finally:
@@ -421,36 +381,35 @@ def watch(function: Callable, folder: Path, asked: Lines, reports: int) -> None:
 
 
 def main(folder: str, calls: str) -> int:
-    """Fork a supervisor for each call: the name of a function, and two pipes."""
+    """Fork a supervisor for each call: the name of a function, and a socket."""
     end_with_parent()
     watching: set[int] = set()
     signal.signal(signal.SIGCHLD, lambda *_: watching.difference_update(
         [pid for pid in watching if os.waitpid(pid, os.WNOHANG)[0]]))
     with socket.socket(fileno=int(calls)) as heard:
         for call in itertools.count():
-            name, fds, *_ = socket.recv_fds(heard, 4096, 2)
+            name, fds, *_ = socket.recv_fds(heard, 4096, 1)
             if not name:        # the caller is gone
                 break
+            caller = Channel(fds[0])
             try:
                 function = pkgutil.resolve_name(name.decode())      # with all that it imports
             except Exception as error:
                 record = _record(error)
                 sentence = f"cannot import {name.decode()}: {record['error']}"
-                os.write(fds[1], _line({"error": ["RunFailedError",
-                                                  f"{sentence}\n\n{record['traceback']}"]}))
+                caller.send("error", ["RunFailedError", f"{sentence}\n\n{record['traceback']}"])
             else:
                 gc.freeze()     # what the ranks share stays shared
                 if not (pid := os.fork()):
                     heard.close()
                     try:
-                        watch(function, Path(folder, str(call)), Lines(fds[0]), fds[1])
+                        watch(function, Path(folder, str(call)), caller)
                     except BaseException:
                         traceback.print_exc()
                     finally:
                         os._exit(0)
                 watching.add(pid)
-            for fd in fds:
-                os.close(fd)
+            caller.close()
     return 0
 
 

@@ -76,7 +76,8 @@ REDUCTIONS = {
 @dataclass(frozen=True, kw_only=True)
 class Gathered(Row):
     """A form in which gathered weights travel (ZeRO 2 and 3). `mixed`: all in the dtype of the
-    computation; `cast`: those that the recipe casts as their cast, in its 8 bits."""
+    computation; `cast`: those that the recipe casts as their cast, in its 8 bits, by the transform
+    that the implementation makes of the `Sharding`."""
 
     mixed: bool = False
     cast: bool = False
@@ -86,8 +87,9 @@ GATHERED = {
     "compute": Gathered(mixed=True, why="in the dtype of the computation, as FSDP's mixed precision "
                                         "has it: the residual stream is then in it, too"),
     "float32": Gathered(why="as they rest: the numbers of one device"),
-    "fp8": Gathered(cast=True, why="weights that the recipe casts as E4M3 or E5M2, a byte each, "
-                                   "the others as they rest: the numbers of one device",
+    "fp8": Gathered(cast=True, implementation="lpkit.parallel.cast_gather:CastGathers",
+                    why="weights that the recipe casts as E4M3 or E5M2, a byte each, the others as "
+                        "they rest: the numbers of one device",
                     source="torchao's float8 all-gather, https://github.com/pytorch/ao; "
                            "https://pytorch.org/blog/training-using-float8-fsdp2/"),
 }

@@ -39,7 +39,8 @@ def train(config: Config, *, out: Folder | None = None, resume: bool = False,
     returns a partial Run.
 
     `out` is the run folder, a new one under runs/ by default. With `resume`, `config.steps` may be
-    raised: the run is trained longer. An observer stops it by `control`. Raises ConfigError for an invalid combination, and names it;
+    raised: the run is trained longer. An observer stops it by `control`.
+    Raises ConfigError for an invalid combination, and names it;
     RunFailedError when the run cannot go on (a loss that is not a number, a full disk).
     """
     return _fit(config, Path(out or default_folder()), resume, Observers(observers),
@@ -204,7 +205,7 @@ class Series(Background):
                 # not before `title` can name it: its first step may be told at once
                 handle.begin().result()
             except Exception:
-                if Run.at(handle.path).summary.get("status") != "failed":      # else its Run says so
+                if Run.at(handle.path).summary.get("status") != "failed":   # else its Run says so
                     raise
         return {name: Run.at(handle.path) for name, handle in self.handles.items()}
 

@@ -40,8 +40,8 @@ def choose(config: Config, recipe: Recipe, device: torch.device, world: int) -> 
     """Raises ConfigError where graphs were asked for and cannot be."""
     asked, why = config.system.cuda_graphs, why_not(config, recipe, device, world)
     if asked is True and why:
-        raise ConfigError(f"system.cuda_graphs=true: {why}; set system.cuda_graphs=auto, which runs "
-                          f"kernel by kernel here")
+        raise ConfigError(f"system.cuda_graphs=true: {why}; set system.cuda_graphs=auto, which "
+                          f"runs kernel by kernel here")
     used = ON if asked and not why else OFF
     return Choice(asked=str(asked).lower(), used=used, why=why or (
         f"one call starts forward and backward of an update, except in the first {WARM_UP} updates "

@@ -1,9 +1,11 @@
-"""The training loop: update, evaluate, save, and write down what happened."""
+"""The training loop: update, evaluate, save, and write down what happened. A GPU never waits for
+the host: an update's numbers are read when they have arrived."""
 
 import math
 import sys
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from torch import Tensor
 
 from lpkit import hardware, records
 from lpkit.config import Config
@@ -21,7 +24,6 @@ from lpkit.files import locked, open_own, sweep, sync, write_atomically
 from lpkit.parallel.cut import Cut
 from lpkit.parallel.ranks import everybodys
 from lpkit.training import checkpoint, runs
-from lpkit.training.ahead import AHEAD, Arriving, moment
 from lpkit.training.build import environment
 from lpkit.training.checkpoint import Checkpoint
 from lpkit.training.control import PAUSE, STOP, Control, GivenUp
@@ -29,7 +31,8 @@ from lpkit.training.runs import Observers, Run, RunFailedError
 from lpkit.training.steps import Phases
 from lpkit.training.training import Training, Update
 
-RECORD = "record"           # in a checkpoint's state: of the step whose evaluation was given up
+RECORD = "record"       # in a checkpoint's state: of the step whose evaluation was given up
+AHEAD = 2       # updates in the device's queue at most, whose numbers the host has not read
 PAUSED_SECONDS = 0.1        # after which the other ranks hear again that they wait
 
 
@@ -158,6 +161,50 @@ def _without_memory(error: BaseException, account: RunAccount, step: int, run: R
     return {"error": said, "out_of_memory": report}
 
 
+class HostMoment:
+    """Now, by the host's clock: what was computed before is there. As an event of a device."""
+
+    def __init__(self):
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "HostMoment") -> float:
+        """In milliseconds."""
+        return 1e3 * (later.at - self.at)
+
+
+def moment(device: torch.device) -> "HostMoment | torch.cuda.Event":
+    """The moment when the device is done with its work so far, by its own clock."""
+    if device.type != "cuda":
+        return HostMoment()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class Arriving:
+    """Numbers by name, on their way to the host: from a GPU into pinned memory, without waiting."""
+
+    def __init__(self, numbers: Mapping[str, Tensor | float], device: torch.device):
+        self.numbers = dict(numbers)
+        there = [name for name, one in numbers.items()
+                 if torch.is_tensor(one) and one.device.type == device.type]
+        sent = torch.stack([numbers[name].detach().double() for name in there])
+        self.sent = there, sent.to("cpu", non_blocking=True)
+        self.at = moment(device)
+
+    def values(self) -> dict[str, float]:
+        """Waits until they are there."""
+        self.at.synchronize()
+        names, sent = self.sent
+        return {name: float(one) for name, one in (self.numbers | dict(zip(names, sent))).items()}
+
+
 @dataclass(frozen=True)
 class _Begun:
     """An update that the device was handed, and what is known of it without waiting."""
@@ -280,7 +327,7 @@ def _save(training: Training, run: Run, step: int, unevaluated: StepRecord | Non
         sync(run.path / runs.METRICS)   # no step that the checkpoint vouches for gets lost
     state = training.state_dict()
     tensors = {name: training.sharding.placed(name, value) for name, value in state.items()
-               if isinstance(value, (torch.Tensor, Cut))}
+               if isinstance(value, (Tensor, Cut))}
     numbers = {name: value for name, value in state.items() if name not in tensors}
     if training.sharding.layout.pipeline > 1:       # each stage has those of its parameters
         numbers = {name: value for one in everybodys(numbers) for name, value in one.items()}

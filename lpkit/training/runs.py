@@ -39,8 +39,9 @@ LATEST, MANIFESTS = "latest", f"{CHECKPOINTS}/step-*/manifest.json"
 
 # What may differ when a run goes on: steps may be raised, and the rest changes no number, but for
 # the order in which ranks add up.
-MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints",
-              "precision.telemetry_every", "imports", "start.run", "data.scores", "data.special_tokens"}
+MAY_CHANGE = {*(f"parallel.{f.name}" for f in fields(Layout)), "steps", "eval_every",
+              "eval_batches", "checkpoint_every", "keep_checkpoints", "precision.telemetry_every",
+              "imports", "start.run", "data.scores", "data.special_tokens"}
 SEAL = "# The SHA-256 of what is above, so that a change is seen: "
 OF_RUN = "# The run: "
 
@@ -107,8 +108,8 @@ class Run(Checked):
                                   f"another --out")
             return {}
         if resume and self.summary.get("status") == "imported":
-            raise ConfigError(f"{str(self.path)!r} was imported, and has no optimizer states to go on "
-                              f"with; begin another run from it: start.run={self.path}")
+            raise ConfigError(f"{str(self.path)!r} was imported, and has no optimizer states to go "
+                              f"on with; begin another run from it: start.run={self.path}")
         if not resume:
             raise ConfigError(f"{str(self.path)!r} already holds a run; choose another --out, or "
                               f"go on with --resume")
@@ -236,8 +237,8 @@ class Run(Checked):
             if not path.is_file():
                 found.append(f"{named(path)} is missing, and {SUMMARY} vouches for it")
             elif files.sha256(path) != due:
-                found.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of them "
-                             f"was altered, or is of another moment of the run")
+                found.append(f"{named(path)} is not the file that {SUMMARY} vouches for: one of "
+                             f"them was altered, or is of another moment of the run")
         heads = [(SUMMARY, said.get("lines", {})),
                  *((ENVIRONMENT, start.get("lines", {})) for start in starts)]
         for path in self.path.glob(MANIFESTS):
@@ -270,8 +271,8 @@ def identify(config: Config, tokens: Any, tokenizer: dict[str, Any], *, born: st
 
 
 def _of_another(path: Path, part: str, run: Path) -> DamagedError:
-    return DamagedError(f"{named(path)} belongs to another run than {named(run / IDENTITY)}: their {part} "
-                        f"differ{'s' * (part == 'run')}; put the run's own file back")
+    return DamagedError(f"{named(path)} belongs to another run than {named(run / IDENTITY)}: their "
+                        f"{part} differ{'s' * (part == 'run')}; put the run's own file back")
 
 
 def sealed_yaml(config: Config, mark: str) -> str:
@@ -282,9 +283,9 @@ def sealed_yaml(config: Config, mark: str) -> str:
 def _unsealed_yaml(path: Path) -> str:
     text, seal, due = records.text_of(path).partition(SEAL)
     if not seal or due.strip() != hashlib.sha256(text.encode()).hexdigest():
-        raise DamagedError(f"{named(path)} is not what the run wrote: it was cut off or altered. Undo the "
-                           f"change; settings that may change are given with --set, and others "
-                           f"need a run of their own (train a copy of the file with another --out)")
+        raise DamagedError(f"{named(path)} is not what the run wrote: it was cut off or altered. "
+                           f"Undo the change; settings that may change are given with --set, and "
+                           f"others need a run of their own (train a copy of the file with another --out)")
     return text
 
 
@@ -328,8 +329,9 @@ def described(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("validation loss", number("val_loss", ".4f", "nats per token")),
         ("speed", ", ".join(speed)), ("peak memory", number("peak_bytes", ".2f", "GB", 1e-9))]
     if dropped := summary.get("dropped_updates"):
-        none = "; no weight has moved: lower precision.recipe.loss_scale" * (dropped == summary["steps"])
-        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16{none}"))
+        more = "; no weight has moved: lower precision.recipe.loss_scale"
+        rows.append(("dropped updates", f"{dropped:,}, because gradients overflowed float16"
+                                        f"{more * (dropped == summary['steps'])}"))
     if summary.get("error"):
         kept = summary.get("last_checkpoint") or "no checkpoint"
         rows.append(("error", f"{summary['error']}; kept: {kept}"))

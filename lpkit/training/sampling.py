@@ -35,7 +35,8 @@ def sample(run: Run | Place, *, prompt: str | Sequence[str] = "\n", tokens: Coun
            ) -> str | list[str]:
     """The prompt and `tokens` more, from the newest good checkpoint of `run`; of several prompts a
     list. `temperature` 0 is greedy; else prompt i draws with seed + i, as it would alone. `cache`
-    is a row of `techniques.caches.CACHES`. Prompts may spell `special_tokens`, and end tokens end texts.
+    is a row of `techniques.caches.CACHES`. Prompts may spell `special_tokens`, and end tokens end
+    texts.
 
     With rotary positions, a full context loses its oldest token for each new one. With learned
     positions, and in block-sparse attention, it begins again from its newer half. Of a prompt that

@@ -31,8 +31,9 @@ def refuse(config: Config) -> None:
     """Raises ConfigError for what would silently train other numbers than it says."""
     reads = [one.name for one in config.model.changes if getattr(one, "reads_base", False)]
     if reads and config.parallel.stage > 1:
-        raise ConfigError(f"model.changes={reads[0]} begins as something made of whole weights, and "
-                          f"ZeRO {config.parallel.stage} gives each rank rows; set parallel.zero=1")
+        raise ConfigError(f"model.changes={reads[0]} begins as something made of whole weights, "
+                          f"and ZeRO {config.parallel.stage} gives each rank rows; set "
+                          f"parallel.zero=1")
     with unset_fake_temporarily(), torch.random.fork_rng(devices=[]), torch.no_grad():
         refuse_overwritten(config)
         if config.parallel.stage or config.parallel.tensor > 1:
@@ -75,8 +76,8 @@ def refuse_rows(config: Config) -> None:
                               f"update, and parallel.tensor={layout.tensor} gives each rank a part "
                               f"of them; set parallel.tensor=1")
         if layout.tensor > 1:
-            _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part of it",
-                          "parallel.tensor=1")
+            _refuse_parts(settings, 1, f"parallel.tensor={layout.tensor} gives each rank a part "
+                                       f"of it", "parallel.tensor=1")
         if layout.stage and not row.told:
             _refuse_parts(settings, 0, f"ZeRO {layout.stage} gives each rank rows of it",
                           "parallel.zero=0, or let its row be told, and its rule ask "
@@ -101,7 +102,8 @@ def _refuse_parts(settings: OptimizerSettings, dim: int, parts: str, way_out: st
 
     # one that is told asks for what it needs of other parts
     halves = () if row.told else map(updated, w.chunk(2, dim), g.chunk(2, dim))
-    if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), rtol=1e-6, atol=1e-7):
+    near = {"rtol": 1e-6, "atol": 1e-7}
+    if row.told or not torch.allclose(updated(w, g), torch.cat([*halves], dim), **near):
         raise ConfigError(f"optimizer={settings.name} reads a parameter as a whole, and {parts}, "
                           f"which it would update otherwise; set {way_out}")
 

@@ -29,7 +29,7 @@ from lpkit.files import sync
 from lpkit.parallel.cut import Cut, Offsets, Piece
 from lpkit.parallel.ranks import distributed, everybodys
 
-MORE = "//piece-"                   # between the name and number of a file's further piece of a tensor
+MORE = "//piece-"       # between the name and number of a file's further piece of a tensor
 SHARDING = "DCP_SHARDING_INFO"      # one key alone: safetensors writes several in any order
 WRITE_BUFFER_BYTES = 2**22          # more than safetensors wants beside the tensors
 

@@ -48,7 +48,7 @@ class LossScaler(nn.Module):
         if not dropped:
             self.good_steps += 1
             if self.good_steps >= self.growth_steps:
-                self.scale.mul_(2).clamp_(max=2.0**100)     # gradients of 0 would double it for ever
+                self.scale.mul_(2).clamp_(max=2.0**100)     # gradients of 0 double it for ever
                 self.good_steps.zero_()
             return
         for p in parameters:

@@ -142,8 +142,8 @@ class Training:
             step_metrics |= {"loss_scale": partial(Tensor.clone, scaler.scale),
                              "dropped": partial(Tensor.clone, scaler.dropped)}
         placement = rows["optimizer_state"].load()(device)
-        decays = {f"{prefix}.{name}": module.decays for prefix, module in model.named_modules()
-                  if hasattr(module, "decays") for name, _ in module.named_parameters(recurse=False)}
+        decays = {f"{prefix}.{name}": part.decays for prefix, part in model.named_modules()
+                  if hasattr(part, "decays") for name, _ in part.named_parameters(recurse=False)}
         optimizer = stepper.build(owned, config.optimizer, moment_format=m.moment_format.name,
                                   placement=placement, seed=config.seed + (shards.index << 24),
                                   kernels=config.system.kernels, by_first=ranks.by_first,
@@ -168,8 +168,8 @@ class Training:
             executor = PipelineExecutor(config, ranks)
         return cls(
             config=config, decisions=replace(decisions, choices=choices), model=model,
-            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens, start=start,
-            schedule=schedules.schedule(config.schedule, config.steps),
+            optimizer=optimizer, data=data, val=val, tokenizer=tokenizer, tokens=tokens,
+            start=start, schedule=schedules.schedule(config.schedule, config.steps),
             optimizer_step=rows["optimizer_step"].load()(
                 optimizer, list(owned.values()), config.optimizer.clip, shards.norm),
             loss=loss, objective=build.build_objective(config, decisions, ranks, loss),
@@ -192,9 +192,9 @@ class Training:
     def update(self, step: int, *, phases: Phases = nullcontext) -> Update:
         """The update after `step` others. The GPU is not waited for.
 
-        Governors may change the model before and after it. A watcher is a context around all forwards and
-        backwards, and changes nothing. `phases(name)` is a context around each "forward", each
-        "backward" and the "optimizer" step, for a clock.
+        Governors may change the model before and after it. A watcher is a context around all
+        forwards and backwards, and changes nothing. `phases(name)` is a context around each
+        "forward", each "backward" and the "optimizer" step, for a clock.
         """
         self.ranks.waits.seconds = 0.0
         self._govern("begin", step)
@@ -244,8 +244,8 @@ class Training:
     @torch.no_grad()
     def evaluate(self, *, phases: Phases = nullcontext) -> float:
         """Mean nats per next (or hidden) token, whatever the objective, of the first `eval_batches`
-        batches of `global_batch` sequences: the weighted sum of losses over the sum of weights, on any
-        ranks and micro-batches, which are an "evaluation" each for `phases`, as in `update`."""
+        batches of `global_batch` sequences: the weighted sum of losses over the sum of weights, on
+        any ranks and micro-batches, which are an "evaluation" each for `phases`."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:

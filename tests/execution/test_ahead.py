@@ -12,11 +12,10 @@ import torch
 
 from lpkit.config import Config
 from lpkit.contracts import Batch, DataPolicy, StatePlacement
-from lpkit.training import ahead, checkpoint
-from lpkit.training.ahead import AHEAD, HostMoment
+from lpkit.training import checkpoint, loop
 from lpkit.training.control import Control
 from lpkit.training.data import Prefetched
-from lpkit.training.loop import fit
+from lpkit.training.loop import AHEAD, HostMoment, fit
 from lpkit.training.runs import Run, RunFailedError
 from lpkit.training.training import Training
 from tests.attack import patience
@@ -49,7 +48,7 @@ def queue(monkeypatch) -> list:
             self.there = True
             waited.append(self)
 
-    monkeypatch.setattr(ahead, "HostMoment", Late)
+    monkeypatch.setattr(loop, "HostMoment", Late)
     return waited
 
 
@@ -71,7 +70,7 @@ def test_numbers_are_told_when_they_arrive_and_none_is_lost(tiny, tmp_path, queu
     behind = [step - 1 - done for step, done in handed]
     assert max(behind) == AHEAD and behind == [0, 1, 2, 2, 0, 1, 2, 2, 0], "evaluated at 4, 8 and 9"
     assert len(queue) == 9
-    monkeypatch.setattr(ahead, "HostMoment", HostMoment)
+    monkeypatch.setattr(loop, "HostMoment", HostMoment)
     assert lines(run) == lines(fit(Training.build(tiny), tmp_path / "at-once"))
     assert (run.summary["status"] == "complete"
             and all(line["step_seconds"] > 0 for line in run.metrics))
@@ -116,7 +115,7 @@ def test_a_device_that_failed_is_not_asked_for_the_rest(tiny, tmp_path, queue, m
     """The first error is the one that is told."""
     def fail(step: int):
         if step == 7:
-            monkeypatch.setattr(ahead.Arriving, "values",
+            monkeypatch.setattr(loop.Arriving, "values",
                                 lambda self: (_ for _ in ()).throw(
                                     RuntimeError("CUDA error: sticky")))
             raise RuntimeError("CUDA error: the first")

@@ -17,7 +17,7 @@ from lpkit.measure import doctor
 from lpkit.measure.probes import UnavailableError
 from lpkit.memory.state import Host
 from lpkit.parallel.meeting import joined
-from lpkit.training import ahead, checkpoint
+from lpkit.training import checkpoint, loop
 from lpkit.training.build import choose_device, environment
 from lpkit.training.loop import fit
 from lpkit.training.runs import RunFailedError
@@ -104,10 +104,10 @@ def test_memory_that_a_stream_may_still_use_is_not_used_again(recorded):
 
 def test_a_moment_is_reached_once_it_was_waited_for():
     with gpus():
-        first = ahead.moment(CUDA)
+        first = loop.moment(CUDA)
         torch.ones(3, device="cuda").mul_(2).add_(1)
-        then = ahead.moment(CUDA)
-        assert not isinstance(then, ahead.HostMoment) and not then.query()
+        then = loop.moment(CUDA)
+        assert not isinstance(then, loop.HostMoment) and not then.query()
         with pytest.raises(RuntimeError, match="completed before"):
             first.elapsed_time(then)
         then.synchronize()
@@ -117,7 +117,7 @@ def test_a_moment_is_reached_once_it_was_waited_for():
 
 def test_numbers_arrive_when_they_are_waited_for():
     with gpus() as fake:
-        sent = ahead.Arriving({"loss": torch.full((), 1.5, device="cuda"), "lr": 0.25}, CUDA)
+        sent = loop.Arriving({"loss": torch.full((), 1.5, device="cuda"), "lr": 0.25}, CUDA)
         assert sent.sent[1].is_pinned()
         with pytest.raises(RaceError):
             float(sent.sent[1][0])

@@ -14,8 +14,8 @@ from lpkit.techniques.adapters import Adapter
 from lpkit.techniques.blocks import MODEL_CHANGES
 from lpkit.techniques.optimizers import OPTIMIZERS
 from lpkit.techniques.recipes import RECIPES
-from lpkit.training.ahead import Arriving
 from lpkit.training.build import made
+from lpkit.training.loop import Arriving
 from lpkit.training.training import RandomTokens, Training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from lpkit.errors import ConfigError
 from lpkit.parallel import meeting, ranks
+from lpkit.parallel.context import Ring
+from lpkit.parallel.pipeline import Pipeline
 from lpkit.parallel.processes import MEETING
+from lpkit.parallel.sharding import Sharding
 from lpkit.training import loop
 from lpkit.training.rank import train
 
@@ -103,6 +106,25 @@ def silent(place, told):
         meeting.meet("gloo", **place.among)
     finally:
         place.tell({"seconds": time.monotonic() - begun})
+
+
+def late(place, told):
+    """Rank 1 sends each message, from rank to rank and of all, long after the time for a proof."""
+    meeting.PROOF_TIMEOUT = timedelta(seconds=1)
+    meeting.meet("gloo", **place.among)
+    x = torch.ones(3)
+    ring = Ring.__new__(Ring)
+    ring.rank, ring.ranks = place.rank, 2
+    ring.among = ranks.Ranks(groups={"context": dist.group.WORLD})
+    order = {0: [(0, "F", 0)], 1: [(1, "F", 0)]}
+    stages = Pipeline(order, place.rank, groups=[dist.group.WORLD] * 2)
+    shared = Sharding(ranks=ranks.Ranks(groups={"pipeline": dist.group.WORLD}))
+    shared.owned, shared.twice = {"w": torch.nn.Parameter(x.clone())}, {"w": 1 - place.rank}
+    shared.owned["w"].grad = x.clone()
+    for wait_for in (lambda: ring.passed(x)(), shared.reduce, lambda: dist.all_reduce(x),
+                     lambda: stages.step(lambda stage, micro, given: x.clone(), x)):
+        time.sleep(2 * (place.rank == told["late"]))
+        wait_for()
 
 
 def too_much(place, told):

@@ -145,6 +145,13 @@ def test_who_proves_nothing_is_not_waited_for(parent):
     assert "\n" not in str(found.value) and 0.9 < said[0][1]["seconds"] < 20
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_message_may_come_long_after_the_time_for_a_proof(parent, late):
+    """gloo keeps that time for messages from rank to rank: of stages, of a ring, of what two stages
+    have."""
+    ranks(parent, "late", {"late": late})
+
+
 def test_a_rank_that_aborts_while_it_meets_is_one_sentence(parent):
     with pytest.raises(ConfigError,
                        match=r"^rank 1 of 2 died at step 0 in meeting the others of SIGABRT: "

@@ -25,7 +25,6 @@ import pkgutil
 import secrets
 import select
 import signal
-import socket
 import struct
 import symtable
 import sys
@@ -294,10 +293,7 @@ def asked(name: str, seconds: float, env: Mapping[str, str] | None = None,
     if key not in parents:
         parents[key] = WarmParent("lessons.judging.judge_process", **env or {})
         atexit.register(parents[key].__exit__)
-    line, theirs = socket.socketpair()
-    with line:
-        with theirs:
-            parents[key].start(name, [theirs.fileno()])
+    with parents[key].start(name) as line:
         line.settimeout((START_SECONDS + 5 * seconds) * patience())
         with contextlib.suppress(OSError):
             line.sendall(job)
