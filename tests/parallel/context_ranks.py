@@ -1,27 +1,22 @@
 """What ranks of tests/parallel/test_context.py do; each is `f(place, told)`."""
 
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from lessons.rows.sparse_attention import BlockSparse
-from lpkit.config import Config
 from lpkit.measure.tracking import MessageCount
 from lpkit.nn.attention import partial_of, plain
 from lpkit.parallel import context
-from lpkit.parallel.cut import Cut
-from lpkit.parallel.meeting import joined, meet
+from lpkit.parallel.meeting import meet
 from lpkit.parallel.processes import Place
 from lpkit.parallel.ranks import Ranks
 from lpkit.techniques.attention import Rule
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.layouts import CONTEXT
-from lpkit.training import checkpoint
 from lpkit.training.training import Training
 from tests.parallel.pipeline_ranks import built
-from tests.parallel.training_ranks import _state_digest
 
 T = 64
 RULES = {
@@ -137,31 +132,3 @@ def updates(training: Training, count: int) -> list:
     done = [training.update(step) for step in range(count)]
     return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done],
             training.evaluate()]
-
-
-def goes_on(place: Place, told: dict) -> list[str]:
-    """In each layout: what `read` is gone on from, an update later it is saved; digests of the
-    state before and after."""
-    torch.set_num_threads(1)
-    found = []
-    for i, layout in enumerate(told["layouts"]):
-        config = Config.from_dict(told["config"]).replace(layout)
-        with joined(config, local_rank=place.local_rank,
-                    **place.among | {"init_method": f"{place.store}-{i}"}) as ranks:
-            found.append(went_on(Training.build(config, ranks=ranks), Path(told["read"]),
-                                 Path(told["out"]) / str(i)))
-    return found
-
-
-def went_on(training: Training, read: Path, out: Path) -> list[str]:
-    there, _ = checkpoint.load_latest(read, blank=training.blank) if read.exists() else (None, [])
-    if there:
-        training.load_state_dict(there.tensors | there.state["optimizer"])
-    digests = [_state_digest(training)]
-    training.update(1)
-    state = training.state_dict()
-    tensors = {name: t for name, t in state.items() if isinstance(t, (torch.Tensor, Cut))}
-    checkpoint.save(out, 1, tensors,
-                    {"optimizer": {name: t for name, t in state.items() if name not in tensors}},
-                    keep=1)
-    return [*digests, _state_digest(training)]

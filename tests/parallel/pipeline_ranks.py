@@ -98,8 +98,8 @@ def gradients(place: Place, told: dict) -> dict[str, dict[int, list]]:
             run = pipeline(place, name, chunks, m)
             run.step(forward, x[0])
             ours = {stage: weights[stage].grad.clone() for stage in ids}
-            assert ([stage for stage in range(stages) if weights[stage].grad is not None]
-                    == sorted(ids))
+            reached = [stage for stage in range(stages) if weights[stage].grad is not None]
+            assert reached == sorted(ids)
             for w in weights:
                 w.grad = None
             run.step(forward, x[0])     # of the first nothing is left

@@ -2,7 +2,6 @@
 float64, unequal work, wrong messages of a ring or an exchange, and a training over context ranks
 whose losses, messages, bytes or checkpoints are not as they should be."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +13,13 @@ from lpkit.config import Config
 from lpkit.contracts import Batch
 from lpkit.errors import ConfigError
 from lpkit.measure.trace import predict_trace
-from lpkit.parallel.context import joined, part, share
+from lpkit.parallel.context import share
 from lpkit.parallel.processes import Processes
 from lpkit.techniques.attention_backends import ATTENTION
 from lpkit.techniques.layouts import refuse_untrainable
 from lpkit.training import build
 from lpkit.training.training import Training
-from tests.parallel.context_ranks import RULES, T, updates, went_on
+from tests.parallel.context_ranks import RULES, T, updates
 
 pytestmark = pytest.mark.dist
 B, H, E = 2, 8, 16      # of tests.parallel.context_ranks
@@ -95,42 +94,6 @@ def test_ranks_compute_as_many_pairs_and_none_that_is_hidden(attended):
             assert due == [2 * world + 1] * world
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_parts_are_in_zig_zag_and_joined_again(ranks):
-    whole = torch.arange(48).view(2, 24)
-    parts = [part(whole, rank, ranks) for rank in range(ranks)]
-    C = 24 // (2 * ranks)
-    for rank, own in enumerate(parts):
-        late = (2 * ranks - 1 - rank) * C
-        assert own[0].tolist() == [*range(rank * C, rank * C + C), *range(late, late + C)]
-    assert torch.equal(joined(parts), whole)
-
-
-SHIFTED = [rule for name, rule in RULES.items() if not rule.documents and not rule.sinks]
-
-
-@pytest.mark.parametrize("rule", SHIFTED, ids=str)
-def test_a_rule_of_a_part_is_the_part_of_the_rule(rule):
-    """`sees`, and what follows of it: spans have every key that is seen, hides says where any is
-    left out."""
-    i = torch.arange(T)
-    whole = rule.sees(i[:, None], i[None])
-    for q0, k0, n in ((0, 0, 16), (16, 0, 16), (48, 32, 16), (32, 48, 16), (8, 40, 24),
-                      (40, 8, 24)):
-        own = replace(rule, query_start=q0, key_start=k0)
-        seen = own.sees(i[:n, None], i[None, :n])
-        assert torch.equal(seen, whole[q0:q0 + n, k0:k0 + n])
-        for first, last in ((0, n), (3, 9)):
-            spans = own.spans(first, last, n)
-            inside = torch.zeros(n, dtype=torch.bool)
-            for a, b in spans:
-                assert 0 <= a < b <= n
-                inside[a:b] = True
-            assert not (seen[first:last].any(0) & ~inside).any()
-            for a, b in ((0, n), (2, 7)):
-                assert own.hides(first, last, a, b) >= bool((~seen[first:last, a:b]).any())
-
-
 # ---- in training
 
 SMALL = Config().replace({
@@ -190,25 +153,6 @@ def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks):
         traced = predict_trace(config, 2, layout=config.parallel)
         for *_, peak, rows in by_rank:
             assert (peak, rows) == (traced.peak_bytes, traced.rows)
-
-
-def test_a_run_goes_on_in_one_process_and_back_bit_for_bit(parent, tmp_path):
-    """Weights and the optimizer's state, whatever the layout that wrote them."""
-    config = SMALL.replace({"steps": 4})
-    layouts = [RING | axes(zero=0), RING | axes(zero=1), EXCHANGE | axes(zero=3) | FLOAT32]
-
-    def ranks(read, out):
-        told = {"config": config.to_dict(), "layouts": layouts, "read": str(read), "out": str(out)}
-        one, other = on_context(parent, "goes_on", told, 2)
-        assert one == other
-        return one
-
-    for i, (_, saved) in enumerate(ranks(tmp_path / "nothing", tmp_path / "ranks")):
-        began, ended = went_on(Training.build(config), tmp_path / "ranks" / str(i),
-                               tmp_path / "alone" / str(i))
-        assert began == saved != ended
-    back = ranks(tmp_path / "alone" / "2", tmp_path / "back")
-    assert [began for began, _ in back] == [ended] * len(layouts)
 
 
 @pytest.mark.parametrize("changes, sentence", [

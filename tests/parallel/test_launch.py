@@ -211,7 +211,8 @@ def test_what_a_rank_leaves_is_ended(parent):
 
 CALLER = """
 from lpkit.parallel.processes import Processes
-with Processes("tests.parallel.rank_functions:tick", {told}, world=2, heard=lambda rank, said: print(rank, flush=True)) as ranks:
+with Processes("tests.parallel.rank_functions:tick", {told}, world=2,
+               heard=lambda rank, said: print(rank, flush=True)) as ranks:
     ranks.wait()
 """
 
@@ -257,8 +258,8 @@ def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
     handle.subscribe(shown.append)
     run = handle.result()
     assert run.path == tmp_path / "run" and handle.done and handle.error is None
-    assert ([record.step for record in handle.records] == [1, 2, 3, 4, 5]
-            and handle.planned_steps == 5)
+    assert [record.step for record in handle.records] == [1, 2, 3, 4, 5]
+    assert handle.planned_steps == 5
     assert handle.config.parallel.data == 2
     assert handle.ranks == {rank: {"step": 5, "step_seconds": 0.1, "loss": 1.0,
                                    "peak_bytes": 1 << 30, "communication_share": 0.25}
@@ -267,19 +268,6 @@ def test_a_handle_has_what_a_panel_shows(stand_in, tmp_path):
     assert "done" in live.status.value
     cells = re.findall("<t[hd][^>]*>(.*?)</t[hd]>", live.ranks.value)
     assert cells[-6:] == ["1", "5", "1.000", "0.100", "1.07 GB", "25%"] and len(cells) == 3 * 6
-
-
-def test_a_launch_in_a_shared_parent_tells_its_ranks_which_can_be_killed(parent, monkeypatch,
-                                                                          tmp_path):
-    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "cores", lambda: 2)
-    small = config(model__layers=1, model__width=32, model__context=32, global_batch=2,
-                   steps=10_000, system__threads=1, precision__recipe="fp32")
-    handle = lpkit.launch(small, processes=2, out=tmp_path / "run", parent=parent)
-    while 0 not in handle.ranks:
-        time.sleep(0.01)
-    os.kill(handle.ranks[0]["pid"], signal.SIGKILL)
-    with pytest.raises(RunFailedError, match=r"rank 0 of 2 died at step \d+ in .* of SIGKILL"):
-        handle.result()
 
 
 def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
@@ -292,32 +280,23 @@ def test_stop_and_pause_reach_the_ranks(stand_in, tmp_path):
     assert handle.result().summary["stopped_by"] == "stop"
 
 
-@pytest.mark.parametrize("function, when, kept", [
-    ("untold", lambda out: (out / METRICS).exists(), True),
-    ("hang", lambda out: True, False),      # as ranks that are importing
-])
-def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp_path, function,
-                                                       when, kept):
+def test_steps_that_are_written_and_not_told_are_kept(stand_in, monkeypatch, tmp_path):
     """A launch of a tiny model had 23 of them when its first signal came, and was killed."""
-    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN",
-                        f"{HERE}:{function}")
+    monkeypatch.setattr(importlib.import_module("lpkit.training.launch"), "TRAIN", f"{HERE}:untold")
     handle = lpkit.launch(config(steps=10**6), processes=2, out=tmp_path / "run")
     # a shell's & makes its children deaf
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def press():
-        until(lambda: when(tmp_path / "run"))
+        until((tmp_path / "run" / METRICS).exists)
         time.sleep(0.3)     # the main thread waits for the result
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=press).start()
     try:
-        stopped_by = handle.result().summary["stopped_by"]
-    except KeyboardInterrupt:
-        stopped_by = None
+        assert handle.result().summary["stopped_by"] == "SIGINT" and handle.done
     finally:
         signal.signal(signal.SIGINT, before)
-    assert stopped_by == ("SIGINT" if kept else None) and handle.done
 
 
 def test_the_command_does_the_same(stand_in, tmp_path, capsys):
@@ -358,7 +337,8 @@ from lpkit import cli
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)        # its terminal: what is typed there becomes a signal
 launch = importlib.import_module("lpkit.training.launch")
 launch.TRAIN, launch.cores = f"tests.parallel.rank_functions:{sys.argv[1]}", lambda: 2
-sys.exit(cli.main(["train", "cpu-3m", "system.device=cpu", "steps=100000", "--processes", "2", "--json", "--out", sys.argv[2]]))
+sys.exit(cli.main(["train", "cpu-3m", "system.device=cpu", "steps=100000", "--processes", "2",
+                   "--json", "--out", sys.argv[2]]))
 """
 
 

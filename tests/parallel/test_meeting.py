@@ -161,7 +161,8 @@ def test_what_ranks_say_arrives_whole_and_has_a_bound(parent):
     PermissionError(13, "Permission denied", b"a"), OSError(9, "Bad file descriptor", 3),
     MemoryError(), RunFailedError("r")])
 def test_an_error_is_the_same_on_the_other_side(error):
-    other, sentence = unpacked(*packed(error)), cli._of_system if isinstance(error, OSError) else str
+    other = unpacked(*packed(error))
+    sentence = cli._of_system if isinstance(error, OSError) else str
     assert type(other) is type(error) and sentence(other) == sentence(error)
 
 

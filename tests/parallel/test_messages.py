@@ -96,20 +96,6 @@ def test_ranks_that_split_a_model_send_what_the_formula_says(layout, changes):
     assert traced == due and len(due) > 1, (traced - due, due - traced)
 
 
-def test_the_sum_by_hand():
-    """P numbers in float32 on n ranks, all rows even: ZeRO 0 and ZeRO 1 send 2 (n - 1) / n of 4 P
-    bytes; ZeRO 3 half of that in gradients a micro-batch, and blocks' weights twice."""
-    n, P = 4, sum(p.numel() for p in Transformer(SMALL.model).parameters())
-    blocks = sum(p.numel() for p in Transformer(SMALL.model).blocks.parameters())
-    total = lambda **layout: sum(sent_bytes(messages(SMALL, layout=Layout(**layout))).values())
-    scalar = 2 * 4 * (n - 1) / n
-    assert total(data=n) == 2 * 4 * P * (n - 1) / n + scalar
-    assert total(shard=n, zero=1) == 2 * 4 * P * (n - 1) / n + 2 * scalar
-    assert total(shard=n, zero=2) == total(shard=n, zero=1)
-    assert total(shard=n) == total(shard=n, zero=2) + 4 * blocks * (n - 1) / n
-    assert not messages(SMALL)
-
-
 @pytest.mark.parametrize("changes", [
     {}, UNEVEN, {"model.attention": "delta", "model.bias": True},
     {"model.attention.sinks": True, "model.qk_norm": True}], ids=str)

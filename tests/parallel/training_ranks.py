@@ -496,8 +496,8 @@ def out_of_memory(place: Place, told: dict) -> None:
 
 
 def toys_train(place: Place, told: dict) -> list:
-    """Updates by techniques of tests/techniques/toys.py in one layout after another: losses, whole weights,
-    and whether half of the way goes on from what was saved."""
+    """Updates by techniques of tests/techniques/toys.py in one layout after another: losses, whole
+    weights, and whether half of the way goes on from what was saved."""
     toys.add()
     found = []
     for layout in told["layouts"]:

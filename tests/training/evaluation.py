@@ -5,7 +5,9 @@ micro-batches on 1 and on 2 ranks. Each number is held against the weighted sum 
 sum of weights, in float64, from the logits of the whole batches: no code of the kit but the model
 makes it. Float32 gives a mean to some 1e-7 of itself, so 1e-6 is asked.
 
-    python -m tests.training.evaluation      prints a table, and exits 1 where a number differs by more
+    python -m tests.training.evaluation
+
+prints a table, and exits 1 where a number differs by more.
 """
 
 import sys

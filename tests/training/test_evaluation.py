@@ -6,10 +6,8 @@ import torch
 from torch.nn import functional
 
 from lpkit.contracts import IGNORED, Batch
-from lpkit.datasets.policies import Ramped
 from lpkit.parallel.processes import Processes
 from lpkit.parallel.ranks import Ranks
-from lpkit.techniques.data import POLICIES
 from lpkit.training.runs import RunFailedError
 from lpkit.training.training import Training
 from tests.training import evaluation
@@ -22,17 +20,6 @@ CUTS = [("random-documents", "data"), ("-100", "pipeline"), ("zeros", "context")
 def source():
     with evaluation.text() as source:
         yield source
-
-
-class Given:
-    """A user's batches that all count as `counts` says."""
-
-    def __init__(self, counts, config=SMALL):
-        self.counts, self.all = counts, Handed("uneven", config)
-
-    def batch(self, step):
-        batch = self.all.batch(step)
-        return Batch(batch.tokens, batch.targets, weights=self.counts(batch).float())
 
 
 @pytest.mark.dist
@@ -61,9 +48,14 @@ def test_micro_batches_read_the_same_text(source, policy):
 
 @pytest.mark.parametrize("loss, pieces", [("full", 1), ("chunked", 4)])
 def test_an_update_in_which_no_token_counts_has_loss_and_gradients_of_0(loss, pieces):
+    class Nothing(Handed):
+        def batch(self, step):
+            batch = super().batch(step)
+            return Batch(batch.tokens, batch.targets, weights=torch.zeros(batch.targets.shape))
+
     config = SMALL.replace({"memory.cross_entropy": loss, "grad_accum_steps": pieces,
                             "optimizer.weight_decay": 0})
-    training = Training.build(config, data=Given(lambda batch: torch.zeros(batch.targets.shape)))
+    training = Training.build(config, data=Nothing("uneven", config))
     before = [p.clone() for p in training.model.parameters()]
     assert training.forward_backward(training.batch(0)) == 0
     assert all(p.grad is not None and not p.grad.any() for p in training.model.parameters())
@@ -74,33 +66,10 @@ def test_an_update_in_which_no_token_counts_has_loss_and_gradients_of_0(loss, pi
         training.evaluate()
 
 
-def test_micro_batches_without_tokens_change_nothing():
-    """The last half of the sequences counts for nothing: the loss and the gradients are those of
-    the first half."""
-    half = SMALL.global_batch // 2
-    data = Given(lambda batch: (torch.arange(len(batch.targets)) < half)[:, None].expand_as(
-        batch.targets))
-    batch = Handed("uneven", SMALL).batch(0)
-    for pieces in (1, 4, 8):
-        hold(data, pieces, batch.tokens[:half], batch.targets[:half])
-
-
-def hold(data, pieces, tokens, targets):
-    """To the loss and the gradients that PyTorch has of these tokens, in one piece."""
-    training = Training.build(SMALL.replace({"grad_accum_steps": pieces}), data=data)
-    model = Training.build(SMALL, data=data).model
-    due = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(),
-                                   ignore_index=IGNORED)
-    due.backward()
-    loss = training.forward_backward(training.batch(0))
-    torch.testing.assert_close([loss, *(p.grad for p in training.model.parameters())],
-                               [due.detach(), *(p.grad for p in model.parameters())],
-                               rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.parametrize("pieces, weighted", [(1, True), (4, False)])
 def test_targets_of_minus_100_count_for_nothing(pieces, weighted):
-    """As PyTorch and every collator of transformers have it."""
+    """As PyTorch and every collator of transformers have it: the loss and the gradients are
+    PyTorch's of the whole batch, in one piece."""
 
     class Collated:
         def batch(self, step):
@@ -109,7 +78,15 @@ def test_targets_of_minus_100_count_for_nothing(pieces, weighted):
                          if weighted else None)
 
     batch = Collated().batch(0)
-    hold(Collated(), pieces, batch.tokens, batch.targets)
+    training, whole = (Training.build(SMALL.replace({"grad_accum_steps": n}), data=Collated())
+                       for n in (pieces, 1))
+    due = functional.cross_entropy(whole.model(batch.tokens).flatten(0, 1),
+                                   batch.targets.flatten(), ignore_index=IGNORED)
+    due.backward()
+    loss = training.forward_backward(batch)
+    torch.testing.assert_close([loss, *(p.grad for p in training.model.parameters())],
+                               [due.detach(), *(p.grad for p in whole.model.parameters())],
+                               rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.dist
@@ -125,15 +102,3 @@ def test_a_rank_without_tokens_changes_nothing(source, parent):
         config = evaluation.config_of(batches, way, source, 2)
         due = evaluation.two_updates(evaluation.built(batches, config, Ranks()))
         assert got[:2] == [0, 0] and got == pytest.approx(due, rel=1e-5) and got[3] > 0, way
-
-
-def test_a_ramp_of_lengths_that_asks_nothing_at_first_is_no_nan():
-    config = SMALL.replace({"imports": ["lessons.l21_noise_scale_and_schedules", "lessons.tasks"],
-                            "sizes": "length-ramp", "data.policy": "copy", "model.context": 64,
-                            "steps": 20})
-    settings = {key: value for key, value in vars(config.data.policy).items() if key != "name"}
-    task = POLICIES["copy"].load()(batch=8, context=64, **settings)
-    training = Training.build(config, data=Ramped(task, 8, config.sizes_at))
-    assert not training.batch(0).weights.any()      # else this asks nothing
-    assert [training.update(0).loss.item(), training.update(0).grad_norm.item()] == [0, 0]
-    assert all(p.isfinite().all() for p in training.model.parameters())

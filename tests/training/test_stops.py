@@ -1,5 +1,5 @@
-"""Only these tests catch a stop that waits for the end of a step or of an evaluation, and a run that
-a stop in the middle of either leaves other than bit for bit."""
+"""Only these tests catch a stop that waits for the end of a step or of an evaluation, and a run
+that a stop in the middle of either leaves other than bit for bit."""
 
 import os
 import signal
@@ -87,17 +87,38 @@ def stopped_at(tiny, folder, monkeypatch, number: int):
     return run
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
-def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, recipe):
-    """Histories of casts and draws of roundings are those of the step before, and so is all that
-    comes."""
-    tiny = tiny.replace({"precision.recipe": recipe}
-                        | ({"precision.recipe.high_precision_layers": "head"} if recipe == "nvfp4"
-                           else {}))
+class Fades:
+    """After each update the last norm's gains are a hundredth smaller; counts how often."""
+
+    def __init__(self, settings):
+        self.times = torch.zeros((), dtype=torch.int64)
+
+    def end(self, training, step):
+        with torch.no_grad():
+            training.model.norm.weight.mul_(0.99)
+        self.times += 1
+
+    def state_dict(self):
+        return {"times": self.times.clone()}
+
+    def load_state_dict(self, state):
+        self.times = state["times"].clone()
+
+
+@pytest.mark.parametrize("changes", [
+    {"precision.recipe": "fp8-delayed", "governors": "fades"},
+    {"precision.recipe": "nvfp4", "precision.recipe.high_precision_layers": "head"}], ids=str)
+def test_a_step_is_given_up_between_micro_batches(tiny, tmp_path, monkeypatch, changes):
+    """Histories of casts, draws of roundings and what a governor has at its end are those of the
+    step before, and so is all that comes."""
+    monkeypatch.setitem(GOVERNORS, "fades", Row(implementation=f"{__name__}:Fades"))
+    tiny = tiny.replace(changes)
     whole = train(tiny, out=tmp_path / "whole")
     # in step 5: an evaluation came after 3
     run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
-    assert run.summary["steps"] == 4 and checkpoint.load_latest(run.checkpoints)[0].step == 4
+    found = checkpoint.load_latest(run.checkpoints)[0]
+    assert run.summary["steps"] == found.step == 4 and "governors" not in run.summary["chosen"]
+    assert found.tensors.get("governor/fades/times", 4) == 4
     hold_to_the_end(tiny, run, whole)
 
 
@@ -125,35 +146,6 @@ def test_a_governors_step_is_finished(tiny, tmp_path, monkeypatch):
         training = Training.build(tiny)
         training.governors["begins"] = Begins(None)
         assert fit(training, tmp_path / "run", control=control).summary["steps"] == 1
-
-
-class Fades:
-    """After each update the last norm's gains are a hundredth smaller; counts how often."""
-
-    def __init__(self, settings):
-        self.times = torch.zeros((), dtype=torch.int64)
-
-    def end(self, training, step):
-        with torch.no_grad():
-            training.model.norm.weight.mul_(0.99)
-        self.times += 1
-
-    def state_dict(self):
-        return {"times": self.times.clone()}
-
-    def load_state_dict(self, state):
-        self.times = state["times"].clone()
-
-
-def test_a_step_is_given_up_before_a_governors_end(tiny, tmp_path, monkeypatch):
-    monkeypatch.setitem(GOVERNORS, "fades", Row(implementation=f"{__name__}:Fades"))
-    tiny = tiny.replace({"governors": "fades"})
-    whole = train(tiny, out=tmp_path / "whole")
-    run = stopped_at(tiny, tmp_path / "run", monkeypatch, 3 * 4 + 4 + 4 + 2)
-    found = checkpoint.load_latest(run.checkpoints)[0]
-    assert found.step == 4 and found.tensors["governor/fades/times"] == 4
-    assert "governors" not in run.summary["chosen"]
-    hold_to_the_end(tiny, run, whole)
 
 
 @pytest.mark.parametrize("number, changes", [
