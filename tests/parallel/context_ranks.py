@@ -117,18 +117,14 @@ def _case(way: str, backend: str, rule: Rule, kv_heads: int, dtype: torch.dtype)
 
 
 def trained(place: Place, told: dict) -> list:
-    """Returns, for each config, losses and gradients' norms of some updates, what evaluation says,
-    and the messages of one update more."""
-    found = []
-    for training in built(place, told):
-        numbers = updates(training, told["updates"])
-        with MessageCount() as count:
-            training.update(told["updates"])
-        found.append([numbers, sorted([*one, times] for one, times in count.sent.items())])
-    return found
+    return [updates(training, told["updates"]) for training in built(place, told)]
 
 
 def updates(training: Training, count: int) -> list:
-    done = [training.update(step) for step in range(count)]
+    """Losses and gradients' norms of some updates, the messages of the last one, and what
+    evaluation says, after which an update gathers less: weights are at hand."""
+    done = [training.update(step) for step in range(count - 1)]
+    with MessageCount() as counted:
+        done.append(training.update(count - 1))
     return [[one.loss.item() for one in done], [one.grad_norm.item() for one in done],
-            training.evaluate()]
+            training.evaluate(), sorted([*one, times] for one, times in counted.sent.items())]

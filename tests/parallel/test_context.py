@@ -126,7 +126,7 @@ ON_FOUR = [(MODELS[0], way) for way in (
     RING | axes(tensor=2, zero=0), EXCHANGE | axes(tensor=2, zero=1))]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("world, cases", [(2, ON_TWO), (4, ON_FOUR)], ids=["2 ranks", "4 ranks"])
 def test_losses_are_those_of_one_process_and_messages_those_of_the_formula(parent, world, cases):
     """In float32. Sums in another order differ by some 2^-24 an update; the norm is a sum of
@@ -136,14 +136,14 @@ def test_losses_are_those_of_one_process_and_messages_those_of_the_formula(paren
                                              "updates": 5}, world)
     alone = [updates(Training.build(SMALL.replace(model)), 5) for model in MODELS]
     for (model, _), config, found in zip(cases, configs, zip(*by_rank), strict=True):
-        numbers, sent = found[0]
-        assert all(other == numbers for other, _ in found), f"ranks differ in {config.parallel}"
-        for got, due in zip(numbers, alone[MODELS.index(model)], strict=True):
+        *numbers, sent = found[0]
+        assert all(other[:3] == numbers for other in found), f"ranks differ in {config.parallel}"
+        for got, due in zip(numbers, alone[MODELS.index(model)]):
             assert got == pytest.approx(due, rel=1e-5), config.parallel
         assert sent == sorted([*one, times] for one, times in messages(config).items()), config
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 def test_a_rank_holds_what_a_trace_says_to_the_byte(on_ranks):
     configs = [SMALL.replace({"model.width": 64, "model.context": 128, "grad_accum_steps": 1} | way)
                for way in (RING | axes(zero=0), RING | axes(zero=3) | FLOAT32,

@@ -83,7 +83,7 @@ def test_the_trace_sends_what_the_formula_says(layout, changes):
     assert predict_trace(config).messages == due and due.total() > 1
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, changes",
                          [*zip(itertools.cycle(TENSOR), ON_TENSOR),
                           *zip(AXES, itertools.cycle(ON_AXES))], ids=str)

@@ -78,7 +78,7 @@ CUTS = [
      {"memory.recompute": "block", "model.bias": False})]
 
 
-@pytest.mark.prove
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, changes", CUTS, ids=str)
 def test_float32_is_that_of_one_process(layout, changes, parent, monkeypatch):
     monkeypatch.setattr(parity, "WarmParent", lambda: nullcontext(parent))

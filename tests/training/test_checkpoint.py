@@ -158,7 +158,7 @@ SHAPES = {"a/b/c.d": torch.randn(3, 4).T, "bool": torch.tensor([True, False]),
           "scalar/int": torch.tensor(2**62)}
 
 
-def test_every_number_format_and_shape_comes_back_bit_for_bit(tmp_path):
+def test_every_bit_comes_back(tmp_path):
     tensors = FORMATS | SHAPES
     found = load(checkpoint.save(tmp_path, 3, tensors, STATE, keep=1))
     assert (found.step, found.state) == (3, STATE) and found.tensors.keys() == tensors.keys()
