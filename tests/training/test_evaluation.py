@@ -83,7 +83,7 @@ def test_targets_of_minus_100_count_for_nothing(pieces, weighted):
     due = functional.cross_entropy(whole.model(batch.tokens).flatten(0, 1),
                                    batch.targets.flatten(), ignore_index=IGNORED)
     due.backward()
-    loss = training.forward_backward(batch)
+    loss = training.forward_backward(training.batch(0))
     torch.testing.assert_close([loss, *(p.grad for p in training.model.parameters())],
                                [due.detach(), *(p.grad for p in whole.model.parameters())],
                                rtol=1e-5, atol=1e-7)
