@@ -233,13 +233,21 @@ def test_what_shards_saved_is_one_file_for_transformers(on_ranks, tmp_path):
     logits_agree(run, export(run.path, tmp_path / "out"))
 
 
-def test_torchrun_runs_the_same_command(tmp_path):
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# with --cpu it starts one process
+ACCELERATE = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2",
+              "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+              "--main_process_port", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
+def test_others_run_the_same_command(tmp_path, launcher):
     """One process writes and speaks, and a default folder is the first one's."""
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "lpkit", "train", "cpu-3m", "model.layers=1", "model.width=32", "model.heads=2",
-         "model.context=32", "steps=3",
-         "system.device=cpu", "precision.recipe=fp32", "parallel.shard=2", "--json"],
+        [sys.executable, "-m", *launcher, "-m", "lpkit", "train", "cpu-3m", "model.layers=1",
+         "model.width=32", "model.heads=2", "model.context=32", "steps=3", "system.device=cpu",
+         "precision.recipe=fp32", "parallel.shard=2", "--json"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "complete"
